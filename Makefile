@@ -4,6 +4,7 @@
 #   make test-all [ARGS='-k tree']   everything
 #   make test-megatron                Megatron's own models, with its checkpoints and with ours
 #   make test-s3                      object stores on a real S3 server (Ceph, which it starts)
+#   make test-azure                   the same on Azurite, a mock of Azure
 #   make test-trainers                the Trainer of transformers, Accelerate, Lightning
 #   make examples [ARGS='chaos']      every example, small: a line for each
 #   make chaos [ARGS='--kills 200']   make chaos ARGS='--store s3://bucket/chaos'
@@ -27,8 +28,8 @@ TRAINERS := .venv/trainers
 EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
-.PHONY: demo test test-all test-megatron test-s3 test-trainers examples lint bench bench-planning chaos \
-  docs clean
+.PHONY: demo test test-all test-megatron test-s3 test-azure test-trainers examples lint bench \
+  bench-planning chaos docs clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -67,7 +68,11 @@ test-megatron: $(READY) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%)
 
 # Without Debian's radosgw, ceph-mon and ceph-osd, and without root, it says so and skips.
 test-s3: $(READY)
-	TEST_S3=ceph $(BIN)/python -m pytest -q tests/s3 $(ARGS)
+	TEST_STORE=ceph $(BIN)/python -m pytest -q tests/s3 $(ARGS)
+
+# Without azurite-blob (npm install azurite) on the PATH, it says so and skips.
+test-azure: $(READY)
+	TEST_STORE=azurite $(BIN)/python -m pytest -q tests/s3 $(ARGS)
 
 $(TRAINERS)/ready: $(READY) constraints.txt
 	rm -rf $(TRAINERS)

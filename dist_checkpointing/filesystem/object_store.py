@@ -175,7 +175,8 @@ class ObjectStore:
                 key,
                 iter(parts),
                 chunk_size=self.options.part_bytes,
-                max_concurrency=self.options.parallelism,
+                # Two objects are under way at a time.
+                max_concurrency=max(1, self.options.parallelism // 2),
             )["e_tag"],
         )
 
@@ -240,7 +241,8 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
         "access_key_id": options.access_key_id,
         "secret_access_key": options.secret_access_key,
     }
-    endpoint = options.endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
+    variables = ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+    endpoint = options.endpoint or next(filter(None, map(os.environ.get, variables)), "")
     config: Any = {name: value for name, value in given.items() if value is not None}
     return from_url(
         url,
@@ -283,8 +285,27 @@ def _asked(store: ObjectStore, key: str, request: Callable[[], T]) -> T:
         raise OSError(5, _last_answer(error), path) from error
 
 
+_CAUSES: Final = {
+    "NoSuchBucket": "there is no such bucket",
+    "ContainerNotFound": "there is no such container",
+    "169.254.169.254": "no credentials were found here",
+    "MissingAccount": "the account is not known: set AZURE_STORAGE_ACCOUNT_NAME",
+    "ExpiredToken": "the credentials have expired",
+    "InvalidAccessKeyId": "the store does not know the access key",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
+    "AuthenticationFailed": "the store does not accept the credentials",
+    "AccessDenied": "the credentials do not allow this",
+    "error sending request": "the server cannot be reached",
+}
+"""What stands in an answer of a store, and what that means."""
+
+
 def _last_answer(error: Exception) -> str:
-    return str(error).split("\n\nDebug source", 1)[0]
+    """The last answer of a store, behind what it means where that is known."""
+    whole = str(error)
+    answer = whole.split("\n\nDebug source", 1)[0]
+    cause = next((cause for sign, cause in _CAUSES.items() if sign in whole), None)
+    return answer if cause is None else f"{cause}; the last answer was: {answer}"
 
 
 def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
@@ -318,9 +339,6 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
             remedy="pip install 'dist_checkpointing[object]'",
         )
         raise UnsupportedFormatError("object stores need obstore", [finding]) from error
-    if scheme == "az":  # az://account/container/folder
-        container, _, key = key.partition("/")
-        bucket = f"{bucket}/{container}"
     parts = [part for part in key.split("/") if part not in ("", ".")]
     if ".." in parts or not all(character >= " " and character != "\x7f" for character in key):
         finding = Finding(

@@ -1,21 +1,34 @@
-"""An S3 server: moto, or with TEST_S3=ceph (``make test-s3``) Ceph."""
+"""The server of the tests: moto, or what TEST_STORE names, see ``make test-s3``, ``test-azure``."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 
+import azurite
+import s3_servers
 from s3_proxy import Proxy, proxy_before
-from s3_servers import Server, ceph_server, missing, moto_server
+from s3_servers import Server
+
+# What starts a server, and why it cannot be started here.
+Start = Callable[[], AbstractContextManager[Server]]
+SERVERS: dict[str, tuple[Start, Callable[[], str | None]]] = {
+    "moto": (s3_servers.moto_server, lambda: None),
+    "ceph": (s3_servers.ceph_server, s3_servers.missing),
+    "azurite": (azurite.azurite_server, azurite.missing),
+}
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    is_real = os.environ.get("TEST_S3") == "ceph"
-    reason = missing() if is_real else None
-    if reason is not None:
+    start, missing = SERVERS[os.environ.get("TEST_STORE", "moto")]
+    if (reason := missing()) is not None:
         pytest.skip(reason)
-    with ceph_server() if is_real else moto_server() as running:
+    with start() as running, pytest.MonkeyPatch.context() as patch:
+        for name, value in running.environment.items():
+            if name.startswith("AZURE"):  # the options have no fields for them
+                patch.setenv(name, value)
         yield running
 
 

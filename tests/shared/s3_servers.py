@@ -153,7 +153,7 @@ def ceph_server(memory: int = 6 << 30) -> Iterator[Server]:
 
 
 def _started(root: Path, memory: int, daemons: list[subprocess.Popen[bytes]]) -> Server:
-    fsid, osd, mon_port, port = uuid.uuid4(), uuid.uuid4(), _free_port(), _free_port()
+    fsid, osd, mon_port, port = uuid.uuid4(), uuid.uuid4(), free_port(), free_port()
     config = _CONFIG.format(root=root, fsid=fsid, mon_port=mon_port, memory=memory)
     (root / "ceph.conf").write_text(config)
     (root / "mon").mkdir()
@@ -235,7 +235,8 @@ def _wait(is_ready: Callable[[], bool], lives: Callable[[], bool], root: Path) -
         time.sleep(0.2)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
