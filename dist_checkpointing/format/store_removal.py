@@ -28,6 +28,9 @@ from dist_checkpointing.format.store_commit import StoreAttempt
 _BACKENDS: Final = ("tensorstore", "zarr")
 """Their removals read nothing of the files that hold values."""
 _THREADS: Final = 16
+_UNTOUCHED: Final = (0, 0)
+"""Times of use and change of a file that no step of a removal has written: so long ago that a
+change shows, however coarse the clock of the file system is."""
 
 
 @contextmanager
@@ -87,7 +90,8 @@ def changed(location: ObjectPath) -> Iterator[Path]:
         config, source = read_config(location), data_folder(location)
         assert isinstance(source, ObjectPath)
         with without_values(source) as root:
-            before = local.statuses_below(root)
+            for name in local.statuses_below(root):
+                os.utime(root / name, ns=_UNTOUCHED)
             yield root
             seal = read_seal(root)
             if seal is not None:
@@ -96,11 +100,8 @@ def changed(location: ObjectPath) -> Iterator[Path]:
                 (root / SEAL_NAME).write_bytes(replace(seal, files=files).to_json())
 
             def put(name: str) -> None:
-                target, old, now = attempt.folder / name, before.get(name), (root / name).lstat()
-                if old is not None and (old.st_ino, old.st_mtime_ns) == (
-                    now.st_ino,
-                    now.st_mtime_ns,
-                ):
+                target = attempt.folder / name
+                if (root / name).lstat().st_mtime_ns == _UNTOUCHED[1]:
                     target.store.copy((source / name).key, target.key)
                 else:
                     target.store.put(target.key, (root / name).read_bytes())
@@ -113,8 +114,3 @@ def changed(location: ObjectPath) -> Iterator[Path]:
     except BaseException:
         attempt.release()
         raise
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    """What changes when a file is written again."""
-    return status.st_ino, status.st_mtime_ns

@@ -145,13 +145,11 @@ class SplitRun(TieredRun):
         del num_disks
         count = len(self._disks.leaders)
         own = self._fast.hooks(step, metric, note_bytes, has_base=has_base, num_disks=count)
+        if count == 1:
+            return own
         noted = partial(self._part_committed, step, metric)
         place = str(self._stored.folder(step))
-        return (
-            own
-            if count == 1
-            else own | {"disks": Disks(place, leads=self._disks.leads, on_part=noted)}
-        )
+        return own | {"disks": Disks(place, leads=self._disks.leads, on_part=noted)}
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """See RunFolder; what is left on the disks of a step that is nowhere whole is replaced."""
@@ -193,8 +191,9 @@ class SplitRun(TieredRun):
         """Delete a step in the store and on the disk of rank 0; see RunFolder."""
         with self._copying, self._changed:
             places = [p for p in (self._fast, self._stored) if is_committed(p.folder(step))]
-            is_elsewhere = step in self._undrained()
-            for place in places or [] if is_elsewhere else places or [self._fast]:
+            if not places and step not in self._undrained():
+                places = [self._fast]  # which says that there is no such step
+            for place in places:
                 place.delete(step)
             self._undrained().discard(step)
             self._seals.pop(step, None)
