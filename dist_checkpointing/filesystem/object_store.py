@@ -316,7 +316,8 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
         CheckpointingException: if it names no bucket, or what no object can be called.
     """
     scheme, _, rest = url.partition(":")
-    bucket, _, key = rest.lstrip("/").partition("/")
+    # pathlib makes one slash of two.
+    bucket, _, key = rest.removeprefix("/").removeprefix("/").partition("/")
     if scheme not in SCHEMES:
         finding = Finding(
             f"URLs of scheme {scheme!r} are not supported",

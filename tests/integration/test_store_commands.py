@@ -94,6 +94,7 @@ def test_a_command_prints_the_same_as_of_a_disk(
         (("rm-prefix", "{none}", "optimizer.", "--yes"), "does not exist"),
         (("ls", "ftp://bucket/x"), "'ftp' are not supported"),
         (("ls", "s3://"), "names no bucket"),
+        (("ls", "s3:///x"), "names no bucket"),
         (("convert", "{url}", "{url}", "--to", "tensorstore"), "overlap"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
