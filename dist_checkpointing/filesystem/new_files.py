@@ -32,7 +32,7 @@ by block: the write itself then costs two thirds."""
 _OBJECT_BYTES: Final = 2**27
 """Objects of this size are put and got at full speed, and two of them can be under way at a time
 without much memory."""
-_WAITING_PARTS: Final = 4
+_WAITING_PARTS: Final = 1
 
 _writev = ctypes.CDLL(None, use_errno=True).writev
 _writev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)

@@ -175,8 +175,8 @@ class ObjectStore:
                 key,
                 iter(parts),
                 chunk_size=self.options.part_bytes,
-                # Two objects are under way at a time.
-                max_concurrency=max(1, self.options.parallelism // 2),
+                # Two objects are under way at a time, and parts may be copies of turned tensors.
+                max_concurrency=max(1, self.options.parallelism // 3),
             )["e_tag"],
         )
 
