@@ -208,6 +208,7 @@ def test_a_deleted_step_is_gone_everywhere(tmp_path: Path) -> None:
         assert steps_in(place) == [2]
 
 
+@pytest.mark.exhaustive  # eleven seconds
 def test_processes_on_two_machines(
     tmp_path: Path, s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
