@@ -30,7 +30,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from chaos_course import ChaosError, Course, Job, Mayhem, Worker, remove_run
+from chaos_course import Course, Mayhem, remove_run
+from chaos_life import ChaosError, Job, Worker
 from chaos_report import course_line, draw_chaos, summary_table
 from harness import add_folder, output_folder, wide_console
 

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from rich.markup import escape
 from rich.table import Table
 
-from chaos_course import Course, Ending, Whom
+from chaos_course import Course, Ending
+from chaos_life import Whom
 
 mpl.use("Agg")  # a machine without a screen will do
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import dist_checkpointing
-from chaos_course import ChaosError, Course, Ending, Job, Kill, Life, Mayhem, Story
+from chaos_course import Course, Ending, Mayhem
+from chaos_life import ChaosError, Job, Kill, Life, Story
 from chaos_report import summary_table
 from dist_checkpointing import CheckpointManager
 from dist_checkpointing.comm import SingleProcess
