@@ -215,7 +215,9 @@ class Channel:
                 work.wait(timedelta(seconds=min(_LOOK_SECONDS, max(left, 0.001))))
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    # It may have ended just after this wait: then it has not failed.
+                    work.wait(timedelta(seconds=_LOOK_SECONDS))
+                    return
             else:
                 return
             if left <= 0:
