@@ -9,6 +9,7 @@
 #   make examples [ARGS='chaos']      every example, small: a line for each
 #   make chaos [ARGS='--kills 200']   make chaos ARGS='--store s3://bucket/chaos'
 #   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
+#   make size                         how much code there is, and how much should be
 PYTHON ?= python3
 BACKEND ?=
 STEPS ?=
@@ -28,7 +29,7 @@ TRAINERS := .venv/trainers
 EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
-.PHONY: demo test test-all test-megatron test-s3 test-azure test-trainers examples lint bench \
+.PHONY: demo test test-all test-megatron test-s3 test-azure test-trainers examples lint size bench \
   bench-planning chaos docs clean
 .DEFAULT_GOAL := test
 
@@ -95,6 +96,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+
+size: $(READY)
+	$(BIN)/python docs/tools/size.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
