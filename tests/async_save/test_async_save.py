@@ -329,6 +329,16 @@ def test_buffers_are_used_again_and_hold_only_what_this_rank_writes(tmp_path: Pa
     assert first > second  # it writes the replicated tensors too
 
 
+def test_a_saver_saves_states_of_any_size(tmp_path: Path) -> None:
+    with AsyncSaver(comm=SingleProcess()) as saver:
+        for step, size in enumerate((10, 1000, 100)):
+            tensor = torch.full((size,), step)
+            saver.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / str(step))
+            tensor.fill_(-1)
+    for step, size in enumerate((10, 1000, 100)):
+        assert load_plain_tensors(tmp_path / str(step))["w"].tolist() == [step] * size
+
+
 def test_steps_that_differ_between_ranks(tmp_path: Path) -> None:
     def one(comm: Comm) -> None:
         handle = async_save(State(comm, 1).dict, tmp_path / "c", comm=comm, step=comm.rank)
