@@ -139,9 +139,7 @@ class AsyncSaver:
         step, rank = options.pop("step", None), self._comm.rank
         progress = chosen_callback(options.pop("progress", None), "asynchronous save", rank)
         capture = options.pop("capture", "copy")
-        detect_changes = options.pop("detect_changes", "versions")
         _check_choice("capture", capture, ("copy", "background"))
-        _check_choice("detect_changes", detect_changes, ("versions", "contents"))
         if self._is_closed:
             raise ValueError("the saver is closed")
         comm = self._comm
@@ -181,7 +179,7 @@ class AsyncSaver:
                     if capture == "copy":
                         staged.capture()
                     else:
-                        detector = staged.watch(contents=detect_changes == "contents")
+                        detector = staged.watch()
                 if capture == "copy":
                     handle.captured.set()
                 self._start(staged, handle, detector, on_committed)

@@ -45,15 +45,11 @@ class StagedSave:
         self._buffers.take()
         self._holds_buffers = True
 
-    def watch(self, *, contents: bool) -> ChangeDetector:
-        """Get ready for a ``capture`` by another thread: what the state is now, to check it then.
-
-        Args:
-            contents: see ``ChangeDetector``.
-        """
+    def watch(self) -> ChangeDetector:
+        """Get ready for a ``capture`` by another thread: what the state is now, to compare."""
         tensors = self._job.own.tensors()
         self._buffers.follow(tensor for held in tensors.values() for tensor in held)
-        return ChangeDetector(tensors, contents=contents)
+        return ChangeDetector(tensors)
 
     def capture(self) -> None:
         """Copy what this rank will write, and let go of the caller's state."""

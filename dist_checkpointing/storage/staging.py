@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.mapping.nesting import flatten
@@ -188,23 +187,15 @@ class ChangeDetector:
     """Notices tensors that change between two moments.
 
     In-place operations of torch count themselves, which costs nothing to read. What writes past
-    torch (numpy, ``.data``, another library) is seen only by comparing ``contents``.
+    torch (numpy, ``.data``, another library) is not noticed.
     """
 
-    def __init__(self, tensors: dict[str, list[torch.Tensor]], *, contents: bool) -> None:
+    def __init__(self, tensors: dict[str, list[torch.Tensor]]) -> None:
         self._tensors = tensors
-        self._contents = contents
-        self._before = self._marks()
+        self._before = self._versions()
 
-    def _marks(self) -> dict[str, list[Any]]:
-        return {key: [self._mark(t) for t in held] for key, held in self._tensors.items()}
-
-    def _mark(self, tensor: torch.Tensor) -> Any:
-        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
-        if not self._contents:
-            return version
-        bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return version, xxhash.xxh3_64_intdigest(memoryview(bits.numpy()))  # type: ignore[arg-type]
+    def _versions(self) -> dict[str, list[int]]:
+        return {key: [_version(t) for t in held] for key, held in self._tensors.items()}
 
     def check(self) -> None:
         """Raise if anything has changed.
@@ -212,15 +203,19 @@ class ChangeDetector:
         Raises:
             CheckpointingException: naming the keys.
         """
-        after = self._marks()
+        after = self._versions()
         findings = [
             Finding(
                 "changed while it was being captured",
                 key,
                 remedy="Call handle.captured.wait(), or handle.fence(optimizer), before the step.",
             )
-            for key, marks in self._before.items()
-            if marks != after[key]
+            for key, versions in self._before.items()
+            if versions != after[key]
         ]
         if findings:
             raise CheckpointingException("the state changed before it was captured", findings)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
