@@ -113,9 +113,9 @@ def _our_load(strategy: Any) -> Callable[[Path, Tensors], object]:
     return lambda folder, targets: load(_our_state(targets), folder, strategy, comm=SingleProcess())
 
 
-def _ours(capture: Any, worker: Any, options: StorageOptions) -> Calls:
+def _ours(capture: Any, options: StorageOptions) -> Calls:
     strategy, load_strategy = strategies(TENSORSTORE, options)
-    saver = AsyncSaver(comm=SingleProcess(), worker=worker)
+    saver = AsyncSaver(comm=SingleProcess())
 
     def begin(folder: Path, state: Any) -> Begun:
         handle = saver.save(state, folder, strategy, capture=capture)
@@ -221,10 +221,9 @@ def _megatron() -> Calls:
     return Calls(prepare, begin, fill, queue.close)
 
 
-def _our(capture: str, worker: str = "thread", options: StorageOptions = PLAIN) -> Contestant:
+def _our(capture: str, options: StorageOptions = PLAIN) -> Contestant:
     name = f"ours, {capture}" + (" + checksum" if options is CHECKED else "")
-    name += ", process" if worker == "process" else ""
-    return Contestant(name, "ours", partial(_ours, capture, worker, options))
+    return Contestant(name, "ours", partial(_ours, capture, options))
 
 
 def _their(*, in_process: bool, staged: bool) -> Contestant:
@@ -238,9 +237,7 @@ def _contestants() -> list[Contestant]:
         Contestant("ours, synchronous save", "sync", _synchronous),
         _our("copy"),
         _our("background"),
-        _our("copy", options=CHECKED),
-        _our("copy", "process"),
-        _our("background", "process"),
+        _our("copy", CHECKED),
     ]
     found += [_their(in_process=p, staged=s) for p in (False, True) for s in (False, True)]
     if find_spec("torch_checkpointing") is not None:

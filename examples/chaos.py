@@ -5,10 +5,9 @@
     python examples/chaos.py --store s3://bucket/chaos
 
 The small GPT is trained with tensor parallelism by real processes, which save behind the training
-every few steps. One rank or all of them die of SIGKILL, or only the worker that writes for a rank;
-those that survive must notice and end by themselves (or go on, if the worker had nothing to do);
-then new processes resume from the latest valid checkpoint. When a training has reached its last
-step, another one begins with the next backend, and with or without workers. This fails unless
+every few steps. One rank or all of them die of SIGKILL; those that survive must notice and end by
+themselves; then new processes resume from the latest valid checkpoint. When a training has reached
+its last step, another one begins with the next backend. This fails unless
 
 * every loss, also of steps that are trained again, has the bits of a run that nobody disturbed;
 * no life finds less than was committed before it, and none hangs;
@@ -31,12 +30,11 @@ from pathlib import Path
 from rich.console import Console
 
 from chaos_course import Course, Mayhem, remove_run
-from chaos_life import ChaosError, Job, Worker
+from chaos_life import ChaosError, Job
 from chaos_report import course_line, draw_chaos, summary_table
 from harness import add_folder, output_folder, wide_console
 
 BACKENDS = ("tensorstore", "zarr", "torch_dist")
-WORKERS: tuple[Worker, ...] = ("thread", "process")
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,7 +49,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="who dies and when; by default another every time")
     parser.add_argument("--steps", type=int, default=120, help="of each training")
     parser.add_argument("--save-every", type=int, default=5, help="steps")
-    parser.add_argument("--worker", choices=WORKERS, help="who writes; by default they take turns")
     parser.add_argument("--incremental", action="store_true", help="share what has not changed")
     parser.add_argument("--store", metavar="URL", help="an object store for the checkpoints")
     add_folder(parser)
@@ -115,7 +112,6 @@ def _wreak(mayhem: Mayhem, arguments: argparse.Namespace, console: Console) -> l
                 backends[number % len(backends)],
                 arguments.steps,
                 arguments.save_every,
-                arguments.worker or WORKERS[number // 2 % len(WORKERS)],
                 arguments.incremental,
             )
             course = Course(job)

@@ -13,12 +13,12 @@ from chaos_life import (
     LONGEST_RESUMING_SECONDS,
     LONGEST_SECONDS,
     RESUMING_SHARE,
+    WHOM,
     ChaosError,
     Job,
     Kill,
     Life,
     Story,
-    Whom,
 )
 from dist_checkpointing import CheckpointingException, CheckpointManager
 from dist_checkpointing.comm import SingleProcess
@@ -141,14 +141,11 @@ class Mayhem:
             self._standby.end()
 
     def _next_kill(self, job: Job) -> Kill:
-        choices: list[Whom] = ["rank", "all"]
-        if job.worker == "process":
-            choices.append("worker")
-        whom = self._random.choice(choices)
+        whom = self._random.choice(WHOM)
         rank = self._random.randrange(self._world_size)
-        if whom != "worker" and self._random.random() < RESUMING_SHARE:
+        if self._random.random() < RESUMING_SHARE:
             return Kill(whom, rank, "meeting", self._random.uniform(0, LONGEST_RESUMING_SECONDS))
-        longest = job.slowness * LONGEST_SECONDS[job.worker]
+        longest = job.slowness * LONGEST_SECONDS
         return Kill(whom, rank, "first step", self._random.uniform(0, longest))
 
     def _prepare(self) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,18 +20,19 @@ from tensor_parallel import Ranks
 from tensor_parallel_gpt import GPTConfig
 from training_state import Text, TrainingState
 
-Whom = Literal["rank", "all", "worker"]
-Worker = Literal["thread", "process"]
+Whom = Literal["rank", "all"]
 Since = Literal["meeting", "first step"]
 
 SMALL = GPTConfig(width=64, num_layers=2, num_heads=4, mlp_width=128, context_length=64)
 """The model of the demo with fewer and smaller layers: 13 ms a step on one core."""
 
-DEAD_AFTER_SECONDS: Mapping[Worker, float] = {"thread": 3.0, "process": 6.0}
-"""How long ranks wait for one another before they say that one is gone; workers start slowly."""
+WHOM: Sequence[Whom] = ("rank", "all")
 
-LONGEST_SECONDS: Mapping[Worker, float] = {"thread": 1.5, "process": 4.0}
-"""A kill comes so long after the first step, or earlier; a worker has to start first."""
+DEAD_AFTER_SECONDS = 3.0
+"""How long ranks wait for one another before they say that one is gone."""
+
+LONGEST_SECONDS = 1.5
+"""A kill comes so long after the first step, or earlier."""
 
 LONGEST_RESUMING_SECONDS = 0.5
 RESUMING_SHARE = 0.2
@@ -52,7 +52,6 @@ class Job:
         backend: Backend that they are saved with.
         steps: Number of steps to reach.
         save_every: Steps between two saves.
-        worker: Who writes, see ``AsyncSaver``.
         incremental: Whether the embedding is frozen, and checkpoints share what has not changed.
     """
 
@@ -60,7 +59,6 @@ class Job:
     backend: str
     steps: int
     save_every: int
-    worker: Worker = "thread"
     incremental: bool = False
 
     @property
@@ -74,7 +72,7 @@ class Kill:
     """A kill -9.
 
     Attributes:
-        whom: One rank, all ranks at once, or only the process that writes for one rank.
+        whom: One rank, or all ranks at once.
         rank: Which rank; of no meaning for all ranks.
         since: When the clock starts: when all ranks have met, which is when they begin to look for
             a checkpoint, or when they have trained a step.
@@ -145,7 +143,8 @@ class Life:
             begun = len(ready) == self._size if kill.since == "meeting" else bool(story.losses)
             if kill_at is None and begun:
                 kill_at = time.monotonic() + kill.seconds
-            if kill_at is not None and time.monotonic() >= kill_at and self._strike(kill):
+            if kill_at is not None and time.monotonic() >= kill_at:
+                self._launch.kill(None if kill.whom == "all" else [kill.rank])
                 story.killed = kill.whom
                 after_kill()
 
@@ -163,38 +162,25 @@ class Life:
         except LaunchError as error:
             raise ChaosError(str(error)) from error
         story.exit_codes = self._launch.exit_codes()
-        if story.killed != "worker" and -signal.SIGKILL not in story.exit_codes:
+        if -signal.SIGKILL not in story.exit_codes:
             story.killed = None  # they had ended before
         died = [code for code in story.exit_codes if code < 0 and code != -signal.SIGKILL]
         if died:
             raise ChaosError(f"a rank died of a signal that nobody sent: {died}")
         return story
 
-    def _strike(self, kill: Kill) -> bool:
-        """Kill; False if there is no such process yet."""
-        if kill.whom == "worker":
-            pid = self._launch.writer_of(kill.rank)
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)
-            return pid is not None
-        self._launch.kill(None if kill.whom == "all" else [kill.rank])
-        return True
-
 
 def train(job: Job, ranks: Ranks, tell: Tell) -> None:
     """What each rank does."""
     comm: Comm = SingleProcess()
     if ranks.size > 1:
-        comm = TorchComm(
-            torch.distributed.new_group(), job.slowness * DEAD_AFTER_SECONDS[job.worker]
-        )
+        comm = TorchComm(torch.distributed.new_group(), job.slowness * DEAD_AFTER_SECONDS)
     retention = Retention(keep_last=3, keep_every=50)
     manager = CheckpointManager(
         job.folder,
         job.backend,
         comm=comm,
         retention=retention,
-        worker=job.worker,
         incremental=job.incremental,
     )
     state = TrainingState(SMALL, ranks)

@@ -20,11 +20,10 @@ mpl.use("Agg")  # a machine without a screen will do
 _VICTIMS: Mapping[Whom, tuple[str, str, str]] = {
     "rank": ("one rank", "a spawned process", "x"),
     "all": ("all ranks at once", "spawned processes", "X"),
-    "worker": ("the worker of a rank", "the process that writes for it", "+"),
 }
 _MEANINGS = {
     "RuntimeError": "torch, in a collective of the training",
-    "RankFailedError": "the library: it names the rank, or the worker, that is gone",
+    "RankFailedError": "the library: it names the rank that is gone",
 }
 _UNCOMMITTED = "is not a distributed checkpoint"
 
@@ -44,7 +43,7 @@ def course_line(number: int, course: Course) -> str:
     if job.incremental:
         parts.append(f"{course.shared} files shared by {course.verified} checkpoints")
     same = f"all {course.num_trained} losses the same bits"
-    return f"training {number}, {job.backend}, {job.worker}: {', '.join(parts)}; [green]{same}[/]"
+    return f"training {number}, {job.backend}: {', '.join(parts)}; [green]{same}[/]"
 
 
 def summary_table(undisturbed: Course, courses: Sequence[Course], seconds: float) -> Table:
@@ -68,9 +67,8 @@ def summary_table(undisturbed: Course, courses: Sequence[Course], seconds: float
     saving = sum(ending.was_saving for ending in kills)
     row("  with a save under way", saving, "the checkpoint stayed uncommitted")
     table.add_section()
-    for who, what in (("rank", "ranks that survived"), ("worker", "ranks without their worker")):
-        for name, count, meaning in _survivors(what, [e for e in kills if e.story.killed == who]):
-            row(name, count, meaning)
+    for name, count, meaning in _survivors([e for e in kills if e.story.killed == "rank"]):
+        row(name, count, meaning)
     table.add_section()
     resumed = sum(ending.story.resumed is not None for ending in endings)
     row("resumed from the newest commit", resumed, "found with latest_valid()")
@@ -92,13 +90,13 @@ def summary_table(undisturbed: Course, courses: Sequence[Course], seconds: float
     return table
 
 
-def _survivors(what: str, kills: Sequence[Ending]) -> list[tuple[str, int, str]]:
+def _survivors(kills: Sequence[Ending]) -> list[tuple[str, int, str]]:
     codes = [code for ending in kills for code in ending.story.exit_codes if code >= 0]
     if not codes:
         return []
     errors = [error for ending in kills for error in ending.story.errors.values()]
     names = Counter(error.split(":")[0] for error in errors).most_common()
-    rows = [(what, len(codes), "none hung")]
+    rows = [("ranks that survived", len(codes), "none hung")]
     rows += [(f"  ended with {name}", count, _MEANINGS.get(name, "")) for name, count in names]
     return [*rows, ("  came to the last step", codes.count(0), "")] if codes.count(0) else rows
 
@@ -124,7 +122,7 @@ def _draw_losses(axes: Axes, courses: Sequence[Course]) -> None:
         losses = [float.fromhex(loss) for _, loss in sorted(course.losses.items())]
         label, style = "undisturbed", {"color": "0.8", "linewidth": 7.0}
         if number:
-            label = f"{course.job.backend}, {course.job.worker}, killed {len(course.kills)} times"
+            label = f"{course.job.backend}, killed {len(course.kills)} times"
             style = {"linestyle": ("-", "--", "-.", ":")[number % 4], "linewidth": 1.4}
         axes.plot(sorted(course.losses), losses, label=label, **style)  # type: ignore[arg-type]
     axes.set(xlabel="step", ylabel="loss (nats a byte)")

@@ -106,10 +106,6 @@ class Launch:
         for rank in range(len(self._processes)) if ranks is None else ranks:
             self._processes[rank].kill()
 
-    def writer_of(self, rank: int) -> int | None:
-        """The process that writes for a rank, found from outside; None if there is none yet."""
-        return writer_of(self._processes[rank].pid)
-
     def end(self) -> None:
         """End processes that were never needed, or that hang."""
         self.kill()
@@ -134,18 +130,6 @@ def run_ranks(size: int, work: Work, job: object) -> list[Message]:
         return messages
     finally:
         launch.end()
-
-
-def writer_of(pid: int | None) -> int | None:
-    """The process that writes for the process ``pid``: the only one that it has started."""
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            for child in path.read_text().split():
-                if b"tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return int(child)
-        except OSError:
-            continue  # it has just ended
-    return None
 
 
 def _rank_main(rank: int, size: int, port: int, pipe: Connection) -> None:

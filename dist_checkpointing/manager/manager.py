@@ -27,7 +27,7 @@ from dist_checkpointing.manager.valid_steps import ValidSteps
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
-from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
+from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.serialization.save_base import require_sharing_strategy
@@ -64,7 +64,6 @@ class CheckpointManager:
             ``"warn"``: log it and go on; ``"retry"`` the save, and raise if all attempts failed.
         retries: number of repeated attempts, for ``"retry"``.
         finalize: see ``AsyncSaver``.
-        worker: see ``AsyncSaver``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
         incremental: whether each save shares files with the latest checkpoint, see ``base`` of
@@ -100,7 +99,6 @@ class CheckpointManager:
         on_error: OnError = "raise",
         retries: int = 2,
         finalize: Finalize = "background",
-        worker: Worker = "thread",
         trusted: bool = False,
         incremental: bool = False,
         fast: str | PathLike[str] | None = None,
@@ -130,7 +128,6 @@ class CheckpointManager:
         self._saver = AsyncSaver(
             comm=self._comm,
             finalize=finalize,
-            worker=worker,
             retries=retries if on_error == "retry" else 0,
             plan_cache=self._plan_cache,
         )

@@ -17,7 +17,6 @@ from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_handle import SaveHandle
-from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_options import (
     AsyncSaveOptions,
     SaveOptions,
@@ -26,18 +25,14 @@ from dist_checkpointing.serialization.save_options import (
 from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.background import Ownership
-from dist_checkpointing.storage.driver import write_plan
 from dist_checkpointing.storage.progress import Meter, Progress, chosen_callback
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
-from dist_checkpointing.storage.worker import WriterProcess
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 Finalize = Literal["background", "caller"]
-Worker = Literal["thread", "process"]
-
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -68,12 +63,9 @@ class AsyncSaver:
             without the training's help. ``"caller"``: the thread that calls ``handle.result()`` or
             makes the next save, on all ranks; no group is made, and a checkpoint waits for that
             call.
-        worker: who writes. ``"thread"``: a thread of this process. ``"process"``: one process
-            beside it, spawned by the first save and kept, which reads the copies from shared
-            memory; only for strategies that are made of a StorageWriter.
         retries: how often a save that failed is written again, from the same copies. One that
             failed because a rank is gone is not.
-        buffers: memory for the copies; with ``worker="process"`` it must be shared.
+        buffers: memory for the copies.
         plan_cache: PlanCache of the run.
 
     Making one is collective with ``finalize="background"``.
@@ -95,20 +87,14 @@ class AsyncSaver:
         *,
         comm: Comm | None = None,
         finalize: Finalize = "background",
-        worker: Worker = "thread",
         retries: int = 0,
         buffers: StagingBuffers | None = None,
         plan_cache: PlanCache | None = None,
     ) -> None:
         _check_choice("finalize", finalize, ("background", "caller"))
-        _check_choice("worker", worker, ("thread", "process"))
         if retries and finalize == "caller":
             raise ValueError("only finalize='background' can retry")
-        is_apart = worker == "process"
-        self._buffers = StagingBuffers(shared=is_apart) if buffers is None else buffers
-        if is_apart and not self._buffers.is_shared:
-            raise ValueError("worker='process' needs StagingBuffers(shared=True)")
-        self._process = WriterProcess(self._buffers) if is_apart else None
+        self._buffers = StagingBuffers() if buffers is None else buffers
         self._comm = chosen_comm(comm)
         self._own_comm = self._comm.duplicate() if finalize == "background" else None
         self._retries = retries
@@ -153,9 +139,7 @@ class AsyncSaver:
         step, rank = options.pop("step", None), self._comm.rank
         progress = chosen_callback(options.pop("progress", None), "asynchronous save", rank)
         capture = options.pop("capture", "copy")
-        detect_changes = options.pop("detect_changes", "versions")
         _check_choice("capture", capture, ("copy", "background"))
-        _check_choice("detect_changes", detect_changes, ("versions", "contents"))
         if self._is_closed:
             raise ValueError("the saver is closed")
         comm = self._comm
@@ -168,22 +152,12 @@ class AsyncSaver:
             if progress is not None:
                 progress(state)
 
-        if self._process is not None:
-            # First of all, so that it gets ready while this one plans and copies.
-            with comm.agreed("starting the worker process"):
-                self._process.start()
-
-        def require_sendable(job: SaveJob) -> None:
-            if self._process is not None:
-                self._process.require_sendable(job.strategy, job.writer)
-
         shared: SaveOptions = options  # the rest of them
         job = prepare(
             sharded_state_dict,
             checkpoint_dir,
             comm,
             Meter("asynchronous save", comm.rank, report),
-            require_sendable,
             sharded_strategy=sharded_strategy,
             common_strategy=common_strategy,
             plan_cache=self._plan_cache,
@@ -195,8 +169,7 @@ class AsyncSaver:
         try:
             # What is made durable in the background need not be waited for here.
             job.claim(comm, secured=self._own_comm is None)
-            write = write_plan if self._process is None else self._process.write_plan
-            staged = StagedSave(job, self._buffers, step, write)
+            staged = StagedSave(job, self._buffers, step)
             try:
                 detector = None
                 with comm.agreed("copying the state"):
@@ -206,7 +179,7 @@ class AsyncSaver:
                     if capture == "copy":
                         staged.capture()
                     else:
-                        detector = staged.watch(contents=detect_changes == "contents")
+                        detector = staged.watch()
                 if capture == "copy":
                     handle.captured.set()
                 self._start(staged, handle, detector, on_committed)
@@ -291,7 +264,7 @@ class AsyncSaver:
 
     @_in_turn
     def close(self) -> None:
-        """Wait, end the worker process, and give the ranks' own channel back. Collective."""
+        """Wait, and give the ranks' own channel back. Collective."""
         try:
             self.wait()
         finally:
@@ -306,8 +279,6 @@ class AsyncSaver:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._process is not None:
-            self._process.close()
         if self._own_comm is not None and self._own_comm is not self._comm:
             self._own_comm.close()
 

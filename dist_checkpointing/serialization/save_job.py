@@ -304,12 +304,8 @@ class SaveJob:
             self.own.capture(self._own_plan, buffers)
             self.meter.add(self.num_bytes)
 
-    def write_own(self, write_plan: driver.PlanWriter = driver.write_plan) -> None:
-        """Write what this rank has to write. Not collective.
-
-        Args:
-            write_plan: writes the plan of a strategy that is made of a StorageWriter.
-        """
+    def write_own(self) -> None:
+        """Write what this rank has to write. Not collective."""
         self._written = None
         with self.meter.phase("writing"):
             self.meter.expect(self.num_bytes)
@@ -317,7 +313,8 @@ class SaveJob:
             files = self._write_common(values)
             written = driver.Written()
             if self._own_plan is not None and self.writer is not None:
-                written = write_plan(self._own_plan, values.planner, self.writer, self.rank)
+                assert values.planner is not None
+                written = driver.write_plan(self._own_plan, values.planner, self.writer, self.rank)
             elif isinstance(self.strategy, AsyncSaveShardedStrategy):
                 request = self.strategy.async_save(values.leaves, self.data_folder)
                 request.execute()

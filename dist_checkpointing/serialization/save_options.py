@@ -16,7 +16,6 @@ from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedSt
 from dist_checkpointing.strategies.selection import Selection
 
 Capture = Literal["copy", "background"]
-DetectChanges = Literal["versions", "contents"]
 
 
 class SaveOptions(TypedDict, total=False):
@@ -60,17 +59,13 @@ class AsyncSaveOptions(SaveOptions, total=False):
         step: What the save is for; all ranks must name the same.
         capture: ``"copy"``, the default, copies everything before it returns: the state may be
             changed at once. ``"background"`` returns before the copy is made: nothing of the state
-            may change before ``handle.captured`` is set.
-        detect_changes: With ``capture="background"``, how a change that came too early is noticed,
-            which makes the save fail: by torch's own count of in-place operations
-            (``"versions"``, the default), or also (slow, for debugging) by comparing all
-            ``"contents"``.
+            may change before ``handle.captured`` is set; a change by an in-place operation of
+            torch makes the save fail.
     """
 
     progress: ProgressOption | None
     step: int | None
     capture: Capture
-    detect_changes: DetectChanges
 
 
 def require_known(function: str, options: Mapping[str, object]) -> None:

@@ -13,7 +13,6 @@ import xxhash
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, RankFailedError
 from dist_checkpointing.serialization.save_job import SaveJob
-from dist_checkpointing.storage.driver import PlanWriter, write_plan
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -26,21 +25,13 @@ class StagedSave:
         job: the save, which has claimed its folder.
         buffers: memory for the copies.
         step: what the save is for.
-        write: writes what this rank has to write.
     """
 
-    def __init__(
-        self,
-        job: SaveJob,
-        buffers: StagingBuffers,
-        step: int | None = None,
-        write: PlanWriter = write_plan,
-    ) -> None:
+    def __init__(self, job: SaveJob, buffers: StagingBuffers, step: int | None = None) -> None:
         self._job = job
         self._buffers = buffers
         self._holds_buffers = False
         self._stamp = xxhash.xxh3_64_intdigest(f"{job.attempt_id} {step}".encode()) >> 2
-        self._write_plan = write
         self._error: Exception | None = None
         self._is_lost = False
 
@@ -54,15 +45,11 @@ class StagedSave:
         self._buffers.take()
         self._holds_buffers = True
 
-    def watch(self, *, contents: bool) -> ChangeDetector:
-        """Get ready for a ``capture`` by another thread: what the state is now, to check it then.
-
-        Args:
-            contents: see ``ChangeDetector``.
-        """
+    def watch(self) -> ChangeDetector:
+        """Get ready for a ``capture`` by another thread: what the state is now, to compare."""
         tensors = self._job.own.tensors()
         self._buffers.follow(tensor for held in tensors.values() for tensor in held)
-        return ChangeDetector(tensors, contents=contents)
+        return ChangeDetector(tensors)
 
     def capture(self) -> None:
         """Copy what this rank will write, and let go of the caller's state."""
@@ -76,7 +63,7 @@ class StagedSave:
         if self._error is not None:
             return
         try:
-            self._job.write_own(self._write_plan)
+            self._job.write_own()
         except Exception as error:  # noqa: BLE001 - all ranks must hear of it
             self._error = error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,9 +67,6 @@ class Written:
     sums: bytes = b""
     uppers: bytes = b""
 
-
-PlanWriter = Callable[[SavePlan, Any, StorageWriter, int], Written]
-"""``write_plan``, or what has the same effect in another process."""
 
 PlanReader = Callable[[LoadPlan, LoadPlanner, StorageReader, Index, Comm], None]
 """``read_plan``, or what has the same effect when all ranks call it."""

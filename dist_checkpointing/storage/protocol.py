@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -52,13 +51,6 @@ _UNKNOWN = Path()
 
 def _ignore(num_bytes: int) -> None:
     """Report to nobody."""
-
-
-def unreported(writer: StorageWriter) -> StorageWriter:
-    """A writer that does the same, and reports to nobody."""
-    writer = copy.copy(writer)
-    writer.report = _ignore
-    return writer
 
 
 @dataclass(frozen=True, slots=True)

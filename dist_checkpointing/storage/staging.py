@@ -10,13 +10,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.mapping.nesting import flatten
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
 from dist_checkpointing.storage.host_blocks import CopyStreams, padded
-from dist_checkpointing.storage.shared_memory import SharedMemory
 
 
 class StagingBuffers:
@@ -29,20 +27,13 @@ class StagingBuffers:
     Args:
         pinned: page-locked, for copies from a GPU that run by themselves; by default where there is
             a GPU.
-        shared: for a worker process to read.
-
-    Attributes:
-        is_shared: Whether a worker process can read it.
-        shared_memory: Where the copies are then; None as long as there were none.
 
     Example:
         >>> buffers = StagingBuffers()
     """
 
-    def __init__(self, *, pinned: bool | None = None, shared: bool = False) -> None:
+    def __init__(self, *, pinned: bool | None = None) -> None:
         self._pinned = pinned
-        self.is_shared = shared
-        self.shared_memory: SharedMemory | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sizes: list[int] = []
         self._views: list[torch.Tensor | None] = []
@@ -100,13 +91,6 @@ class StagingBuffers:
         streams.synchronize()
         return copies
 
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a contiguous CPU tensor begins in the memory, in bytes; None if it is elsewhere."""
-        if tensor.device.type != "cpu" or tensor.nbytes == 0:
-            return None
-        offset = tensor.data_ptr() - self._memory.data_ptr()
-        return offset if 0 <= offset <= self.num_bytes - tensor.nbytes else None
-
     def _make_room(self, sizes: list[int]) -> None:
         if sizes == self._sizes:
             return
@@ -114,13 +98,8 @@ class StagingBuffers:
         needed = sum(map(padded, sizes))
         if needed > self._memory.numel():
             pinned = torch.cuda.is_available() if self._pinned is None else self._pinned
-            self._memory, self.shared_memory = torch.empty(0, dtype=torch.uint8), None
-            # Only now, with the old memory gone: never both at once.
-            if self.is_shared:
-                self.shared_memory = SharedMemory(needed, pinned=pinned)
-                self._memory = self.shared_memory.tensor
-            else:
-                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = torch.empty(0, dtype=torch.uint8)  # never both at once
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
 
     def _view(self, start: int, size: int, like: torch.Tensor) -> torch.Tensor:
         if like.nbytes != size:
@@ -131,12 +110,13 @@ class StagingBuffers:
 class StagedPlanner(SavePlanner):
     """Answers with copies for the items of a plan that is already made.
 
-    Attributes:
-        data: The copies, in the order of the plan.
+    Args:
+        plan: it.
+        data: the copies, in its order.
     """
 
     def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
-        self.data = data
+        self._data = data
         self._plan = plan
 
     @property
@@ -145,7 +125,7 @@ class StagedPlanner(SavePlanner):
 
     @cached_property
     def _by_item(self) -> dict[WriteItem, object]:
-        return dict(zip(self._plan.items, self.data, strict=True))
+        return dict(zip(self._plan.items, self._data, strict=True))
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         return self._by_item[item]
@@ -153,7 +133,7 @@ class StagedPlanner(SavePlanner):
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
         if plan is not self._plan:
             return super().data_of(plan)
-        return self.data.__getitem__
+        return self._data.__getitem__
 
     def configure_planner(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("the plan is already made")
@@ -168,7 +148,7 @@ class StagedPlanner(SavePlanner):
         raise AssertionError("the plan is already made")
 
 
-def stage_plan(plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> StagedPlanner:
+def stage_plan(plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> SavePlanner:
     """Copy all that one rank will write: a planner that no longer needs the state dict."""
     give, sizes = planner.data_of(plan), plan.table.num_bytes.tolist()
     data: list[Any] = [None] * len(sizes)
@@ -207,23 +187,15 @@ class ChangeDetector:
     """Notices tensors that change between two moments.
 
     In-place operations of torch count themselves, which costs nothing to read. What writes past
-    torch (numpy, ``.data``, another library) is seen only by comparing ``contents``.
+    torch (numpy, ``.data``, another library) is not noticed.
     """
 
-    def __init__(self, tensors: dict[str, list[torch.Tensor]], *, contents: bool) -> None:
+    def __init__(self, tensors: dict[str, list[torch.Tensor]]) -> None:
         self._tensors = tensors
-        self._contents = contents
-        self._before = self._marks()
+        self._before = self._versions()
 
-    def _marks(self) -> dict[str, list[Any]]:
-        return {key: [self._mark(t) for t in held] for key, held in self._tensors.items()}
-
-    def _mark(self, tensor: torch.Tensor) -> Any:
-        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
-        if not self._contents:
-            return version
-        bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return version, xxhash.xxh3_64_intdigest(memoryview(bits.numpy()))  # type: ignore[arg-type]
+    def _versions(self) -> dict[str, list[int]]:
+        return {key: [_version(t) for t in held] for key, held in self._tensors.items()}
 
     def check(self) -> None:
         """Raise if anything has changed.
@@ -231,15 +203,19 @@ class ChangeDetector:
         Raises:
             CheckpointingException: naming the keys.
         """
-        after = self._marks()
+        after = self._versions()
         findings = [
             Finding(
                 "changed while it was being captured",
                 key,
                 remedy="Call handle.captured.wait(), or handle.fence(optimizer), before the step.",
             )
-            for key, marks in self._before.items()
-            if marks != after[key]
+            for key, versions in self._before.items()
+            if versions != after[key]
         ]
         if findings:
             raise CheckpointingException("the state changed before it was captured", findings)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name

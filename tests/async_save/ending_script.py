@@ -1,45 +1,52 @@
 """A training of one process that ends in some way with a save in flight.
 
-Usage: ending_script.py FOLDER WORKER ENDING
+Usage: ending_script.py FOLDER SAVER ENDING
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dist_checkpointing import AsyncSaver, ShardedTensor, async_save
+from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.serialization.async_saver import Finalize
+from dist_checkpointing.storage import WriteResults
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 
-sys.path.insert(0, str(Path(__file__).parent))
-from process_backends import Odd  # type: ignore[import-not-found]
+
+class StallingWriter(ZarrV3Writer):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
+        folder = self.checkpoint_dir.parent
+        (folder / "writing").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        return super().write_data(plan, planner)
+
+
+class Stalling(Zarr3SaveShardedStrategy):
+    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
+        writer = StallingWriter(checkpoint_dir)
+        writer.options = self.options
+        return writer
 
 
 def main() -> None:
-    folder, worker, ending = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    folder, saver, ending = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     # A job in the background ignores Ctrl-C, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((1 << 16,), 7.0)), "step": 7}
-    strategy = Odd("stall")
-    if worker == "kept":
-        handle = async_save(state, folder / "c", strategy)
-    else:
-        choice: Any = worker
-        saver = AsyncSaver(
-            worker=choice, finalize="caller" if ending == "forgotten" else "background"
-        )
-        handle = saver.save(state, folder / "c", strategy)
-    pid = folder / "c" / "pid"
-    while not (pid.exists() and pid.read_text()):
+    finalize: Finalize = "caller" if ending == "forgotten" else "background"
+    explicit = AsyncSaver(finalize=finalize) if saver == "explicit" else None
+    handle = async_save(state, folder / "c", Stalling(), saver=explicit)
+    while not (folder / "writing").exists():
         time.sleep(0.01)
-    (folder / "writing").write_text(pid.read_text())
-    if ending == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     (folder / "go").touch()
     if ending == "raise":
         raise ValueError("loss is nan")

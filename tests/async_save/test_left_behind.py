@@ -27,7 +27,7 @@ from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.serialization.async_saver import AsyncSaver
-from dist_checkpointing.storage import StorageWriter, WriteResults
+from dist_checkpointing.storage import WriteResults
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from states import BACKENDS, at_step
@@ -195,18 +195,6 @@ def test_only_names_of_ours_are_temporary(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = local.temporaries(["a.json", ".dckpt/i.json", "missing/x"], tmp_path)
     assert sorted(found) == sorted(tmp_path / name for name in ours)
-
-
-def test_a_writer_without_its_listener() -> None:
-    from dist_checkpointing.storage.protocol import unreported
-
-    writer: StorageWriter = ZarrV3Writer(Path("c"))
-    heard: list[int] = []
-    writer.report = heard.append
-    unreported(writer).report(1)
-    assert not heard
-    writer.report(2)
-    assert heard == [2]
 
 
 def test_errors_of_ranks_that_all_stopped_free_the_folder(tmp_path: Path) -> None:

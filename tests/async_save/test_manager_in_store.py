@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,8 @@ def test_a_commit_that_was_cut_off_is_finished_by_the_next_manager() -> None:
         manager.save(300, state(300))
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_saves_in_the_background(worker: str, s3_place: ObjectPath) -> None:
-    with CheckpointManager(
-        s3_place,
-        retention=Retention(keep_last=2),
-        worker=worker,  # type: ignore[arg-type]
-    ) as manager:
+def test_saves_in_the_background(s3_place: ObjectPath) -> None:
+    with CheckpointManager(s3_place, retention=Retention(keep_last=2)) as manager:
         for step in (1, 2, 3):
             manager.async_save(step, state(step))
     with CheckpointManager(s3_place) as manager:
@@ -119,8 +115,5 @@ def test_what_needs_a_disk_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_is_of_one_process() -> None:
-    with (
-        CheckpointManager(new_url(), worker="process") as manager,
-        pytest.raises(CheckpointingException, match="memory:// is in one process"),
-    ):
-        manager.async_save(1, state(1)).result()
+    with pytest.raises(CheckpointingException, match="memory:// is in one process"):
+        pickle.dumps(ObjectPath.of(new_url()))

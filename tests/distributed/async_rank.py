@@ -99,37 +99,6 @@ def train(root: Path, rank: int, world_size: int, steps: int, kill_at: float) ->
     return report
 
 
-def with_processes(root: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """Rank 1 loses the process that writes for it, while it has not begun yet."""
-    toy = Toy(rank, world_size)
-    report: dict[str, Any] = {"errors": []}
-    pid = 0
-    with CheckpointManager(root, worker="process") as manager:
-        for step in (1, 2, 3):
-            toy.advance()
-            dies = step == 2 and rank == 1
-            if dies:
-                os.kill(pid, signal.SIGSTOP)  # or it may be through before it is killed
-            handle = manager.async_save(step, toy.state())
-            worker = manager._saver._process
-            assert worker is not None
-            assert worker.pid is not None
-            if dies:
-                while handle.progress.phase != "writing":
-                    time.sleep(0.01)
-                # The job is on its way: a worker that is dead before is just replaced.
-                time.sleep(2)
-                os.kill(pid, signal.SIGKILL)
-            try:
-                handle.result(60)
-            except CheckpointingException as error:
-                report["errors"].append((step, str(error)))
-            pid = worker.pid
-        report["steps"] = manager.steps()
-    report["left"] = Path(f"/proc/{pid}").exists()
-    return report
-
-
 def with_kept_savers(root: Path, rank: int, world_size: int) -> dict[str, Any]:
     """``async_save`` without a saver: again and again, for all ranks and for two of them."""
     pair = dist.new_group([0, 1])
@@ -191,12 +160,6 @@ def main() -> None:
             assert isinstance(pair, dist.ProcessGroup)
             with CheckpointManager(root, comm=TorchComm(pair)) as manager:
                 manager.async_save(1, toy.state())
-        dist.barrier()
-        dist.destroy_process_group()
-        return
-    if scenario == "process":
-        report = with_processes(root, rank, int(size_text))
-        (root.parent / f"report-{rank}.json").write_text(json.dumps(report))
         dist.barrier()
         dist.destroy_process_group()
         return

@@ -105,21 +105,6 @@ def test_a_part_of_the_world_saves_alone(tmp_path: Path) -> None:
     assert assert_all_committed_are_right(tmp_path / "run") == [1]
 
 
-@pytest.mark.exhaustive
-def test_a_killed_worker_process_is_told_to_all_ranks(tmp_path: Path) -> None:
-    codes, reports, outputs = run("process", tmp_path / "run", 2)
-    assert codes == [0] * 2, outputs
-    first, second = reports
-    assert first is not None
-    assert first == second
-    ((step, text),) = first["errors"]
-    assert step == 2
-    assert "killed by SIGKILL (exit code -9); rank 1" in text
-    assert first["steps"] == [1, 3]
-    assert not first["left"]
-    assert assert_all_committed_are_right(tmp_path / "run") == [1, 3]
-
-
 def test_async_save_makes_one_group_for_a_set_of_ranks(tmp_path: Path) -> None:
     """And the interpreter ends in order, although nobody closes what is kept."""
     codes, reports, outputs = run("kept", tmp_path / "run", 3, is_fresh=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -136,28 +135,6 @@ def test_the_table_counts(tmp_path: Path) -> None:
     assert counts["killed before the commit"] == "1"
     assert counts["losses compared, bit for bit"] == "2"
     assert counts["checkpoints left, read in full"] == "3"
-
-
-_WRITES = """
-import os, sys, torch
-from dist_checkpointing import AsyncSaver, ShardedTensor
-from dist_checkpointing.comm import SingleProcess
-from harness import writer_of
-
-if __name__ == "__main__":
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
-    assert writer_of(os.getpid()) is None
-    with AsyncSaver(comm=SingleProcess(), worker="process") as saver:
-        saver.save(state, sys.argv[1]).result()
-        assert writer_of(os.getpid()) is not None
-"""
-
-
-def test_the_process_that_writes_is_found(tmp_path: Path) -> None:
-    """In a process of its own, like a rank: a process of the tests may have other children."""
-    paths = os.pathsep.join([str(ROOT / "examples"), str(ROOT)])
-    finished = run_fresh("-c", _WRITES, tmp_path / "a", environment={"PYTHONPATH": paths})
-    assert finished.returncode == 0, finished.stderr
 
 
 def _fail_on_rank_1(job: str, ranks: Ranks, tell: Tell) -> None:

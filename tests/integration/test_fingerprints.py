@@ -225,12 +225,11 @@ def test_parallel_saves_and_compressed_chunks(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path / "z").fingerprints(stored=False) == opened.fingerprints()
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_saves_in_the_background(tmp_path: Path, worker: Any) -> None:
+def test_saves_in_the_background(tmp_path: Path) -> None:
     values = FULL.clone()
     own = {"w": shard("w", values), "n": shard("n", torch.arange(5))}
     expected = fingerprint(own, comm=ALONE)
-    with CheckpointManager(tmp_path, comm=ALONE, worker=worker, fingerprints=True) as manager:
+    with CheckpointManager(tmp_path, comm=ALONE, fingerprints=True) as manager:
         manager.async_save(1, own)
         values.zero_()
         manager.wait()

@@ -16,7 +16,6 @@ import zarr
 
 from damage import files_in
 from dist_checkpointing import (
-    AsyncSaver,
     Checkpoint,
     CheckpointManager,
     Retention,
@@ -326,15 +325,6 @@ def test_asynchronous_saves(backend: Any, tmp_path: Path) -> None:
     async_save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1").result()
     assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
     assert_holds(tmp_path / "2", changed)
-
-
-def test_a_worker_process_shares_files(tmp_path: Path) -> None:
-    tensors = model()
-    with AsyncSaver(worker="process") as saver:
-        saver.save(wholes(tensors), tmp_path / "1").result()
-        saver.save(wholes(tensors), tmp_path / "2", base=tmp_path / "1").result()
-    assert own_bytes(tmp_path / "2") < 4000
-    assert_holds(tmp_path / "2", tensors)
 
 
 @SHARING

@@ -118,9 +118,9 @@ def trained(
     }
 
 
-def full_at_step(step: int, num_rows: int = 8) -> dict[str, torch.Tensor]:
+def full_at_step(step: int) -> dict[str, torch.Tensor]:
     """Tensors of several dtypes and layouts, of which ranks hold parts or copies."""
-    table = torch.arange(num_rows * 6, dtype=torch.float32).reshape(num_rows, 6) + 1000 * step
+    table = torch.arange(48, dtype=torch.float32).reshape(8, 6) + 1000 * step
     return {
         "rows": table,
         "strided": (table.t() * 2).to(torch.bfloat16),
@@ -130,9 +130,9 @@ def full_at_step(step: int, num_rows: int = 8) -> dict[str, torch.Tensor]:
     }
 
 
-def parts_at_step(step: int, comm: Comm, num_rows: int = 8) -> dict[str, Any]:
+def parts_at_step(step: int, comm: Comm) -> dict[str, Any]:
     """What this rank holds of them; the strided part shares its memory with the others'."""
-    full = full_at_step(step, num_rows)
+    full = full_at_step(step)
     strided = full["strided"].chunk(comm.world_size, 1)[comm.rank]
     return {
         "rows": rows("rows", full["rows"], comm),

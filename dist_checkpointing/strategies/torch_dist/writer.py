@@ -65,7 +65,7 @@ class TorchDistWriter(StorageWriter):
         super().__init__(checkpoint_dir)
         self.separation_hint: str | None = None
         self._rank = 0
-        self._with_crc = get_crc32_options()  # which other threads and processes may not see
+        self._with_crc = get_crc32_options()  # which other threads may not see
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         clashes = [key for key in unique_keys(index) if key in index]
