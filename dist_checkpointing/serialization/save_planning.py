@@ -105,7 +105,7 @@ class JobPlanning:
             comm,
         )
         # Without tables a number is exchanged, and the digests follow by themselves.
-        digests = self._replicas.bring() if facts.identity is None else None
+        digests = self._replicas.facts() if facts.identity is None else None
         return tables, JobFacts(common, facts, digests)
 
     def conclude(self, exchanged: Exchanged[JobFacts], comm: Comm) -> SaveJob:
@@ -127,7 +127,7 @@ class JobPlanning:
                 brought = self._planning.complete(comm, brought)
         self._job.take(Outcome.of(PLANNING, lambda: self._decided(brought)))
         if self._replicas is not None:
-            self._replicas.conclude([facts.replicas for facts in exchanged.facts])
+            self._replicas.compare([facts.replicas for facts in exchanged.facts])
         return self._job
 
     @paused_collector()
