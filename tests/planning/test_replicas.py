@@ -217,8 +217,9 @@ def test_one_rank_may_hold_both_replicas(tmp_path: Path, num_ranks: int, wrong: 
         leaves = [shard("w", torch.zeros(4), replica_id=(comm.rank, n)) for n in range(2)]
         save({"leaves": leaves}, tmp_path / "same", comm=comm, replicas=ReplicaCheck.ALL)
         if comm.rank == num_ranks - 1 and wrong is not None:
-            assert leaves[wrong].data is not None
-            flip(leaves[wrong].data, 3)
+            data = leaves[wrong].data
+            assert data is not None
+            flip(data, 3)
         # The second save knows the copies, and sends the digests with the tables.
         save({"leaves": leaves}, tmp_path / "c", comm=comm, replicas=ReplicaCheck.ALL)
 
