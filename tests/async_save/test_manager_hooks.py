@@ -189,6 +189,7 @@ def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for save in (manager.save, manager.async_save):
             for name in ("over_write", "before_claim", "disks"):
+                option: dict[str, Any] = {name: None}
                 with pytest.raises(TypeError, match=rf"save\(\) got an unexpected .* '{name}'"):
-                    save(1, state(1), **{name: None})
+                    save(1, state(1), **option)
         assert manager.steps() == []
