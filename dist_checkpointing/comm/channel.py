@@ -127,7 +127,7 @@ class Channel:
         sent[0] = max(0, len(payload) - HEAD_BYTES)
         if self._rank == 0:
             received = [max(0, _length(row) - HEAD_BYTES) for row in rows.numpy()]
-        rests = self._all_to_all(self._group, rest[: sent[0]], sent, received, deadline)
+        rests = self._all_to_all(rest[: sent[0]], sent, received, deadline)
         stops = np.cumsum(received).tolist()
         return [
             head + rests.numpy()[stop - size : stop].tobytes()
@@ -152,26 +152,15 @@ class Channel:
         """Fill ``tensor`` with that of rank ``source``."""
         self._broadcast(self._tensor_group, tensor, source, deadline)
 
-    def all_to_all_tensor(
-        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], deadline: float
-    ) -> torch.Tensor:
-        """What all ranks send to this one, in rank order."""
-        return self._all_to_all(self._tensor_group, tensor, sent, received, deadline)
-
     def _all_to_all(
-        self,
-        group: dist.ProcessGroup,
-        tensor: torch.Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        deadline: float,
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], deadline: float
     ) -> torch.Tensor:
         result = tensor.new_empty(sum(received))
         options = dist.AllToAllOptions()
         options.timeout = _left(deadline)
 
         def start() -> Any:
-            return group.alltoall_base(result, tensor, list(received), list(sent), options)
+            return self._group.alltoall_base(result, tensor, list(received), list(sent), options)
 
         self._end(start, deadline, tensor.nbytes + result.nbytes)
         return result

@@ -169,14 +169,6 @@ class TorchComm(Comm):
         with self._steps.tensor_turn() as deadline:
             self._steps.channel.broadcast_tensor(tensor, source, deadline)
 
-    def all_to_all_tensor(
-        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        if self._steps.is_broken:
-            return super().all_to_all_tensor(tensor.cpu(), sent, received).to(tensor.device)
-        with self._steps.tensor_turn() as deadline:
-            return self._steps.channel.all_to_all_tensor(tensor, sent, received, deadline)
-
     def duplicate(self) -> TorchComm:
         step = "making a channel for another thread"
         self.agree(step, None)

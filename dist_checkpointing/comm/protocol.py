@@ -32,7 +32,7 @@ class Comm(ABC):
 
     @property
     def tensor_device(self) -> torch.device:
-        """Where tensors must be for ``broadcast_tensor`` and ``all_to_all_tensor``."""
+        """Where tensors must be for ``broadcast_tensor``."""
         return torch.device("cpu")
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
@@ -42,23 +42,6 @@ class Comm(ABC):
         if self.rank != source:
             assert given is not None
             tensor.copy_(given)
-
-    def all_to_all_tensor(
-        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        """What all ranks send to this one, in rank order, as one tensor: 1-D, uint8.
-
-        Args:
-            tensor: what this rank sends to all ranks, in rank order: 1-D, uint8.
-            sent: number of bytes for each rank.
-            received: number of bytes from each rank.
-        """
-        del received
-        parts = []
-        for given, counts in self.all_gather((tensor.clone(), tuple(sent))):
-            start = sum(counts[: self.rank])
-            parts.append(given[start : start + counts[self.rank]])
-        return torch.cat(parts)
 
     @abstractmethod
     def all_gather(self, value: T) -> list[T]:

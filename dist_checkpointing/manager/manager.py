@@ -29,7 +29,7 @@ from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize
 from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.save import save
+from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_base import require_sharing_strategy
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_options import Capture
@@ -161,13 +161,13 @@ class CheckpointManager:
         watch = Stopwatch()
         number, options = self._begin(step, metric, options)
         has_base = options["base"] is not None
-        save(
+        save_with_hooks(
+            self._files.hooks(step, number, watch.note_bytes, has_base=has_base),
             state,
             self._files.folder(step),
-            self._strategy,
             comm=self._comm,
+            sharded_strategy=self._strategy,
             plan_cache=self._plan_cache,
-            **self._files.hooks(step, number, watch.note_bytes, has_base=has_base),
             **options,
         )
         with self._comm.agreed("moving the pointer"):
@@ -199,14 +199,14 @@ class CheckpointManager:
         watch = Stopwatch()
         number, options = self._begin(step, metric, options)
         has_base = options["base"] is not None
-        handle = self._saver.save(
+        handle = self._saver.save_with_hooks(
+            self._files.hooks(step, number, watch.note_bytes, has_base=has_base),
             state,
             self._files.folder(step),
             self._strategy,
             step=step,
             capture=capture,
             on_committed=lambda: self._committed(step, number, watch),
-            **self._files.hooks(step, number, watch.note_bytes, has_base=has_base),
             **options,
         )
         watch.let_go()

@@ -34,6 +34,7 @@ from dist_checkpointing.manager.run_record import (
 )
 from dist_checkpointing.manager.save_log import tell
 from dist_checkpointing.serialization.readers import remove_sharded_tensors
+from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import Durability
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ class RunFolder:
         *,
         has_base: bool,
         num_disks: int = 1,
-    ) -> dict[str, Any]:
+    ) -> SaveHooks:
         """What a save of a step calls before and after it has claimed the folder."""
 
         def check(index: Index | None) -> None:
@@ -171,7 +172,7 @@ class RunFolder:
             # How much a base leaves to write is known when its parts have been compared.
             check_room(self.folder(step), 0 if has_base else num_bytes // num_disks)
 
-        return {"before_claim": check, "after_claim": partial(self.claimed, step, metric)}
+        return SaveHooks(check, partial(self.claimed, step, metric))
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """Record that this manager will write the folder of a step, before the folder exists.

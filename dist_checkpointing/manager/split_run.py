@@ -32,6 +32,7 @@ from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.tiers import Drain, TieredRun
 from dist_checkpointing.serialization.disk_parts import Disks
+from dist_checkpointing.serialization.save_options import SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -140,16 +141,16 @@ class SplitRun(TieredRun):
         *,
         has_base: bool,
         num_disks: int = 1,
-    ) -> dict[str, Any]:
+    ) -> SaveHooks:
         """See RunFolder; called on all ranks, when they save a step."""
         del num_disks
         count = len(self._disks.leaders)
-        own = self._fast.hooks(step, metric, note_bytes, has_base=has_base, num_disks=count)
+        hooks = self._fast.hooks(step, metric, note_bytes, has_base=has_base, num_disks=count)
         if count == 1:
-            return own
+            return hooks
         noted = partial(self._part_committed, step, metric)
         place = str(self._stored.folder(step))
-        return own | {"disks": Disks(place, leads=self._disks.leads, on_part=noted)}
+        return replace(hooks, disks=Disks(place, leads=self._disks.leads, on_part=noted))
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """See RunFolder; what is left on the disks of a step that is nowhere whole is replaced."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
@@ -31,6 +31,7 @@ from dist_checkpointing.manager.drain import Orders
 from dist_checkpointing.manager.long_work import after_rank0
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
+from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import Durability
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class TieredRun:
         note_bytes: Callable[[int], None],
         *,
         has_base: bool,
-    ) -> dict[str, Any]:
+    ) -> SaveHooks:
         """See RunFolder; called on all ranks, when they save a step."""
         self._saved.add(step)
         return self._fast.hooks(step, metric, note_bytes, has_base=has_base)

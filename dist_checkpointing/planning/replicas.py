@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Literal
 
 import numpy as np
+import torch
 import xxhash
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import unravel
+from dist_checkpointing.format.checksums import bytes_of
+from dist_checkpointing.format.pieces import changes
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning.agreed_cache import AgreedCache
-from dist_checkpointing.planning.compared_values import (
-    SAMPLES,
-    OwnValues,
-    digest_of_values,
-    flat_values,
-    host_bytes,
-    looked_at,
-    owned_values,
-    piece_digests,
-    piece_step,
-    text_of,
-)
-from dist_checkpointing.planning.copies import Copies, copies_of, with_crossings
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.plan_save import plan_inputs
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, ShardTable, concatenate
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_KEPT_AS: Final = "replicas"
-_DIGEST: Final = np.dtype([("unit", "<i4"), ("digest", "V16")])
-_MOST_NAMED: Final = 16
+SAMPLES: Final = 16
+"""Saves after which ``ReplicaCheck.SAMPLE`` has compared everything."""
+_WHOLE_BYTES: Final = 1 << 20
+"""A smaller copy is compared as a whole, in one of the saves."""
+_BLOCK_BYTES: Final = 1 << 24
+_CACHE_NAME: Final = "replicas"
+_MAX_RANKS: Final = 16
+_STEP: Final = "comparing replicas"
 
 OnReplicaMismatch = Literal["raise", "warn"]
 
@@ -64,7 +58,72 @@ class ReplicaCheck(Enum):
     ALL = "all"
 
 
-class _Kept:
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """The distinct parts that ranks hold: those with the same key, dtype, box and flattened range.
+
+    All of it is the same on all ranks, but for ``own``. With ``D`` distinct rows of all ranks it
+    takes ``O(D)`` memory, whatever the number of replicas.
+
+    Attributes:
+        parts: One row a part, sorted by key, with the lowest rank that holds it.
+        rows: Rows of the catalog, part by part.
+        begins: ``[parts + 1]``, where the rows of each part begin.
+        catalog: The shards of all ranks.
+        own: ``[rows of this rank]``, the part that each is.
+    """
+
+    parts: ShardTable
+    rows: Int64s
+    begins: Int64s
+    catalog: ShardTable
+    own: Int64s
+
+    @property
+    def has_copies(self) -> Bools:
+        """``[parts]``, whether several ranks hold a part, or one of them twice."""
+        sizes = np.ones(len(self.rows), dtype=np.int64)
+        if self.catalog.holders is not None:
+            held = np.array([len(ranks) for ranks in self.catalog.holders], dtype=np.int64)
+            sizes = held[self.catalog.ranks[self.rows]]
+        return np.add.reduceat(sizes, self.begins[:-1]) > 1 if len(self.parts) else sizes > 1
+
+    def holders(self, part: int) -> Int32s:
+        """All ranks that hold a part, ascending."""
+        return self.catalog.ranks_of(self.rows[self.begins[part] : self.begins[part + 1]])
+
+
+def copies_of(catalog: ShardTable, own: ShardTable) -> Copies:
+    """Find the copies in what all ranks hold, sorted by key."""
+    marked = [
+        replace(
+            table,
+            ranks=np.full(len(table), rank, np.int32),
+            sources=np.arange(len(table), dtype=np.int32),
+        )
+        for rank, table in enumerate((catalog, own))
+    ]
+    both = concatenate([replace(table, holders=None) for table in marked])
+    columns = [both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T]
+    order = np.lexsort([both.ranks, *columns[::-1]])
+    both = both.take(order)
+    is_new = changes(columns, order)
+    number = np.cumsum(is_new) - 1
+    is_own = both.ranks == 1
+    own_parts = np.empty(len(own), dtype=np.int64)
+    own_parts[both.sources[is_own]] = number[is_own]
+    rows = both.sources[~is_own].astype(np.int64)
+    begins = np.searchsorted(number[~is_own], np.arange(int(is_new.sum()) + 1))
+    parts = both.take(is_new)
+    if len(parts):
+        first = catalog.ranks
+        if catalog.holders is not None:
+            first = np.array([held[0] for held in catalog.holders], dtype=np.int32)[first]
+        parts = replace(parts, ranks=np.minimum.reduceat(first[rows], begins[:-1]))
+    return Copies(parts, rows, begins, catalog, own_parts)
+
+
+class _Cache:
     """What a process keeps for its ranks between saves."""
 
     def __init__(self) -> None:
@@ -74,27 +133,22 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What a rank tells of its copies while the save is planned.
+    """What a rank sends of its copies while the save is planned.
 
-    The number of the copies that it knows of, that of the sample (None if everything is looked at),
-    and the digests of those that it speaks for, packed.
+    The number of the copies that it knows of, that of the sample (None if everything is compared),
+    and the digests of the parts of which it is the lowest holder.
     """
 
     copies: int
     sample: int | None
-    digests: bytes
-
-
-Groups = list[tuple[bytes, list[int]]]
-"""Digest and ranks of those whose copies of a unit agree with each other, the largest first."""
+    digests: Mapping[int, bytes]
 
 
 class ReplicaComparison:
-    """Compares the copies that ranks hold of the same parts: ``bring``, exchange, ``conclude``.
+    """Compares the copies that ranks hold of the same parts: ``facts``, exchange, ``compare``.
 
-    Each rank digests its copies of parts that several ranks hold. Of each part the lowest rank
-    tells its digest, 16 bytes, and the others compare. Copies that are cut differently from the
-    main replicas are compared box by box; those that consist of too many boxes are counted.
+    Each rank digests its copies of parts that are held more than once. Of each part the lowest rank
+    sends its digest, 16 bytes, and the others compare.
     """
 
     def __init__(
@@ -104,61 +158,56 @@ class ReplicaComparison:
         on_mismatch: OnReplicaMismatch,
         comm: Comm,
     ) -> None:
-        self._is_off = check is ReplicaCheck.OFF or comm.world_size == 1
-        self._held = [s for s in shards if s.data is not None] if not self._is_off else []
+        self._is_off = check is ReplicaCheck.OFF
+        self._shards = [] if self._is_off else [s for s in shards if s.data is not None]
         self._is_sampled, self._on_mismatch = check is ReplicaCheck.SAMPLE, on_mismatch
         self._comm = comm
-        self._kept: _Kept = comm.kept.setdefault(_KEPT_AS, _Kept())
+        self._cache: _Cache = comm.kept.setdefault(_CACHE_NAME, _Cache())
         self._sample: int | None = None
-        self._own: list[tuple[OwnValues, bytes]] = []
+        self._digests: list[tuple[int, bytes]] = []
 
-    def bring(self) -> ReplicaFacts | None:
-        """What this rank can tell before it hears of others; None at the first save of a state."""
+    def facts(self) -> ReplicaFacts | None:
+        """What this rank can send before any exchange; None at the first save of a state."""
         if self._is_off:
             return None
-        number = self._kept.copies.number_of(self._description())
-        copies = self._kept.copies.value
+        number = self._cache.copies.number_of(self._description())
+        copies = self._cache.copies.value
         if number is None or copies is None:
             return None
-        self._sample = self._kept.num_samples % SAMPLES if self._is_sampled else None
-        return ReplicaFacts(number, self._sample, self._digests(copies))
+        self._sample = self._cache.num_samples % SAMPLES if self._is_sampled else None
+        return ReplicaFacts(number, self._sample, self._digest(copies))
 
-    def conclude(self, brought: Sequence[ReplicaFacts | None]) -> None:
-        """Compare what ``bring`` gave on each rank. Collective.
+    def compare(self, facts: Sequence[ReplicaFacts | None]) -> None:
+        """Compare the ``facts`` of each rank. Collective.
 
         Raises:
-            InvalidShardingError: naming each part whose copies differ, which ranks agree, and the
-                first element that differs.
+            InvalidShardingError: naming each part whose copies differ, and which ranks agree.
         """
         if self._is_off:
             return
-        comm, kept = self._comm, self._kept
-        if any(own is None for own in brought):
-            brought = comm.exchange("comparing replicas", self.bring)
-        facts = [own for own in brought if own is not None]
-        if len(facts) == comm.world_size and len({(f.copies, f.sample) for f in facts}) == 1:
-            assert kept.copies.value is not None
-            copies, spoken = kept.copies.value, [own.digests for own in facts]
+        comm, cache = self._comm, self._cache
+        if any(of_rank is None for of_rank in facts):
+            facts = comm.exchange(_STEP, self.facts)
+        known = [of_rank for of_rank in facts if of_rank is not None]
+        if len(known) == comm.world_size and len({(f.copies, f.sample) for f in known}) == 1:
+            assert cache.copies.value is not None
+            copies, of_ranks = cache.copies.value, [of_rank.digests for of_rank in known]
         else:
-            copies = self._copies()
+            copies = self._find_copies()
             if self._is_sampled:
-                self._sample = comm.broadcast(kept.num_samples) % SAMPLES
-            spoken = comm.exchange("comparing replicas", lambda: self._digests(copies))
-        kept.num_samples += self._is_sampled
-        told = dict(_unpacked(b"".join(spoken)))
-        others = [(own.unit, digest) for own, digest in self._own if told[own.unit] != digest]
-        different: list[dict[int, bytes]] = []
-        if not comm.all_same(None if others else 0):
-            different = [dict(_unpacked(data)) for data in comm.all_gather(_packed(others))]
-        if comm.rank == 0 and copies.num_apart:
-            logger.info("%d parts of replicas are cut differently: not compared", copies.num_apart)
-        if not different:
+                self._sample = comm.broadcast(cache.num_samples) % SAMPLES
+            of_ranks = comm.exchange(_STEP, lambda: self._digest(copies))
+        cache.num_samples += self._is_sampled
+        lowest = {part: digest for digests in of_ranks for part, digest in digests.items()}
+        held: dict[int, set[bytes]] = {}
+        for part, digest in self._digests:
+            held.setdefault(part, set()).add(digest)
+        differing = {part: found for part, found in held.items() if found != {lowest[part]}}
+        if comm.all_same(None if differing else 0):
             return
-        groups = dict(_differences(copies, told, different))
-        firsts = self._first_differences(copies, groups)
-        findings = [
-            _finding(copies, unit, own, firsts.get(unit, "")) for unit, own in groups.items()
-        ]
+        of_all = comm.all_gather(differing)
+        parts = sorted({part for of_rank in of_all for part in of_rank})
+        findings = [_finding(copies, part, lowest[part], of_all) for part in parts]
         error = InvalidShardingError("replicas hold different values", findings)
         if self._on_mismatch == "raise":
             raise error
@@ -166,123 +215,80 @@ class ReplicaComparison:
             logger.warning("%s", error)
 
     def _description(self) -> tuple[Any, ...]:
-        return (self._comm.rank, self._comm.world_size, *plan_inputs(self._held))
+        return (self._comm.rank, self._comm.world_size, *plan_inputs(self._shards))
 
-    def _copies(self) -> Copies:
+    def _find_copies(self) -> Copies:
         """The copies of the ranks; those of the last save, while nothing but values has changed."""
-        comm, cache = self._comm, self._kept.copies
+        comm, cache = self._comm, self._cache.copies
         with comm.agreed("describing the shards"):
             description = self._description()
+            table = describe(self._shards, comm.rank)
         if comm.all_same(cache.number_of(description)):
             assert cache.value is not None
             return cache.value
-        own: list[ShardTable] = []
-
-        def describe_own() -> tuple[dict[str, ShardTable], None]:
-            own.append(describe(self._held, comm.rank))
-            return {"shards": own[0]}, None
-
-        exchanged = exchange_tables(comm, "describing the shards", describe_own)
+        exchanged = exchange_tables(
+            comm, "describing the shards", lambda: ({"shards": table}, None)
+        )
         with comm.agreed("looking for replicas"):
-            copies = with_crossings(copies_of(exchanged.catalog("shards"), own[0]))
+            copies = copies_of(exchanged.catalog("shards"), table)
             number = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests)) >> 2
             cache.keep(description, copies, number)
         return copies
 
-    def _digests(self, copies: Copies) -> bytes:
-        """Digest what this rank compares, and pack that for which it speaks."""
-        speakers, rank = copies.speakers(), self._comm.rank
-        self._own = []
-        spoken: dict[int, bytes] = {}
-        for own in owned_values(copies, self._held, rank):
-            _, values = looked_at(flat_values(own), own.unit, self._sample)
-            if len(values):
-                digest = digest_of_values(values)
-                self._own.append((own, digest))
-                if speakers[own.unit] == rank:
-                    spoken.setdefault(own.unit, digest)
-        return _packed(spoken.items())
-
-    def _first_differences(self, copies: Copies, differences: dict[int, Groups]) -> dict[int, str]:
-        """In words, where two copies of a unit differ first. Collective."""
-        comm, step = self._comm, "looking for the first difference"
-        named = list(differences.items())[:_MOST_NAMED]
-        pairs = {unit: groups[:2] for unit, groups in named if len(groups) > 1}
-        values = {
-            own.unit: looked_at(flat_values(own), own.unit, self._sample)
-            for own, digest in self._own
-            if any(of == digest and r[0] == comm.rank for of, r in pairs.get(own.unit, ()))
-        }
-        pieces = comm.exchange(
-            step, lambda: {unit: piece_digests(part) for unit, (_, part) in values.items()}
-        )
-        numbers = {
-            unit: _first(pieces[one[0]][unit], pieces[other[0]][unit])
-            for unit, ((_, one), (_, other)) in pairs.items()
-        }
-
-        def tell() -> dict[int, tuple[int, bytes]]:
-            told = {}
-            for unit, (begin, part) in values.items():
-                size = piece_step(part)
-                start = numbers[unit] * size
-                told[unit] = begin + start, bytes(host_bytes(part[start : start + size]))
-            return told
-
-        told = comm.exchange(step, tell)
-        words = {}
-        for unit, ((_, (one, *_)), (_, (other, *_))) in pairs.items():
-            (begin, left), (_, right) = told[one][unit], told[other][unit]
-            row, box, flat = copies.place(unit)
-            dtype = dtypes.from_name(copies.parts.dtype(row))
-            at = _first(left, right) // dtype.itemsize
-            span = slice(at * dtype.itemsize, (at + 1) * dtype.itemsize)
-            inside = unravel(begin + at + (0 if flat is None else flat[0]), box.shape)
-            place = tuple(a + b for a, b in zip(box.offset, inside, strict=True))
-            found = [text_of(raw[span], dtype.torch) for raw in (left, right)]
-            if found[0] == found[1]:  # two that are no numbers
-                found = [raw[span].hex() for raw in (left, right)]
-            words[unit] = f"first at {place}: {found[0]} on rank {one}, {found[1]} on rank {other}"
-        return words
+    def _digest(self, copies: Copies) -> dict[int, bytes]:
+        """Digest the copies of this rank; those of which it is the lowest holder."""
+        has_copies, lowest = copies.has_copies.tolist(), copies.parts.ranks.tolist()
+        self._digests = []
+        for shard, part in zip(self._shards, copies.own.tolist(), strict=True):
+            if has_copies[part]:
+                assert shard.data is not None
+                values = _sampled(shard.data.detach().reshape(-1), part, self._sample)
+                if len(values):
+                    self._digests.append((part, digest_of_values(values)))
+        return {part: value for part, value in self._digests if lowest[part] == self._comm.rank}
 
 
-def _first(one: Sequence[object], other: Sequence[object]) -> int:
-    """Position at which two sequences differ first."""
-    rows = enumerate(zip(one, other, strict=True))
-    return next(number for number, (a, b) in rows if a != b)
+def _sampled(values: torch.Tensor, part: int, sample: int | None) -> torch.Tensor:
+    """The values that are compared; all if there is no sample."""
+    if sample is None:
+        return values
+    if values.nbytes < _WHOLE_BYTES:
+        return values if part % SAMPLES == sample else values[:0]
+    return values[len(values) * sample // SAMPLES : len(values) * (sample + 1) // SAMPLES]
 
 
-def _packed(rows: Any) -> bytes:
-    return np.array([*rows], dtype=_DIGEST).tobytes()
+def digest_of_values(values: torch.Tensor) -> bytes:
+    """128 bits that stand for 1-D values on any device."""
+    digest = xxhash.xxh3_128()
+    # Of a tensor on a GPU no more than a block is in memory at a time.
+    step = len(values) if values.is_cpu else _BLOCK_BYTES // values.itemsize
+    for start in range(0, len(values), step):
+        block = values[start : start + step].cpu().contiguous()
+        digest.update(bytes_of(dtypes.as_numpy(block)))
+    return digest.digest()
 
 
-def _unpacked(data: bytes) -> Iterator[tuple[int, bytes]]:
-    rows = np.frombuffer(data, dtype=_DIGEST)
-    return zip(rows["unit"].tolist(), map(bytes, rows["digest"]), strict=True)
-
-
-def _differences(
-    copies: Copies, told: dict[int, bytes], different: Sequence[dict[int, bytes]]
-) -> Iterator[tuple[int, Groups]]:
-    """The units whose copies differ, and which ranks agree; the same on all ranks."""
-    for unit in sorted({unit for of_rank in different for unit in of_rank}):
-        agreeing: dict[bytes, list[int]] = {}
-        for rank in copies.compared(unit):
-            agreeing.setdefault(different[rank].get(unit, told[unit]), []).append(rank)
-        yield unit, sorted(agreeing.items(), key=lambda group: (-len(group[1]), group[1]))
-
-
-def _finding(copies: Copies, unit: int, groups: Groups, first: str) -> Finding:
-    """What to say of a unit whose copies differ; the same on all ranks."""
-    row, box, flat = copies.place(unit)
-    where = str(box) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
-    most, *rest = [ranks for _, ranks in groups]
-    rest = rest or [most]  # a rank that holds several copies
+def _finding(
+    copies: Copies, part: int, lowest: bytes, differing: Sequence[Mapping[int, set[bytes]]]
+) -> Finding:
+    """What to say of a part whose copies differ; the same on all ranks."""
+    agreeing: dict[bytes, list[int]] = {}
+    mixed: list[int] = []
+    for rank in copies.holders(part).tolist():
+        digests = differing[rank].get(part, {lowest})
+        same = mixed if len(digests) > 1 else agreeing.setdefault(next(iter(digests)), [])
+        same.append(rank)
+    groups = sorted(agreeing.values(), key=lambda ranks: (-len(ranks), ranks))
+    found = [f"other values on {ranks_text(ranks, _MAX_RANKS)}" for ranks in groups[1:]]
+    if mixed:
+        found.append(f"copies that differ on {ranks_text(mixed, _MAX_RANKS)}")
+    flat = copies.parts.flat_range(part)
+    where = str(copies.parts.box(part)) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
     return Finding(
-        f"the copies of {where} are not the same" + (first and f", {first}"),
-        copies.parts.key(row),
-        expected=f"as on {ranks_text(most, _MOST_NAMED)}",
-        found="; ".join(f"other values on {ranks_text(ranks, _MOST_NAMED)}" for ranks in rest),
-        ranks=tuple(rank for ranks in rest for rank in ranks)[:_MOST_NAMED],
+        f"the copies of {where} are not the same",
+        copies.parts.key(part),
+        expected=f"as on {ranks_text(groups[0], _MAX_RANKS)}" if groups else None,
+        found="; ".join(found),
+        ranks=tuple(rank for ranks in (*groups[1:], mixed) for rank in ranks)[:_MAX_RANKS],
         remedy="Load the last checkpoint on all ranks, and look at the machine of these ranks.",
     )

@@ -12,13 +12,12 @@ from typing import Any, Literal, Self, TypeVar, Unpack, cast
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.filesystem.paths import location
-from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_options import (
     AsyncSaveOptions,
+    SaveHooks,
     SaveOptions,
     require_known,
 )
@@ -104,7 +103,6 @@ class AsyncSaver:
         self._owner = Ownership("the saver")
         self._turns = threading.RLock()
 
-    @_in_turn
     def save(
         self,
         sharded_state_dict: ShardedStateDict | ShardedStateful,
@@ -112,29 +110,46 @@ class AsyncSaver:
         sharded_strategy: Selection[SaveShardedStrategy] = None,
         common_strategy: Selection[SaveCommonStrategy] = None,
         *,
-        before_claim: Callable[[Index | None], None] | None = None,
-        after_claim: Callable[[str], None] | None = None,
         on_committed: Callable[[], None] | None = None,
-        disks: Disks | None = None,
         **options: Unpack[AsyncSaveOptions],
     ) -> SaveHandle:
-        """``async_save`` with three hooks that run on rank 0.
+        """``async_save`` with a hook that runs on rank 0.
 
         Args:
             sharded_state_dict: see ``save``.
             checkpoint_dir: see ``save``.
             sharded_strategy: see ``async_save``.
             common_strategy: see ``save``.
-            before_claim: see ``save``.
-            after_claim: see ``save``.
             on_committed: called in the thread that finalizes, once the checkpoint is there; its
                 error is the save's, but the checkpoint stays.
-            disks: see ``save``.
             options: see ``AsyncSaveOptions``.
 
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
+        return self.save_with_hooks(
+            SaveHooks(),
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            common_strategy,
+            on_committed=on_committed,
+            **options,
+        )
+
+    @_in_turn
+    def save_with_hooks(
+        self,
+        hooks: SaveHooks,
+        sharded_state_dict: ShardedStateDict | ShardedStateful,
+        checkpoint_dir: str | PathLike[str],
+        sharded_strategy: Selection[SaveShardedStrategy] = None,
+        common_strategy: Selection[SaveCommonStrategy] = None,
+        *,
+        on_committed: Callable[[], None] | None = None,
+        **options: Unpack[AsyncSaveOptions],
+    ) -> SaveHandle:
+        """``save``, for the rest of the library; see there."""
         require_known("AsyncSaver.save", options)
         step, rank = options.pop("step", None), self._comm.rank
         progress = chosen_callback(options.pop("progress", None), "asynchronous save", rank)
@@ -158,12 +173,10 @@ class AsyncSaver:
             checkpoint_dir,
             comm,
             Meter("asynchronous save", comm.rank, report),
+            hooks,
             sharded_strategy=sharded_strategy,
             common_strategy=common_strategy,
             plan_cache=self._plan_cache,
-            before_claim=before_claim,
-            after_claim=after_claim,
-            disks=disks,
             **shared,
         )
         try:

@@ -21,7 +21,6 @@ from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.mapping.stateful import as_state_dict
-from dist_checkpointing.planning.copies import Copies, copies_of
 from dist_checkpointing.planning.coverage import (
     check_coverage,
     find_coverage_problems,
@@ -30,6 +29,7 @@ from dist_checkpointing.planning.coverage import (
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.part_sums import fingerprints_by_reading, sums_of_shard
+from dist_checkpointing.planning.replicas import Copies, copies_of
 from dist_checkpointing.planning.shard_table import Bools, ShardTable
 from dist_checkpointing.serialization.save_checks import check_data
 from dist_checkpointing.storage.driver import read

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
-from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks, require_known
 from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.progress import Meter, ProgressOption
@@ -45,14 +44,11 @@ def save(
     overwrite: bool = False,
     progress: ProgressOption | None = None,
     plan_cache: PlanCache | None = None,
-    before_claim: Callable[[Index | None], None] | None = None,
     trusted: bool = False,
-    after_claim: Callable[[str], None] | None = None,
     base: str | PathLike[str] | None = None,
     fingerprints: bool = False,
     replicas: ReplicaCheck = ReplicaCheck.OFF,
     on_replica_mismatch: OnReplicaMismatch = "raise",
-    disks: Disks | None = None,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -85,12 +81,8 @@ def save(
             or ``"bar"``: rank 0 shows its own part on the standard error.
         plan_cache: the same object for every save of one training run: while nothing but values
             has changed, on any rank, the plan of the last save is used again.
-        before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
-            strategies) before the folder is touched; what it raises, all ranks raise.
         trusted: save anything that pickles. What is no plain data can be loaded with
             ``trusted=True`` only, and is refused here without it.
-        after_claim: called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
-            it), before anything is written; what it raises, all ranks raise.
         base: folder of an earlier checkpoint. What it holds already, with the same key, place and
             128-bit digest, is not written again: its files get a second name in the new folder (a
             hard link, or a copy by the kernel). Both checkpoints are whole, and either may be
@@ -102,8 +94,6 @@ def save(
             anything is written: all of them, or another sixteenth at each save of these ranks.
         on_replica_mismatch: if such copies differ, raise an error (``"raise"``), or log it and save
             what the writers hold (``"warn"``).
-        disks: what CheckpointManager tells of disks that not all ranks share. The folder of a
-            rank then holds a part of the checkpoint, which nothing else loads.
 
     Returns:
         None, or the request to schedule.
@@ -126,14 +116,13 @@ def save(
         >>> sorted(load_tensors_metadata("ckpt/1000"))
         ['decoder.weight']
     """
-    comm = chosen_comm(comm)
-    meter = Meter("save", comm.rank, progress)
-    job = prepare(
+    return save_with_hooks(
+        SaveHooks(),
         sharded_state_dict,
         checkpoint_dir,
-        comm,
-        meter,
-        _require_async if async_sharded_save else None,
+        comm=comm,
+        progress=progress,
+        async_sharded_save=async_sharded_save,
         sharded_strategy=sharded_strategy,
         common_strategy=common_strategy,
         validate_access_integrity=validate_access_integrity,
@@ -141,15 +130,30 @@ def save(
         content_metadata=content_metadata,
         overwrite=overwrite,
         plan_cache=plan_cache,
-        before_claim=before_claim,
         trusted=trusted,
-        after_claim=after_claim,
         base=base,
         fingerprints=fingerprints,
         replicas=replicas,
         on_replica_mismatch=on_replica_mismatch,
-        disks=disks,
     )
+
+
+def save_with_hooks(
+    hooks: SaveHooks,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
+    checkpoint_dir: str | PathLike[str],
+    *,
+    comm: Comm | None = None,
+    progress: ProgressOption | None = None,
+    async_sharded_save: bool = False,
+    **options: Unpack[JobOptions],
+) -> AsyncRequest | None:
+    """``save``, for the rest of the library; see there for what it takes, returns and raises."""
+    require_known("save", options, JobOptions.__optional_keys__)
+    comm = chosen_comm(comm)
+    meter = Meter("save", comm.rank, progress)
+    require = _require_async if async_sharded_save else None
+    job = prepare(sharded_state_dict, checkpoint_dir, comm, meter, hooks, require, **options)
     try:
         job.claim(comm, secured=True)
         if async_sharded_save:

@@ -38,7 +38,7 @@ from dist_checkpointing.serialization.save_checks import (
     require_one_save,
     take_fingerprints,
 )
-from dist_checkpointing.serialization.save_options import JobOptions
+from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.progress import Meter
@@ -70,6 +70,7 @@ class SaveJob:
         folder: of the checkpoint, as the caller named it.
         rank: whose job it is.
         meter: counts what is done.
+        hooks: called on rank 0, and on the lowest rank of each disk.
         options: see ``save``.
 
     Attributes:
@@ -90,12 +91,13 @@ class SaveJob:
         folder: str | PathLike[str],
         rank: int,
         meter: Meter,
+        hooks: SaveHooks,
         **options: Unpack[JobOptions],
     ) -> None:
         self.rank, self.meter = rank, meter
         # Whoever writes may do so when the working directory is another one.
         self.folder = self.data_folder = location(folder).absolute()
-        self._disks = options.get("disks")
+        self._hooks, self._disks = hooks, hooks.disks
         self.place: str = str(self.folder) if self._disks is None else self._disks.place
         selected: SaveShardedStrategy = select_strategy(
             StrategyAction.SAVE_SHARDED, options.get("sharded_strategy")
@@ -195,8 +197,7 @@ class SaveJob:
         self.data_folder = data_folder
 
     def _begin_attempt(self, world_size: int, *, secured: bool) -> Claimed:
-        if before_claim := self._options.get("before_claim"):
-            before_claim(self.index)
+        self._hooks.before_claim(self.index)
         objects = sorted(set(self._objects.key_column))
         names = [SEAL_NAME, *self._common_writer.created_names(objects)]
         if self.index is not None and self.writer is not None:
@@ -213,8 +214,7 @@ class SaveJob:
 
     def _begin_part(self, claimed: Claimed, *, secured: bool) -> None:
         """Claim the folder of another disk than rank 0's for the same attempt."""
-        if before_claim := self._options.get("before_claim"):
-            before_claim(self.index)
+        self._hooks.before_claim(self.index)
         self._attempt = Attempt.begin(
             self.folder,
             claimed.creates,
@@ -225,8 +225,7 @@ class SaveJob:
         self._note_attempt(self._attempt, secured=secured)
 
     def _note_attempt(self, attempt: Attempt | StoreAttempt, *, secured: bool) -> None:
-        if after_claim := self._options.get("after_claim"):
-            after_claim(attempt.id)
+        self._hooks.after_claim(attempt.id)
         if secured:
             attempt.secure()
 

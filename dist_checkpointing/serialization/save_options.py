@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, TypedDict
 
@@ -31,6 +32,24 @@ class SaveOptions(TypedDict, total=False):
     on_replica_mismatch: OnReplicaMismatch
 
 
+@dataclass(frozen=True, slots=True)
+class SaveHooks:
+    """What code of this library adds to a save; a user has no use for it.
+
+    Attributes:
+        before_claim: Called on rank 0 with what the checkpoint will hold (None for third-party
+            strategies) before the folder is touched; what it raises, all ranks raise.
+        after_claim: Called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
+            it), before anything is written; what it raises, all ranks raise.
+        disks: The disks of a save whose ranks do not share one. The folder of a rank then holds a
+            part of the checkpoint, which only CheckpointManager loads.
+    """
+
+    before_claim: Callable[[Index | None], None] = lambda _: None
+    after_claim: Callable[[str], None] = lambda _: None
+    disks: Disks | None = None
+
+
 class JobOptions(SaveOptions, total=False):
     """What a SaveJob can be told; ``save`` describes each."""
 
@@ -38,9 +57,6 @@ class JobOptions(SaveOptions, total=False):
     common_strategy: Selection[SaveCommonStrategy]
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], CommonStateDict] | None
     plan_cache: PlanCache | None
-    before_claim: Callable[[Index | None], None] | None
-    after_claim: Callable[[str], None] | None
-    disks: Disks | None
 
 
 class AsyncSaveOptions(SaveOptions, total=False):
@@ -68,12 +84,16 @@ class AsyncSaveOptions(SaveOptions, total=False):
     capture: Capture
 
 
-def require_known(function: str, options: Mapping[str, object]) -> None:
-    """Refuse keywords that asynchronous saves do not have, before ranks wait for each other.
+def require_known(
+    function: str,
+    options: Mapping[str, object],
+    known: Collection[str] = AsyncSaveOptions.__optional_keys__,
+) -> None:
+    """Refuse keywords that a save does not have, before ranks wait for each other.
 
     Raises:
         TypeError: as for any function that does not know its keyword.
     """
     for name in options:
-        if name not in AsyncSaveOptions.__optional_keys__:
+        if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

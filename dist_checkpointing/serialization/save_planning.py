@@ -29,7 +29,7 @@ from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.serialization.save_base import require_sharing, take_base
 from dist_checkpointing.serialization.save_checks import Decided
 from dist_checkpointing.serialization.save_job import SaveJob
-from dist_checkpointing.serialization.save_options import JobOptions
+from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.validation.common_state import CommonDigests, compare_common_state
@@ -105,7 +105,7 @@ class JobPlanning:
             comm,
         )
         # Without tables a number is exchanged, and the digests follow by themselves.
-        digests = self._replicas.bring() if facts.identity is None else None
+        digests = self._replicas.facts() if facts.identity is None else None
         return tables, JobFacts(common, facts, digests)
 
     def conclude(self, exchanged: Exchanged[JobFacts], comm: Comm) -> SaveJob:
@@ -127,7 +127,7 @@ class JobPlanning:
                 brought = self._planning.complete(comm, brought)
         self._job.take(Outcome.of(PLANNING, lambda: self._decided(brought)))
         if self._replicas is not None:
-            self._replicas.conclude([facts.replicas for facts in exchanged.facts])
+            self._replicas.compare([facts.replicas for facts in exchanged.facts])
         return self._job
 
     @paused_collector()
@@ -168,6 +168,7 @@ def prepare(
     folder: str | PathLike[str],
     comm: Comm,
     meter: Meter,
+    hooks: SaveHooks,
     require: Callable[[SaveJob], None] | None = None,
     **options: Unpack[JobOptions],
 ) -> SaveJob:
@@ -178,6 +179,7 @@ def prepare(
         folder: see ``SaveJob``.
         comm: the ranks that save together.
         meter: see ``SaveJob``.
+        hooks: see ``SaveJob``.
         require: refuses a job that cannot be done in the way it is wanted.
         options: see ``SaveJob``.
 
@@ -189,11 +191,11 @@ def prepare(
 
     @paused_collector()
     def bring() -> tuple[Mapping[str, ShardTable], JobFacts]:
-        job = SaveJob(as_given, folder, comm.rank, meter, **options)
+        job = SaveJob(as_given, folder, comm.rank, meter, hooks, **options)
         if require is not None:
             require(job)
         if base is not None:
-            require_sharing(job.strategy, job.writer, options.get("disks"))
+            require_sharing(job.strategy, job.writer, hooks.disks)
         plannings.append(JobPlanning(job, options))
         return plannings[0].bring(comm)
 

@@ -183,3 +183,13 @@ def test_without_tensorboard_the_log_says_what_to_install(
     saved = SavedStep(1, tmp_path, None, 1.0, 1.0, 1)
     with pytest.raises(CheckpointingException, match=r"pip install 'dist_checkpointing\[tensor"):
         TensorBoardLog(tmp_path)(saved)
+
+
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for save in (manager.save, manager.async_save):
+            for name in ("over_write", "before_claim", "disks"):
+                option: dict[str, Any] = {name: None}
+                with pytest.raises(TypeError, match=rf"save\(\) got an unexpected .* '{name}'"):
+                    save(1, state(1), **option)
+        assert manager.steps() == []

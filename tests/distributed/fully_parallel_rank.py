@@ -98,23 +98,6 @@ def load_counting(
     return num_bytes
 
 
-def load_strips(folder: Path) -> list[str]:
-    """Load a strip of columns of every matrix, chunks being read together: what is wrong."""
-    rank, count = dist.get_rank(), dist.get_world_size()
-    strips = {k: whole(k).chunk(count, 1)[rank] for k, shape in SHAPES.items() if len(shape) > 1}
-    wanted: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(strip), (1, rank, count))
-        for key, strip in strips.items()
-    }
-    base = get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 2)
-    load(
-        wanted,
-        folder,
-        FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0, cuts="together"),
-    )
-    return [f"strip of {key}" for key, strip in strips.items() if not wanted[key].data.equal(strip)]
-
-
 class BrokenDisk(DefaultLoadPlanner):
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         raise OSError(5, f"broken disk below {item.dest_index.fqn}")
@@ -156,7 +139,6 @@ def main() -> None:
             for key, leaf in wanted.items():
                 if not torch.equal(leaf.data, state[key].data):  # type: ignore[arg-type]
                     report["wrong"].append(f"{case}: {key} by {algorithm}")
-    report["wrong"] += load_strips(checkpoints / "replicas")
     report["failure"] = failing(checkpoints / "replicas", pairs)
     # A group that tensors on the CPU cannot travel over, such as one of NCCL.
     gpus_only = dist.new_group([0, 2, 3], backend="cuda:gloo")

@@ -19,6 +19,8 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import links
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.seal import SEAL_NAME
+from dist_checkpointing.serialization.save import save_with_hooks
+from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import BaseCheck, StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
@@ -240,12 +242,12 @@ def test_a_base_that_is_deleted_before_it_is_shared(strategy: Any, tmp_path: Pat
     tensors = model()
     for _ in range(2):
         save(wholes(tensors), tmp_path / "1", strategy())
-        save(
+        save_with_hooks(
+            SaveHooks(after_claim=lambda _: shutil.rmtree(tmp_path / "1")),
             wholes(tensors),
             tmp_path / "2",
-            strategy(),
+            sharded_strategy=strategy(),
             base=tmp_path / "1",
-            after_claim=lambda _: shutil.rmtree(tmp_path / "1"),
             overwrite=True,
         )
         assert_holds(tmp_path / "2", tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,10 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import DTYPES
-from dist_checkpointing.planning import compared_values, replicas
-from dist_checkpointing.planning import copies as copies_module
-from dist_checkpointing.planning.compared_values import SAMPLES, OwnValues
-from dist_checkpointing.planning.copies import Copies, copies_of
+from dist_checkpointing.planning import replicas
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
+from dist_checkpointing.planning.replicas import SAMPLES, Copies, copies_of
 from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
@@ -125,20 +124,6 @@ def with_one_flip(
     return state
 
 
-def last_of_rank_6(kind: Any, dtype: torch.dtype) -> tuple[int, ...]:
-    """Index of the element that ``flip`` changes there, which holds part 2 of 4."""
-    width = of_dtype(dtype).shape[1]
-    row, column = divmod(8 * width - 6, width)
-    return {
-        grid: (5, width - 1),
-        columns: (7, 3 * width // 4 - 1),
-        uneven: (5, width - 1),
-        flattened: (row, column),
-        layered: (2, width - 1),
-        scalar: (),
-    }[kind]
-
-
 @pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_one_flipped_bit_is_found_and_nothing_written(tmp_path: Path, kind: Any, row: Any) -> None:
@@ -154,10 +139,11 @@ def test_one_flipped_bit_is_found_and_nothing_written(tmp_path: Path, kind: Any,
     assert finding.ranks == (6,)
     assert finding.expected == f"as on ranks {', '.join(map(str, agreeing))}"
     assert finding.found == "other values on rank 6"
-    assert finding.problem.split(": ")[0].endswith(f"first at {last_of_rank_6(kind, row.torch)}")
-    values = [text.split(" on rank ") for text in finding.problem.split(": ")[1].split(", ")]
-    assert [rank for _, rank in values] == ["0" if kind is scalar else "2", "6"]
-    assert values[0][0] != values[1][0]
+    rank_6: Any = SimpleNamespace(rank=6)
+    part = kind(of_dtype(row.torch), rank_6)
+    flat = "" if part.flat_range is None else ", {}:{}".format(*part.flat_range)
+    assert finding.problem == f"the copies of {part.box}{flat} are not the same"
+    assert finding.remedy is not None
     assert not (tmp_path / "c").exists()
 
 
@@ -222,6 +208,33 @@ def test_warned_of_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         run_ranks(RANKS, run)
     assert caplog.text.count("other values on rank 6") == 2
     assert (tmp_path / "run" / "step-00000002" / "metadata.json").exists()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_one_rank_may_hold_both_replicas(tmp_path: Path, num_ranks: int, wrong: int | None) -> None:
+    def run(comm: Comm) -> None:
+        leaves = [shard("w", torch.zeros(4), replica_id=(comm.rank, n)) for n in range(2)]
+        save({"leaves": leaves}, tmp_path / "same", comm=comm, replicas=ReplicaCheck.ALL)
+        if comm.rank == num_ranks - 1 and wrong is not None:
+            data = leaves[wrong].data
+            assert data is not None
+            flip(data, 3)
+        # The second save knows the copies, and sends the digests with the tables.
+        save({"leaves": leaves}, tmp_path / "c", comm=comm, replicas=ReplicaCheck.ALL)
+
+    if wrong is None:
+        run_ranks(num_ranks, run)
+        return
+    with pytest.raises(InvalidShardingError, match="replicas hold different values") as caught:
+        run_ranks(num_ranks, run)
+    (finding,) = caught.value.findings
+    assert finding.key == "w"
+    assert finding.ranks == (num_ranks - 1,)
+    assert finding.expected == (None if num_ranks == 1 else "as on ranks 0, 1")
+    assert finding.found == f"copies that differ on rank {num_ranks - 1}"
+    assert "(0,) .. (4,)" in finding.problem
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("capture", ["copy", "background"])
@@ -289,76 +302,21 @@ def test_samples_look_at_everything_in_turn(tmp_path: Path, size: int) -> None:
 def test_what_one_rank_holds_is_not_digested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digested: list[str] = []
-    flat_values = compared_values.flat_values
+    digested: list[int] = []
+    digest_of_values = replicas.digest_of_values
 
-    def noted(own: OwnValues) -> torch.Tensor:
-        digested.append(own.leaf.key)
-        return flat_values(own)
+    def noted(values: torch.Tensor) -> bytes:
+        digested.append(len(values))
+        return digest_of_values(values)
 
-    monkeypatch.setattr(replicas, "flat_values", noted)
+    monkeypatch.setattr(replicas, "digest_of_values", noted)
 
     def state(comm: Comm) -> dict[str, Any]:
         own = shard("own", torch.ones(3), (0, comm.rank, RANKS))
-        return {"own": own, "all": shard("all", torch.ones(3), replica_id=comm.rank)}
+        return {"own": own, "all": shard("all", torch.ones(5), replica_id=comm.rank)}
 
     run_ranks(RANKS, lambda c: save(state(c), tmp_path / "c", comm=c, replicas=ReplicaCheck.ALL))
-    assert digested == ["all"] * RANKS
-
-
-def cut_in_two_ways(comm: Comm) -> dict[str, Any]:
-    """A matrix of 8 x 16: of 4 ranks two hold rows, or columns, and two ranges of its elements."""
-    full = FULL.view(torch.float32).clone()
-    if comm.rank < 2:
-        own = shard("w", full.chunk(2)[comm.rank], (0, comm.rank, 2))
-        other = shard("v", full.chunk(2, 1)[comm.rank], (1, comm.rank, 2))
-        return {"w": own, "v": other}
-    bounds = [0, 37, 128]
-    begin, end = bounds[comm.rank - 2 : comm.rank]
-    state = {}
-    for key in "wv":
-        # As a view of every other element.
-        values = torch.zeros(2 * (end - begin))[::2].copy_(full.reshape(-1)[begin:end])
-        state[key] = ShardedTensor.from_rank_offsets_flat(
-            key, values, (8, 16), flattened_range=slice(begin, end), replica_id=1
-        )
-    return state
-
-
-def test_replicas_cut_differently_are_compared(tmp_path: Path) -> None:
-    def run(comm: Comm) -> None:
-        state = cut_in_two_ways(comm)
-        save(state, tmp_path / "same", comm=comm, replicas=ReplicaCheck.ALL)
-        if comm.rank == 3:
-            state["w"].data[100 - 37] = state["v"].data[100 - 37] = -7
-        save(state, tmp_path / "c", comm=comm, replicas=ReplicaCheck.ALL)
-
-    with pytest.raises(InvalidShardingError, match="replicas hold different values") as caught:
-        run_ranks(4, run)
-    for finding in caught.value.findings:
-        holder = int(finding.key == "w")  # of row 6 and column 4
-        assert finding.ranks == (3,)
-        assert finding.expected == f"as on rank {holder}"
-        assert f"first at (6, 4): {FULL.view(torch.float32)[6, 4].item()!r}" in finding.problem
-        assert finding.problem.endswith(f" on rank {holder}, -7.0 on rank 3")
-    assert {finding.key for finding in caught.value.findings} == {"w", "v"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["same"]
-
-
-@pytest.mark.parametrize("position", [0, 36, 37, 127])
-def test_one_of_sixteen_samples_looks_at_each_common_box(tmp_path: Path, position: int) -> None:
-    def run(comm: Comm) -> int:
-        state, found = cut_in_two_ways(comm), 0
-        if comm.rank == (2 if position < 37 else 3):
-            state["w"].data[position - (0 if position < 37 else 37)] = -7
-        for number in range(SAMPLES):
-            try:
-                save(state, tmp_path / f"{number}", comm=comm, replicas=ReplicaCheck.SAMPLE)
-            except InvalidShardingError:
-                found += 1
-        return found
-
-    assert run_ranks(4, run) == [1] * 4
+    assert digested == [5] * RANKS
 
 
 def test_what_has_no_main_replica_is_refused_as_ever(tmp_path: Path) -> None:
@@ -369,19 +327,6 @@ def test_what_has_no_main_replica_is_refused_as_ever(tmp_path: Path) -> None:
     with pytest.raises(InvalidShardingError) as caught:
         run_ranks(2, run)
     assert "replicas hold different" not in str(caught.value)
-
-
-def test_replicas_of_too_many_boxes_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copies_module, "_MOST_CROSSINGS", 1)
-
-    def run(comm: Comm) -> None:
-        save(cut_in_two_ways(comm), tmp_path / "c", comm=comm, replicas=ReplicaCheck.ALL)
-
-    with caplog.at_level(logging.INFO):
-        run_ranks(4, run)
-    assert "4 parts of replicas are cut differently: not compared" in caplog.text
 
 
 def test_digests_ride_with_the_tables_once_the_copies_are_known(
@@ -411,7 +356,7 @@ def test_digests_ride_with_the_tables_once_the_copies_are_known(
     for first, second, third in run_ranks(RANKS, run):
         assert "comparing replicas" in first
         assert "comparing replicas" not in second
-        assert set(third) == {"planning the save", "looking for the first difference"}
+        assert set(third) == {"planning the save"}
 
 
 def test_replicas_without_data_take_no_part(tmp_path: Path) -> None:

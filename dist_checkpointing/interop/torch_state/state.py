@@ -35,7 +35,7 @@ from dist_checkpointing.mapping import (
     StoredState,
 )
 from dist_checkpointing.mapping.nesting import flatten, unflatten
-from dist_checkpointing.planning.compared_values import digest_of_values
+from dist_checkpointing.planning.replicas import digest_of_values
 from dist_checkpointing.validation.common_state import CommonDigests
 
 logger = logging.getLogger(__name__)

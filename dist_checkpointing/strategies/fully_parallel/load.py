@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self, get_args
 
-import numpy as np
 import torch
 
 from dist_checkpointing.comm import Comm, default_comm
@@ -17,13 +16,10 @@ from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
-from dist_checkpointing.planning.agreed_cache import AgreedCache
-from dist_checkpointing.planning.read_table import ReadTable
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr
-from dist_checkpointing.strategies.fully_parallel.cuts import Cuts, pack_cuts, pass_cuts, share_cuts
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
 from dist_checkpointing.strategies.fully_parallel.passing import pass_on
 from dist_checkpointing.strategies.fully_parallel.sharing import (
@@ -66,13 +62,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             have read. All of them mean the same here: a broadcast from the reader to the group.
         min_shared_bytes: If several ranks of a group want fewer bytes than that in common, each
             rank reads for itself.
-        cuts: How stored chunks are read of which ranks want different cuts, such as strips of
-            columns: each rank reads its own (``"apart"``), or one rank reads the chunk and sends
-            the others their cuts (``"together"``). Together pays where files are read and not
-            mapped, and where a strip is much narrower than a chunk.
 
     Raises:
-        ValueError: for an exchange_algo, or a value of cuts, that does not exist.
+        ValueError: for an exchange_algo that does not exist.
 
     Example:
         >>> import torch
@@ -96,16 +88,11 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         exchange_algo: ExchangeAlgorithm = "broadcast",
         *,
         min_shared_bytes: int = MIN_SHARED_BYTES,
-        cuts: Literal["apart", "together"] = "apart",
     ) -> None:
         if exchange_algo not in get_args(ExchangeAlgorithm):
             known = ", ".join(map(repr, get_args(ExchangeAlgorithm)))
             raise ValueError(f"exchange_algo must be one of {known}, not {exchange_algo!r}")
-        if cuts not in ("apart", "together"):
-            raise ValueError(f"cuts must be 'apart' or 'together', not {cuts!r}")
         self.base_strategy = strategy
-        self._cuts = cuts
-        self._cut_cache: AgreedCache[Cuts | None] = AgreedCache(keeps=do_cache_distribution)
         self._group: ParallelizationGroup[Sharing | None] = ParallelizationGroup(
             parallelization_group, keeps=do_cache_distribution
         )
@@ -196,39 +183,15 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             alone = plan.table.is_object | (not _fills_leaves(planner))
             table = plan.table.take(~alone)
             acquire = planner.destinations(replace(plan, table=table)).acquire
-            cuts = self._share_cuts(table, index, reader, group)
-            apart = np.arange(len(table)) if cuts is None else np.flatnonzero(~cuts.own)
             sharing = self._share(
-                lambda: rows_of_table(table.take(apart), lambda row: acquire(int(apart[row]))),
-                group,
-                reader.options.buffer_bytes,
+                lambda: rows_of_table(table, acquire), group, reader.options.buffer_bytes
             )
-            own = apart if sharing is None else apart[sharing.own]
-            plan = replace(plan, table=table.take(own).followed_by(plan.table.take(alone)))
+            own = table if sharing is None else table.take(sharing.own)
+            plan = replace(plan, table=own.followed_by(plan.table.take(alone)))
         read_plan(plan, planner, reader, index, comm)
         with comm.agreed(_PASSING), self._group.comm(comm) as group:
             if sharing is not None:
-                pass_on(
-                    sharing, lambda row: acquire(int(apart[row])).detach(), group, reader.report
-                )
-            if cuts is not None:
-                pass_cuts(cuts, table, acquire, index, reader, group)
-
-    def _share_cuts(
-        self, table: ReadTable, index: Index, reader: StorageReader, comm: Comm
-    ) -> Cuts | None:
-        """Which chunks are read together; None for none. Collective over the group ``comm``."""
-        if self._cuts == "apart" or comm.world_size == 1:
-            return None
-        # Plans that a reader prepares for all ranks at once cannot be read block by block.
-        is_free = type(reader).prepare_global_plan is StorageReader.prepare_global_plan
-        own = table if is_free else table.take(np.arange(0))
-        return self._cut_cache.work_out(
-            comm,
-            _SHARING,
-            lambda: pack_cuts(own, index, reader.options.buffer_bytes, self._min_shared_bytes),
-            lambda packed: share_cuts(packed, comm.rank),
-        )
+                pass_on(sharing, lambda row: acquire(row).detach(), group, reader.report)
 
     def _load(
         self, state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm

@@ -61,21 +61,12 @@ def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> R
     dtypes = [acquire(row).dtype for row in range(len(table))]
     numbers = {dtype: _number(str(dtype)) for dtype in set(dtypes)}
     column = np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64)
-    identities = identities_of(table, [column], (table.storage_boxes, table.lengths))
-    return _rows(identities, table.num_elements, [dtype.itemsize for dtype in dtypes])
-
-
-def identities_of(
-    table: ReadTable, columns: Sequence[Int64s] = (), by_axis: Sequence[Int64s] = ()
-) -> Iterator[memoryview]:
-    """What the stored chunks of a table are, as bytes that are equal for equal chunks.
-
-    More columns, with a value a row or one for each axis, tell more rows apart.
-    """
     keys = np.array([_number(name) for name in table.names], dtype=np.int64)
     ndims = np.maximum(table.ndim, table.window_ndim)
-    scalars = [keys[table.keys], ndims, table.pieces, table.storage_starts, *columns]
-    return row_bytes(scalars, (table.chunk_offsets, table.storage_shapes, *by_axis), ndims)
+    scalars = [keys[table.keys], ndims, table.pieces, table.storage_starts, column]
+    axes = (table.chunk_offsets, table.storage_shapes, table.storage_boxes, table.lengths)
+    identities = row_bytes(scalars, axes, ndims)
+    return _rows(identities, table.num_elements, [dtype.itemsize for dtype in dtypes])
 
 
 def _number(name: str) -> int:
@@ -127,7 +118,7 @@ class Sharing:
     messages: Sequence[Message]
 
 
-def numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
+def _numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
     """Number of the unit of each row, and the first row of each unit; equal rows are one unit."""
     order = np.lexsort((low, high))
     begins = np.ones(len(order), dtype=np.bool_)
@@ -143,7 +134,7 @@ def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
     """How ranks that want these rows share the reads; None if it is not worth it."""
     rows = np.concatenate([want.rows for want in wants])
     ranks = np.repeat(np.arange(len(wants)), [len(want.rows) for want in wants])
-    units, firsts = numbered(rows["high"], rows["low"])
+    units, firsts = _numbered(rows["high"], rows["low"])
     # A rank that wants something twice counts once.
     wanted, wanting = np.divmod(np.unique(units * len(wants) + ranks), len(wants))
     starts = np.searchsorted(wanted, np.arange(len(firsts) + 1))
@@ -183,7 +174,7 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
         for first in range(0, size // itemsize, step):
             last = min(first + step, size // itemsize)
             num_bytes = (last - first) * itemsize
-            start = aligned(runs[-1].start + runs[-1].num_bytes) if runs else 0
+            start = _aligned(runs[-1].start + runs[-1].num_bytes) if runs else 0
             if runs and start + num_bytes > most_bytes:
                 yield _message(reader, runs)
                 runs.clear()
@@ -193,7 +184,7 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
         yield _message(reader, runs)
 
 
-def aligned(position: int) -> int:
+def _aligned(position: int) -> int:
     return -(-position // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 

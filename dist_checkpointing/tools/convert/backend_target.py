@@ -18,7 +18,8 @@ from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.serialization.save import save
+from dist_checkpointing.serialization.save import save_with_hooks
+from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -89,14 +90,14 @@ def convert_to_backend(
         source.check_unchanged()
 
     with cleared_on_failure(destination):
-        save(
+        save_with_hooks(
+            SaveHooks(before_claim=check_source),
             state_dict,
             destination,
-            strategy,
             comm=SingleProcess(),
+            sharded_strategy=strategy,
             overwrite=overwrite,
             progress=progress,
-            before_claim=check_source,
             trusted=trusted,
             fingerprints=proves and writer.keeps_fingerprints,
         )

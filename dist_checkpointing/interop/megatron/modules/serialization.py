@@ -21,6 +21,8 @@ from dist_checkpointing.interop.megatron.modules import utils
 from dist_checkpointing.interop.megatron.modules.strategies.base import get_default_strategy
 from dist_checkpointing.interop.megatron.modules.validation import _validate_common_state_dict
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
+from dist_checkpointing.serialization.save import save_with_hooks
+from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
@@ -68,19 +70,18 @@ def save(
         _validate_common_state_dict(common)
     base = getattr(sharded_strategy, "base_strategy", sharded_strategy)
     folder, overwrite = local_folder(checkpoint_dir), defaults().overwrite
-    return ours.save(
+    return save_with_hooks(
+        # The plan stands by then.
+        SaveHooks(before_claim=lambda _: adopt(folder) if overwrite else None),
         sharded_state_dict,
         folder,
-        sharded_strategy,
-        None,
-        validate_access_integrity,
-        async_sharded_save,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
+        async_sharded_save=async_sharded_save,
+        sharded_strategy=sharded_strategy,
+        validate_access_integrity=validate_access_integrity,
+        preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
         overwrite=overwrite,
         plan_cache=getattr(base, "plan_cache", None),
-        # The plan stands by then.
-        before_claim=lambda _: adopt(folder) if overwrite else None,
         trusted=defaults().trusted,
     )
 
