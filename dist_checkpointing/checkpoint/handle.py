@@ -16,7 +16,7 @@ from dist_checkpointing.checkpoint.lazy_values import ObjectHandle, TensorHandle
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     CheckpointingConfig,
@@ -89,7 +89,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointNotFoundError: nothing is committed there.
             CorruptCheckpointError: what says how to read it is damaged.
         """
-        root = location(path)
+        root = as_location(path)
         folder = data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
         stamp, save_number = _stamp(folder), number_of_save(folder)

@@ -22,7 +22,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return isinstance(path, ObjectPath) or _URL.match(os.fspath(path)) is not None
 
 
-def location(path: str | os.PathLike[str]) -> Location:
+def as_location(path: str | os.PathLike[str]) -> Location:
     """Where a path of a user is: on a mounted file system, without "..", or in an object store.
 
     Raises:
@@ -68,7 +68,7 @@ def require_local(path: Location, what: str) -> None:
         raise UnsupportedFormatError("not for an object store", [finding])
 
 
-def local_folder(path: str | os.PathLike[str]) -> Path:
+def as_local_folder(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint or file of tensors on a mounted file system, without "..".
 
     A function that takes such a path from a user calls this or ``location``. Without it,

@@ -31,7 +31,7 @@ from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import FolderLock
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
-from dist_checkpointing.filesystem.paths import local_folder, location
+from dist_checkpointing.filesystem.paths import as_local_folder, as_location
 from dist_checkpointing.filesystem.store_claims import CLAIMS
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
@@ -97,7 +97,7 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         UnsupportedFormatError: for a URL of a scheme that is not known.
         OSError: if the file system fails.
     """
-    folder = location(checkpoint_dir)
+    folder = as_location(checkpoint_dir)
     path = folder / CONFIG_FNAME
     try:
         return _parsed_config(path)
@@ -216,7 +216,7 @@ class Attempt:
                 ``overwrite``), a live save, or files of these names that no attempt made. Nothing
                 was touched then.
         """
-        folder = local_folder(checkpoint_dir)
+        folder = as_local_folder(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
 
         def is_ours() -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.filesystem.store_claims import COMMITS
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
@@ -83,7 +83,7 @@ def data_folder(checkpoint_dir: str | os.PathLike[str]) -> Location:
         UnsupportedFormatError: for a URL of a scheme that is not known.
         OSError: if the file system or the store does not answer.
     """
-    root = location(checkpoint_dir)
+    root = as_location(checkpoint_dir)
     commit = read_commit(root)
     # A removal begins with this file, and a commit is complete with it.
     is_complete = commit is not None and store.is_file(root / CONFIG_FNAME)

@@ -29,11 +29,11 @@ _SHORT_BYTES: Final = 240
 """Up to here the lower half of xxh3_128 is not xxh3_64."""
 _LARGE_BYTES: Final = 1 << 20
 """From here on other threads may run while a digest is made."""
-_SUFFIX: Final = ".upper"
-_MAGIC: Final = b"DCKPTUPR"
-_HEAD: Final = struct.Struct("<8sI16s")
+_DIGESTS_SUFFIX: Final = ".upper"
+_DIGESTS_MAGIC: Final = b"DCKPTUPR"
+_DIGESTS_HEAD: Final = struct.Struct("<8sI16s")
 """Magic, version, xxh3_128 of the table of checksums."""
-_VERSION: Final = 1
+_DIGESTS_VERSION: Final = 1
 _MOST_BYTES: Final = 1 << 31
 _MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
 """All memory of this process, of which only what belongs to a tensor may be read."""
@@ -100,12 +100,12 @@ def columns_of(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 
 def upper_name(table: str) -> str:
     """Name of the file with the upper halves for the rows of a table of checksums."""
-    return table.rpartition(".")[0] + _SUFFIX
+    return table.rpartition(".")[0] + _DIGESTS_SUFFIX
 
 
 def upper_file(table: TableFile, uppers: Uint64s) -> tuple[SealedFile, bytes]:
     """The file beside a table with the upper halves for its rows, and its content."""
-    head = _HEAD.pack(_MAGIC, _VERSION, xxhash.xxh3_128_digest(table.data))
+    head = _DIGESTS_HEAD.pack(_DIGESTS_MAGIC, _DIGESTS_VERSION, xxhash.xxh3_128_digest(table.data))
     body = head + uppers.astype("<u8").tobytes()
     data = body + xxhash.xxh3_128_digest(body)
     return SealedFile.of_bytes(upper_name(table.name), data), data
@@ -123,13 +123,15 @@ def read_digests(folder: Location, table: str) -> tuple[ChecksumColumns, Uint64s
     data = store.read_bytes(path, _MOST_BYTES)
     columns = parse_table(content, str(folder / table)).columns[0]
     with local.parsing("digests cannot be read", path):
-        magic, version, of_table = _HEAD.unpack_from(data)
-        size = _HEAD.size + 8 * len(columns.keys)
-        if (magic, version) != (_MAGIC, _VERSION) or len(data) != size + DIGEST_BYTES:
+        magic, version, of_table = _DIGESTS_HEAD.unpack_from(data)
+        size = _DIGESTS_HEAD.size + 8 * len(columns.keys)
+        if (magic, version) != (_DIGESTS_MAGIC, _DIGESTS_VERSION) or len(
+            data
+        ) != size + DIGEST_BYTES:
             raise ValueError("not the digests for the rows of the table beside it")
         if of_table != xxhash.xxh3_128_digest(content):
             raise ValueError("the table beside it is another one")
         if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
             raise ValueError("its own checksum differs")
-        uppers = np.frombuffer(data, "<u8", len(columns.keys), _HEAD.size)
+        uppers = np.frombuffer(data, "<u8", len(columns.keys), _DIGESTS_HEAD.size)
     return columns, uppers

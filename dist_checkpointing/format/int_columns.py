@@ -12,7 +12,7 @@ import numpy as np
 from dist_checkpointing.format.pieces import Int64s
 
 _CODES: Final = "bhiq"
-_ITEMSIZES: Final = {ord(code): np.dtype(code).itemsize for code in _CODES}
+_INT_SIZES: Final = {ord(code): np.dtype(code).itemsize for code in _CODES}
 
 
 def pack_column(column: Int64s) -> bytes:
@@ -28,7 +28,7 @@ def pack_column(column: Int64s) -> bytes:
 
 def column_end(data: bytes, begin: int, rows: int) -> int:
     """Where the bytes of a packed column end."""
-    return begin + 1 + rows * _ITEMSIZES[data[begin]]
+    return begin + 1 + rows * _INT_SIZES[data[begin]]
 
 
 def unpack_column(data: bytes, begin: int, rows: int) -> Int64s:

@@ -18,7 +18,7 @@ from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.removal import REMOVAL_NAME
 
 ATTEMPT_NAME = ".dckpt/attempt.json"
@@ -76,7 +76,7 @@ def attempt_of(folder: Location) -> str | None:
 
 def number_of_save(checkpoint_dir: str | PathLike[str]) -> int:
     """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    start = store.read_own_start(location(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    start = store.read_own_start(as_location(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 

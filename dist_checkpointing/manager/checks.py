@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dist_checkpointing.checkpoint.examination import Notes
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.failures import Failure, merge_failures
+from dist_checkpointing.comm.rank_failures import Failure, merge_failures
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, Self, SupportsFloat
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
 )
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, tell
 from dist_checkpointing.manager.split_run import run_files
@@ -112,7 +112,7 @@ class CheckpointManager:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
         # Not relative to a working directory that may change between saves.
-        self.root: Any = location(root).absolute()
+        self.root: Any = as_location(root).absolute()
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
         self._files = run_files(

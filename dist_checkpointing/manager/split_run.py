@@ -20,7 +20,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.near_store import NearStore
 from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.paths import local_folder, location
+from dist_checkpointing.filesystem.paths import as_local_folder, as_location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import attempt_of, number_of_attempt, number_of_save
@@ -247,7 +247,7 @@ def run_files(
     incremental: bool,
 ) -> RunFolder | TieredRun:
     """The checkpoints of a run as one rank has them. Collective if there is a fast disk."""
-    place, kept = location(root), Retention() if retention is None else retention
+    place, kept = as_location(root), Retention() if retention is None else retention
     if fast is None:
         folder = RunFolder(place, kept, on_deleted)
         if comm.rank == 0:
@@ -258,7 +258,7 @@ def run_files(
     if not isinstance(place, ObjectPath):
         finding = Finding("fast= needs a root in an object store", found=str(place))
         raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-    disk = local_folder(fast).absolute()
+    disk = as_local_folder(fast).absolute()
     disks, is_split = FastDisks.find(comm, disk), True
     if not disks.are_many:
         run_folder = RunFolder(disk, kept)

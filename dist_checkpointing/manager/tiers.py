@@ -20,7 +20,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.paths import as_local_folder
 from dist_checkpointing.format.commit import CheckpointingConfig, is_committed
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, number_of_save
@@ -67,7 +67,7 @@ class TieredRun:
         comm: Comm,
         disks: FastDisks,
     ) -> None:
-        disk = local_folder(fast).absolute()
+        disk = as_local_folder(fast).absolute()
         self._comm, self._disks = comm, disks
         self._fast = RunFolder(disk, retention, self._deleted, self._not_copied)
         self._stored = RunFolder(root, retention, self._deleted)

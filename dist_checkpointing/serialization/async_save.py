@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Final, Unpack
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.serialization.save_handle import SaveHandle

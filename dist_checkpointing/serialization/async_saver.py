@@ -10,8 +10,8 @@ from os import PathLike
 from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.comm.default_comm import chosen_comm
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_handle import SaveHandle
@@ -160,7 +160,7 @@ class AsyncSaver:
         comm = self._comm
         self.wait()
         # Whoever writes may do so when the working directory is another one.
-        handle = SaveHandle(location(checkpoint_dir).absolute(), step, comm)
+        handle = SaveHandle(as_location(checkpoint_dir).absolute(), step, comm)
 
         def report(state: Progress) -> None:
             handle.report(state)

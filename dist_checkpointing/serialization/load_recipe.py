@@ -13,7 +13,7 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.paths import as_local_folder
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
@@ -69,7 +69,7 @@ def preview_recipe(
         weight  float32[4] <- w
         1 tensors: 1 by rules, 0 as stored; 0 stored ones left out; 0 of 1 rules match nothing
     """
-    folder = local_folder(checkpoint_dir)
+    folder = as_local_folder(checkpoint_dir)
     found = open_checkpoint(folder)
     index = _planned(found).make_reader(folder).read_metadata()
     parts = None if template is None else partition(template)

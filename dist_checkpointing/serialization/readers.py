@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.folder_lock import FolderLock
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     read_config,
@@ -175,7 +175,7 @@ def remove_sharded_tensors(
     comm = chosen_comm(comm)
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
-            place = location(checkpoint_dir)
+            place = as_location(checkpoint_dir)
             if isinstance(place, Path):
                 _remove(place, key_prefix)
             elif preview_removal(place, key_prefix).keys:

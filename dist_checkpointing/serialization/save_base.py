@@ -10,7 +10,7 @@ from pathlib import Path
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import local_folder, require_local
+from dist_checkpointing.filesystem.paths import as_local_folder, require_local
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import read_index
@@ -84,7 +84,7 @@ def take_base(base: str | PathLike[str], job: SaveJob, comm: Comm) -> None:
     require_local(job.folder, "an incremental save")
     if job.writer is None:
         return
-    path = local_folder(base).absolute()
+    path = as_local_folder(base).absolute()
     grids = comm.from_rank0("looking at the base", partial(_grids, path, job))
     job.writer.base = None if grids is None else path
     if grids:

@@ -9,9 +9,9 @@ from os import PathLike
 from typing import Unpack
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.failures import Outcome
+from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.filesystem.store import relative
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
@@ -96,7 +96,7 @@ class SaveJob:
     ) -> None:
         self.rank, self.meter = rank, meter
         # Whoever writes may do so when the working directory is another one.
-        self.folder = self.data_folder = location(folder).absolute()
+        self.folder = self.data_folder = as_location(folder).absolute()
         self._hooks, self._disks = hooks, hooks.disks
         self.place: str = str(self.folder) if self._disks is None else self._disks.place
         selected: SaveShardedStrategy = select_strategy(

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Unpack
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.failures import Outcome
+from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor

@@ -16,7 +16,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMism
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import check_raw_key
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.seal import SealedFile
@@ -120,7 +120,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
         data = serialize(common_state_dict, "the common state")
-        store.write_content(location(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
+        store.write_content(as_location(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
         return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
 
     def save_sharded_objects(
@@ -128,7 +128,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         sharded_objects_state_dict: ShardedStateDict,
         checkpoint_dir: str | PathLike[str],
     ) -> Sequence[SealedFile]:
-        root = location(checkpoint_dir)
+        root = as_location(checkpoint_dir)
         leaves, _ = flatten(sharded_objects_state_dict)
         files = []
         sealed = []
@@ -173,12 +173,12 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     def file_names(
         self, leaves: Iterable[ShardedObject], checkpoint_dir: str | PathLike[str]
     ) -> Iterable[str]:
-        root = location(checkpoint_dir)
+        root = as_location(checkpoint_dir)
         found = (_object_file(leaf, root) for leaf in leaves)
         return [COMMON_STATE_FNAME, *(store.relative(file, root) for file in found if file)]
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
-        path = location(checkpoint_dir) / COMMON_STATE_FNAME
+        path = as_location(checkpoint_dir) / COMMON_STATE_FNAME
         if not store.is_file(path):
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
             raise CorruptCheckpointError(f"Common file {path} does not exist", [finding])
@@ -194,7 +194,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         checkpoint_dir: str | PathLike[str],
     ) -> StateDict:
         leaves, skeleton = flatten(sharded_objects_state_dict)
-        root = location(checkpoint_dir)
+        root = as_location(checkpoint_dir)
         files = {path: _object_file(leaf, root) for path, leaf in leaves.items()}
         missing = [leaves[path] for path, file in files.items() if file is None]
         findings = list(_missing(missing, root))
@@ -210,7 +210,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         return result
 
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
-        root = location(checkpoint_dir)
+        root = as_location(checkpoint_dir)
         names = (name for name, _ in store.files_below(root, root))
         found = _cells((n for n in names if _is_cell(n.rpartition("/")[2])), root)
         _require_cells(found, root)

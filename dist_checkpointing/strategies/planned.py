@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, UnsupportedFormatError
 from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.shared_index import SharedIndex
@@ -216,7 +216,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
     ) -> tuple[StorageWriter, AgreedPlan, SavePlanner]:
         leaves, _ = _sharded_leaves(sharded_state_dict)
-        writer = self.make_writer(location(checkpoint_dir))
+        writer = self.make_writer(as_location(checkpoint_dir))
         with comm.agreed("making the folder"):
             store.make_folder(writer.checkpoint_dir)
         return writer, *self.plan(leaves, writer, comm)
@@ -283,7 +283,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
         comm = default_comm() if self.comm is None else self.comm
         leaves, skeleton = _sharded_leaves(sharded_state_dict)
-        reader = self.make_reader(location(checkpoint_dir))
+        reader = self.make_reader(as_location(checkpoint_dir))
         index = share_index(reader, comm).index(
             self.needed_keys({leaf.key for leaf in leaves.values()})
         )
@@ -299,11 +299,11 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         return result
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
-        index = self.make_reader(location(checkpoint_dir)).read_metadata()
+        index = self.make_reader(as_location(checkpoint_dir)).read_metadata()
         return _whole_tensors(index)
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
-        reader = self.make_reader(location(checkpoint_dir))
+        reader = self.make_reader(as_location(checkpoint_dir))
         index = reader.read_metadata()
         reader.require_stored(large_objects(index.objects), index)
         metadata: ShardedStateDict = dict(_whole_tensors(index))

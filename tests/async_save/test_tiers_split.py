@@ -18,7 +18,7 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.threads import ThreadComm
+from dist_checkpointing.comm.thread_comm import ThreadComm
 from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )

@@ -31,15 +31,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from dist_checkpointing import PlanCache, ShardedTensor, load, save
-from dist_checkpointing.comm import (
-    SingleProcess,
-    TorchComm,
-    default_comm,
-    group_comm,
-    steps,
-)
-from dist_checkpointing.comm import defaults as comm_defaults
-from dist_checkpointing.comm.failures import Outcome
+from dist_checkpointing.comm import SingleProcess, TorchComm, default_comm, group_comm, timeouts
+from dist_checkpointing.comm import default_comm as comm_defaults
+from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -279,7 +273,7 @@ def frozen(rank: int) -> Report:
 
 def frozen_host(rank: int) -> Report:
     """Rank 0, which holds the store, is stopped."""
-    steps._SHORTEST_PATIENCE_SECONDS = 2.0  # type: ignore[misc]
+    timeouts._SHORTEST_PATIENCE_SECONDS = 2.0  # type: ignore[misc]
     comm = make_comm()
     pids = comm.all_gather(os.getpid())
     if rank == 0:

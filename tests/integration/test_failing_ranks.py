@@ -32,7 +32,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.threads import ThreadComm
+from dist_checkpointing.comm.thread_comm import ThreadComm
 from dist_checkpointing.format.commit import Attempt
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import (

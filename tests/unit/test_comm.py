@@ -16,7 +16,7 @@ import torch
 
 from dist_checkpointing import AsyncSaver, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, default_comm
-from dist_checkpointing.comm.process_group import default_timeout_seconds
+from dist_checkpointing.comm.torch_distributed import default_timeout_seconds
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.comm.records import GATHER, TENSORS, Record, State, Verdict, conclude
+from dist_checkpointing.comm.rank_failures import GATHER, TENSORS, Record, State, Verdict, conclude
 
 STEP = Record(5, "'commit'", "a")
 INSIDE, OUTSIDE, DONE = State.INSIDE, State.OUTSIDE, State.DONE

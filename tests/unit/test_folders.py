@@ -27,7 +27,7 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
-from dist_checkpointing.filesystem.paths import check_one_destination, is_url, local_folder
+from dist_checkpointing.filesystem.paths import as_local_folder, check_one_destination, is_url
 from dist_checkpointing.interop.torch_dcp import DCPReader, DCPWriter
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
@@ -43,7 +43,7 @@ from states import shard
 def test_urls_are_refused_by_their_scheme(url: str | Path) -> None:
     assert is_url(url)
     with pytest.raises(UnsupportedFormatError) as raised:
-        local_folder(url)
+        as_local_folder(url)
     assert str(url).partition(":")[0] in str(raised.value)
     assert str(url) in str(raised.value)
     assert "mount" in str(raised.value)
@@ -53,7 +53,7 @@ def test_urls_are_refused_by_their_scheme(url: str | Path) -> None:
     "path", ["x", "/x/s3:/y", "a/b:c", "run:5", "2024-01-01T10:00:00", "", "."]
 )
 def test_names_with_colons_are_no_urls(path: str) -> None:
-    assert local_folder(path) == Path(path)
+    assert as_local_folder(path) == Path(path)
 
 
 STATE: dict[str, Any] = {"step": 1}

@@ -35,7 +35,7 @@ NODE_BYTES: Final = 1 << 18
 """Estimated size of a decoded node. A reader of one key decodes one for each level of the tree."""
 _ARITY_LOG2: Final = 4
 _MOST_ARITY_LOG2: Final = 16
-_LEVEL: Final = struct.Struct("<i")
+_ZSTD_LEVEL_FIELD: Final = struct.Struct("<i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Manifest:
     root: Root | None
 
 
-def encode(root: Root | None) -> bytes:
+def encode_manifest(root: Root | None) -> bytes:
     """The manifest of a database with one version, whose root lies in a file without base path."""
     config = [
         uuid.uuid4().bytes,
@@ -70,7 +70,7 @@ def encode(root: Root | None) -> bytes:
         encoded([_INLINE_BYTES, NODE_BYTES]),
         bytes([_ARITY_LOG2]),
         encoded([_ZSTD]),
-        _LEVEL.pack(0),
+        _ZSTD_LEVEL_FIELD.pack(0),
     ]
     if root is None:
         path, height, place, numbers = "", 0, [0, MOST_U64, MOST_U64], [0, 0, 0]
@@ -88,7 +88,7 @@ def encode(root: Root | None) -> bytes:
     return sealed(MANIFEST, body, compressed=False)
 
 
-def decode(record: bytes) -> Manifest:
+def decode_manifest(record: bytes) -> Manifest:
     """What the bytes of a manifest say."""
     body = Body(opened(MANIFEST, record))
     identity = body.take(16)
@@ -99,7 +99,7 @@ def decode(record: bytes) -> Manifest:
     arity = body.take(1)[0]
     method = body.varint(MOST_U32)
     if method == _ZSTD:
-        body.take(_LEVEL.size)
+        body.take(_ZSTD_LEVEL_FIELD.size)
     if kind > _NUMBERED or not 1 <= arity <= _MOST_ARITY_LOG2 or method > _ZSTD:
         raise Malformed("its settings are not known")
     config = identity + body.data[start : body.position]

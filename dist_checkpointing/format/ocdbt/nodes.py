@@ -167,7 +167,7 @@ def _strings(shared: I64, rest: I64, body: Body, first: bytes) -> list[bytes]:
     return strings
 
 
-def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Interior:
+def decode_node(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Interior:
     """The node of this height that a record says.
 
     Paths in it are relative to ``folder``, and all its keys begin with ``prefix``.

@@ -19,11 +19,11 @@ _HEAD: Final = struct.Struct(">I")
 _LENGTH: Final = struct.Struct("<Q")
 _CHECKSUM: Final = struct.Struct("<I")
 _VERSION: Final = 0
-_RAW, _ZSTD = 0, 1
+_RAW, _ZSTD_METHOD = 0, 1
 _HEAD_BYTES: Final = _HEAD.size + _LENGTH.size
 
 _WORTH_COMPRESSING: Final = 1 << 12
-_LEVEL: Final = 1
+_ZSTD_LEVEL: Final = 1
 _FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _MOST_BLOCK_BYTES: Final = 1 << 17
 _ID_BYTES: Final = (0, 1, 2, 4)
@@ -34,7 +34,7 @@ def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
     if compressed and len(body) >= _WORTH_COMPRESSING:
         from numcodecs import zstd  # noqa: PLC0415 - it takes longer than to read small databases
 
-        method, body = _ZSTD, zstd.compress(body, _LEVEL)
+        method, body = _ZSTD_METHOD, zstd.compress(body, _ZSTD_LEVEL)
     rest = encoded([_VERSION, method]) + body
     length = _HEAD_BYTES + len(rest) + _CHECKSUM.size
     data = b"".join([_HEAD.pack(magic), _LENGTH.pack(length), rest])
@@ -56,7 +56,7 @@ def opened(magic: int, record: bytes) -> bytes:
     body = head.data[head.position :]
     if method == _RAW:
         return body
-    if method != _ZSTD:
+    if method != _ZSTD_METHOD:
         raise Malformed(f"compression method {method} is not known")
     return _decompressed(body)
 

@@ -20,7 +20,7 @@ from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError,
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.columns import Malformed
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Manifest, Root
-from dist_checkpointing.format.ocdbt.nodes import Extents, FileRef, Interior, Leaf, decode
+from dist_checkpointing.format.ocdbt.nodes import Extents, FileRef, Interior, Leaf, decode_node
 from dist_checkpointing.format.ocdbt.records import MOST_BODY_BYTES
 
 ABSENT: Final = -2
@@ -232,7 +232,7 @@ class Tree:
         path = self._folder / place.file.path
         try:
             record = self._read_at(place.file.path, place.offset, place.length)
-            node = decode(record, place.height, place.file.folder, place.prefix)
+            node = decode_node(record, place.height, place.file.folder, place.prefix)
             held = len(node.keys) if isinstance(node, Leaf) else sum(node.num_keys.tolist())
             if held != place.num_keys:
                 raise Malformed(f"it has {held} keys below it and not {place.num_keys}")

@@ -21,7 +21,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.dtypes import overlaps_itself
@@ -76,7 +76,7 @@ class DCPReader(dcp_storage.StorageReader):
         trusted: bool = False,
     ) -> None:
         super().__init__()
-        self.path = self._folder = location(path)
+        self.path = self._folder = as_location(path)
         self.trusted = trusted
         self._backend = backend
         self._found: LoadStrategies | None = None
@@ -103,7 +103,7 @@ class DCPReader(dcp_storage.StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = location(checkpoint_id)
+            self.path = as_location(checkpoint_id)
 
     # Without **kwargs: with it, DCP would look for metadata of each rank too.
     def read_metadata(self) -> dcp_metadata.Metadata:

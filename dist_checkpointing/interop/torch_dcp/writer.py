@@ -28,7 +28,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import is_url, local_folder
+from dist_checkpointing.filesystem.paths import as_local_folder, is_url
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, check_distinct
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
@@ -101,7 +101,7 @@ class DCPWriter(dcp_storage.StorageWriter):
                 "DCP needs a PlannedSaveStrategy without a planner of its own", found=str(strategy)
             )
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
-        self.path: Path = local_folder(path)
+        self.path: Path = as_local_folder(path)
         self.overwrite = overwrite
         self.trusted = trusted
         self._strategy = strategy
@@ -130,7 +130,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         """Get ready for another save, and give up one that was not finished."""
         self._give_up()
         if checkpoint_id is not None:
-            self.path = local_folder(checkpoint_id)
+            self.path = as_local_folder(checkpoint_id)
         self._save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.filesystem.ranged_reads import open_file
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.strategies.base import LoadCommonStrategy
@@ -54,7 +54,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         return type(self)(trusted=True)
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
-        folder = location(checkpoint_dir)
+        folder = as_location(checkpoint_dir)
         metadata = read_dcp_metadata(folder)
         if COMMON_STATE_CELL in metadata.values:
             common = self._read(folder, metadata, COMMON_STATE_CELL, listed=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
@@ -31,7 +31,7 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            parser=location,
+            parser=as_location,
             help="A checkpoint of any backend (also Megatron's, torch DCP's), safetensors (a file, "
             "or a folder of them), a file of torch.save, or a DeepSpeed ZeRO checkpoint.",
             show_default=False,
@@ -40,7 +40,7 @@ def convert(
     destination: Annotated[
         Path,
         typer.Argument(
-            parser=location,
+            parser=as_location,
             help="What to make: a folder or the URL of one; with --to torch a file, with "
             "--to safetensors a file if it ends in .safetensors. Must not exist.",
             show_default=False,

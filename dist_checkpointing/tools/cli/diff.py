@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.byte_sizes import parse_bytes
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.tools.cli.screen import (
@@ -45,7 +45,7 @@ _NARROW = 96
 def diff(
     first: CheckpointArgument,
     second: Annotated[
-        Path, typer.Argument(parser=location, help="The checkpoint to compare it with.")
+        Path, typer.Argument(parser=as_location, help="The checkpoint to compare it with.")
     ],
     pattern: Annotated[
         str | None,

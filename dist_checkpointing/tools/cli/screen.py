@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 
 if TYPE_CHECKING:
     from dist_checkpointing.storage.progress import Progress
@@ -35,7 +35,7 @@ errors = Console(stderr=True, highlight=False)
 CheckpointArgument = Annotated[
     Path,
     typer.Argument(
-        parser=location,
+        parser=as_location,
         help="Folder or URL of a checkpoint; RUN@1000 or RUN@latest is a step of a run.",
     ),
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools.cli.moved import print_movement
@@ -48,7 +48,7 @@ def stats(
         Path | None,
         typer.Option(
             "--compare",
-            parser=location,
+            parser=as_location,
             metavar="EARLIER",
             help="Show which tensors have moved most since this checkpoint.",
         ),

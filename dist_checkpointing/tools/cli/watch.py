@@ -12,7 +12,7 @@ import typer
 
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.tools.cli.screen import one_line, painted, progress_bar, say
@@ -36,7 +36,7 @@ def watch(
     path: Annotated[
         Path,
         typer.Argument(
-            parser=location,
+            parser=as_location,
             help="Folder or URL of a run, or of a checkpoint that is being saved.",
         ),
     ],

@@ -21,7 +21,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import local_folder, location
+from dist_checkpointing.filesystem.paths import as_local_folder, as_location
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.planning.recipe import Derivation, Recipe
 from dist_checkpointing.storage.progress import Meter, ProgressOption
@@ -168,7 +168,7 @@ def convert(
     if backend is None and rules.reshards:
         finding = Finding("only checkpoints are cut into parts", found=to)
         raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
-    place = location(destination) if backend is not None else local_folder(destination)
+    place = as_location(destination) if backend is not None else as_local_folder(destination)
     opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
     made = None
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
 from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.paths import as_location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.tools.convert.deepspeed_files import DeepSpeedSource, step_folder
 from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES
@@ -37,7 +37,7 @@ def open_source(
     Raises:
         CheckpointNotFoundError: if nothing is there that is read.
     """
-    found = location(path)
+    found = as_location(path)
     if store.is_folder(found):
         is_checkpoint = is_committed(found)
         if not is_checkpoint and holds_safetensors(found):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dist_checkpointing import serialization as ours
 from dist_checkpointing.comm import SingleProcess, default_comm
 from dist_checkpointing.errors import StateMismatchError
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.paths import as_local_folder
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, read_config
 from dist_checkpointing.interop.megatron.adoption import adopt
 from dist_checkpointing.interop.megatron.defaults import defaults
@@ -69,7 +69,7 @@ def save(
             common = preprocess(dict(utils.extract_sharded_base(plain)[1]))
         _validate_common_state_dict(common)
     base = getattr(sharded_strategy, "base_strategy", sharded_strategy)
-    folder, overwrite = local_folder(checkpoint_dir), defaults().overwrite
+    folder, overwrite = as_local_folder(checkpoint_dir), defaults().overwrite
     return save_with_hooks(
         # The plan stands by then.
         SaveHooks(before_claim=lambda _: adopt(folder) if overwrite else None),
@@ -121,7 +121,7 @@ def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) 
     """Each stored tensor as one shard. What torch_dist stores flattened is loaded flattened."""
     found = ours.load_tensors_metadata(checkpoint_dir, sharded_strategy)
     if read_config(checkpoint_dir).sharded_backend == "torch_dist":
-        for key, tensor in read_dcp_metadata(local_folder(checkpoint_dir)).tensors.items():
+        for key, tensor in read_dcp_metadata(as_local_folder(checkpoint_dir)).tensors.items():
             if tensor.flattened_from is not None:
                 whole = slice(0, math.prod(tensor.flattened_from))
                 found[key] = replace(found[key], flattened_range=whole)

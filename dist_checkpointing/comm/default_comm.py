@@ -10,15 +10,14 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from dist_checkpointing.comm.board import StoreSilentError, asked
-from dist_checkpointing.comm.failures import absent_rank, merge_failures
-from dist_checkpointing.comm.process_group import (
+from dist_checkpointing.comm.interface import Comm, SingleProcess
+from dist_checkpointing.comm.rank_failures import absent_rank, merge_failures
+from dist_checkpointing.comm.timeouts import StoreSilentError, asked, forked_error, store_error
+from dist_checkpointing.comm.torch_distributed import (
     TorchComm,
     default_timeout_seconds,
     require_timeout,
 )
-from dist_checkpointing.comm.protocol import Comm, SingleProcess
-from dist_checkpointing.comm.steps import forked_error, store_error
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
 _ANSWER_SECONDS: Final = 5.0

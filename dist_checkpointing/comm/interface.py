@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
-from dist_checkpointing.comm.failures import Failure, Outcome, merge_failures
+from dist_checkpointing.comm.rank_failures import Failure, Outcome, merge_failures
 
 T = TypeVar("T")
 

@@ -6,21 +6,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from dist_checkpointing.comm.failures import (
-    Failure,
-    Outcome,
-    absent_rank,
-    described,
-    different_calls,
-    merge_failures,
-)
-from dist_checkpointing.comm.protocol import Comm
-from dist_checkpointing.comm.records import (
+from dist_checkpointing.comm.interface import Comm
+from dist_checkpointing.comm.rank_failures import (
     BROADCAST,
     COMPARISON,
     GATHER,
+    Failure,
+    Outcome,
+    absent_rank,
     agreement,
     collection,
+    described,
+    different_calls,
+    merge_failures,
     step_of,
 )
 

@@ -15,18 +15,20 @@ import torch
 import torch.distributed as dist
 
 from dist_checkpointing.comm.channel import HEAD_BYTES
-from dist_checkpointing.comm.failures import Failure, Outcome, absent_rank
-from dist_checkpointing.comm.protocol import Comm
-from dist_checkpointing.comm.records import (
+from dist_checkpointing.comm.interface import Comm
+from dist_checkpointing.comm.rank_failures import (
     BROADCAST,
     COMPARISON,
     GATHER,
+    Failure,
+    Outcome,
     Record,
     Verdict,
+    absent_rank,
     agreement,
     collection,
 )
-from dist_checkpointing.comm.steps import Steps
+from dist_checkpointing.comm.timeouts import Steps
 
 logger: logging.Logger = logging.getLogger(__name__)
 
