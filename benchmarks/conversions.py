@@ -11,7 +11,7 @@ import torch
 
 from dist_checkpointing import ShardedTensor, save
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local_folder
 from runner import Stage, Way
 
 BUDGET_MIB = 640
@@ -60,7 +60,7 @@ class ConversionWay(Way):
         start, to, reshard = self._route
         folder, peaks = self._stage.folder, list[float]()
         target = folder / (to.replace(":", "-") if start == SOURCE else "other")
-        local.remove(target, folder)
+        local_folder.remove(target, folder)
         options = ["--to", to, "--memory", str(BUDGET_MIB << 20)]
         options += ["--reshard", reshard] if reshard else []
         source = folder / start.replace(":", "-")

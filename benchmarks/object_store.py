@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from contestants import CHECKED, PLAIN, TENSORSTORE, crc32_switched_off, strategies
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.storage import Checksum, StorageOptions
 from runner import SkippedError, Stage, Way
 from state import LocalTensor, State, Work, by_key

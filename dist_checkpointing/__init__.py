@@ -18,8 +18,7 @@ if typing.TYPE_CHECKING:
         StrategyNotFoundError,
         UnsupportedFormatError,
     )
-    from dist_checkpointing.filesystem.object_path import ObjectPath
-    from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
+    from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
     from dist_checkpointing.format.commit import check_is_distributed_checkpoint
     from dist_checkpointing.manager.manager import CheckpointManager
     from dist_checkpointing.manager.retention import Retention
@@ -106,8 +105,7 @@ _NAMES_BY_MODULE = {
         "StrategyNotFoundError",
         "UnsupportedFormatError",
     ),
-    "filesystem.object_path": ("ObjectPath",),
-    "filesystem.object_store": ("ObjectStoreOptions",),
+    "filesystem.object_store": ("ObjectPath", "ObjectStoreOptions"),
     "format.commit": ("check_is_distributed_checkpoint",),
     "manager.manager": ("CheckpointManager",),
     "manager.retention": ("Retention",),

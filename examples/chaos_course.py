@@ -22,7 +22,7 @@ from chaos_life import (
 )
 from dist_checkpointing import CheckpointingException, CheckpointManager
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectPath
 
 
 @dataclass(frozen=True, slots=True)

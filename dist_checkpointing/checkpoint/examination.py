@@ -16,8 +16,8 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import StoredPart, checksum_files, read_table
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.removal import noted_removal
@@ -183,7 +183,7 @@ class Notes:
                 self.remarks.append(
                     Finding("its removal was cut off", key, remedy="Remove it once more.")
                 )
-            elif store.is_folder(folder):
+            elif location.is_folder(folder):
                 self.findings.append(
                     Finding("its metadata is gone, its chunks are there", key, path=str(folder))
                 )

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from dist_checkpointing.checkpoint.lazy_values import ObjectHandle, TensorHandle
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     CheckpointingConfig,
@@ -292,7 +292,7 @@ def _stamp(folder: Location) -> object:
 
     It costs a tenth of reading them.
     """
-    return store.marks_of(folder, (CONFIG_FNAME, ATTEMPT_NAME), opens=True)
+    return location.marks_of(folder, (CONFIG_FNAME, ATTEMPT_NAME), opens=True)
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:

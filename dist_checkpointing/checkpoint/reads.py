@@ -13,7 +13,7 @@ import torch
 from dist_checkpointing.checkpoint.slicing import Selected
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints

@@ -1,25 +1,41 @@
-"""A bucket of an object store, reached through obstore: whole objects in, ranges of objects out."""
+"""S3, GCS and Azure through obstore: ``ObjectPath``, options, requests, retries, conditional puts."""
 
 from __future__ import annotations
 
 import os
+import random
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem import local_folder
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
+
 T = TypeVar("T")
+
+
 Buffer = Any
+
+
 """Bytes, a memoryview or an array of bytes: contiguous and one-dimensional."""
 
+
 SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
+
+
 _MOST_DELETED: Final = 1000
+
+
 """Keys of one request of S3."""
 
 
@@ -297,6 +313,8 @@ _CAUSES: Final = {
     "AccessDenied": "the credentials do not allow this",
     "error sending request": "the server cannot be reached",
 }
+
+
 """What stands in an answer of a store, and what that means."""
 
 
@@ -349,3 +367,186 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
         )
         raise CheckpointingException("not a path of a checkpoint", [finding])
     return ObjectStore(f"{scheme}://{bucket}", options), "/".join(parts)
+
+
+@dataclass(frozen=True, slots=True, order=False)
+class ObjectPath(PathLike[str]):
+    """A key of a bucket, wherever a path of a checkpoint is taken.
+
+    What can only use files of a file system is refused by ``__fspath__``.
+
+    Attributes:
+        store: The bucket.
+        key: Name within it, without a ``/`` at either end; empty for the whole bucket.
+
+    Example:
+        >>> from dist_checkpointing import ObjectPath
+        >>> str(ObjectPath.of("memory://bucket/run") / "1000" / "metadata.json")
+        'memory://bucket/run/1000/metadata.json'
+    """
+
+    store: ObjectStore
+    key: str
+
+    @classmethod
+    def of(cls, url: str, options: ObjectStoreOptions | None = None) -> ObjectPath:
+        """The place that a URL names.
+
+        Args:
+            url: such as ``s3://bucket/run/1000``; as a ``Path`` it has one slash.
+            options: how the store is reached.
+
+        Raises:
+            UnsupportedFormatError: if no object store has such URLs.
+        """
+        return cls(*store_of(url, ObjectStoreOptions() if options is None else options))
+
+    def __fspath__(self) -> NoReturn:
+        finding = Finding(
+            "this is in an object store",
+            expected="a folder or file of a mounted file system",
+            path=str(self),
+            remedy="Save to a local or a shared disk, or mount the object store.",
+        )
+        raise UnsupportedFormatError("not a local path", [finding])
+
+    def __str__(self) -> str:
+        return f"{self.store.url}/{self.key}"
+
+    def __truediv__(self, name: str | PurePosixPath) -> ObjectPath:
+        return replace(self, key=_key(PurePosixPath(self.key, name)))
+
+    @property
+    def name(self) -> str:
+        """Last part of the key."""
+        return PurePosixPath(self.key).name
+
+    @property
+    def parent(self) -> ObjectPath:
+        """The folder that it is in."""
+        return replace(self, key=_key(PurePosixPath(self.key).parent))
+
+    @property
+    def prefix(self) -> str:
+        """How the keys of all objects in this folder begin."""
+        return f"{self.key}/" if self.key else ""
+
+    def absolute(self) -> ObjectPath:
+        """Itself: there is no working directory."""
+        return self
+
+
+def _key(path: PurePosixPath) -> str:
+    return path.as_posix() if path.parts else ""
+
+
+Location = Path | ObjectPath
+
+
+"""Where a checkpoint or a file of it is: on a mounted file system or in an object store."""
+
+
+_TRIES: Final = 5
+
+
+_MAX_BYTES: Final = 1 << 20
+
+
+_probed: Final[set[ObjectStore]] = set()
+
+
+"""Buckets that were found to refuse a second put-if-absent of a name."""
+
+
+def read_object(path: ObjectPath, max_bytes: int = _MAX_BYTES) -> bytes | None:
+    """The content of a small object; None if there is none of this name.
+
+    Raises:
+        CorruptCheckpointError: if it is larger than ``max_bytes``.
+    """
+    found = path.store.head(path.key)
+    if found is None:
+        return None
+    local_folder.check_size(found.num_bytes, Path(str(path)), max_bytes)
+    try:
+        return path.store.get(path.key)
+    except FileNotFoundError:
+        return None
+
+
+def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
+    """Put an object unless there is one of this name; its content in either case.
+
+    An answer that is lost, or says that the server failed, leaves open whether the object was put:
+    the object is read then. So ``data`` must be no other caller's.
+
+    Raises:
+        CheckpointingException: if the store does not answer; names the object and the last answer.
+        PermissionError: if access is denied.
+    """
+
+    def request() -> bytes:
+        try:
+            path.store.put(path.key, data, create=True)
+        except PermissionError:
+            raise
+        except OSError:
+            found = read_object(path)
+            if found is None:
+                raise
+            return found
+        return data
+
+    return _in_some_tries(path, request)
+
+
+def put_surely(path: ObjectPath, data: bytes) -> None:
+    """Put an object, and replace one of this name: for what must follow a decision.
+
+    Raises:
+        CheckpointingException: if the store does not answer; names the object and the last answer.
+        PermissionError: if access is denied.
+    """
+    _in_some_tries(path, lambda: path.store.put(path.key, data))
+
+
+def _in_some_tries(path: ObjectPath, request: Callable[[], T]) -> T:
+    answer: OSError
+    for wait in range(_TRIES):
+        try:
+            return request()
+        except PermissionError:
+            raise
+        except OSError as error:
+            answer = error
+        time.sleep(random.uniform(0.5, 1) * 0.1 * 2**wait)  # noqa: S311 - jitter
+    finding = Finding(f"the last answer was: {answer.strerror}", path=str(path))
+    raise CheckpointingException("an object cannot be put into the store", [finding]) from answer
+
+
+def require_conditions(folder: ObjectPath) -> None:
+    """Refuse a store that replaces an object although it was told to put it only if absent.
+
+    One object is put below the folder and deleted, once for each bucket in a process.
+
+    Raises:
+        UnsupportedFormatError: naming the store.
+    """
+    if folder.store in _probed:
+        return
+    probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
+    try:
+        put_if_absent(probe, b"first")
+        has_conditions = put_if_absent(probe, b"second") == read_object(probe) == b"first"
+    finally:
+        probe.store.delete([probe.key])
+    if not has_conditions:
+        finding = Finding(
+            "a second conditional put of one name was not refused",
+            expected="status 412 to If-None-Match: *",
+            path=folder.store.url,
+            remedy="Save to S3, GCS, Azure, Ceph or another store with conditional puts: in this "
+            "one, two saves could mix into one checkpoint.",
+        )
+        raise UnsupportedFormatError("the store ignores conditional puts", [finding])
+    _probed.add(folder.store)

@@ -15,8 +15,8 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.threads import in_threads
 
 Array = npt.NDArray[Any]
 

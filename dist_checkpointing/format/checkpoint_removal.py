@@ -6,10 +6,10 @@ import errno
 import logging
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.folder_lock import FolderLock
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.store_claims import CLAIMS
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.locks import FolderLock
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS
 from dist_checkpointing.format.commit import end_commit, is_committed
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
@@ -43,7 +43,7 @@ def remove_checkpoint(folder: Location) -> None:
             raise CheckpointingException(f"{folder} is not deleted", [finding])
         end_commit(folder)
         clear(folder, names)
-        local.remove(folder / ATTEMPT_NAME, folder)
+        local_folder.remove(folder / ATTEMPT_NAME, folder)
     try:
         folder.rmdir()
     except OSError as error:
@@ -61,5 +61,5 @@ def is_leftover(folder: Location) -> bool:
     if is_committed(folder):
         return False
     if isinstance(folder, ObjectPath):
-        return bool(store.names_in(folder / CLAIMS))
+        return bool(location.names_in(folder / CLAIMS))
     return attempt_of(folder) is not None or is_spent(folder)

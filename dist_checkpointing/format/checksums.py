@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints
 
 CHECKSUMS_NAME = ".dckpt/checksums"
@@ -214,7 +214,7 @@ def _to_bytes(
 
 def checksum_files(folder: Location) -> list[Location]:
     """The tables of a checkpoint, in the order of their keys."""
-    names = store.names_in(folder / CHECKSUMS_NAME)
+    names = location.names_in(folder / CHECKSUMS_NAME)
     return [folder / CHECKSUMS_NAME / name for name in names if name.endswith(_SUFFIX)]
 
 
@@ -230,13 +230,13 @@ def read_table(path: Location) -> ChecksumTable:
         CorruptCheckpointError: if the file is not what it should be.
         OSError: if it cannot be read.
     """
-    return parse_table(store.read_bytes(path, _MAX_TABLE_BYTES), str(path))
+    return parse_table(location.read_bytes(path, _MAX_TABLE_BYTES), str(path))
 
 
 def parse_table(data: bytes, path: str) -> ChecksumTable:
     """The rows of the table with this content."""
     remedy = "Use another checkpoint, or load without verify."
-    with local.parsing("checksums cannot be read", path, remedy=remedy):
+    with local_folder.parsing("checksums cannot be read", path, remedy=remedy):
         return ChecksumTable([_columns(data)])
 
 
@@ -254,7 +254,7 @@ def _columns(data: bytes) -> ChecksumColumns:
         raise ValueError(f"{len(data)} bytes, where {size + _DIGEST_BYTES} are expected")
     if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
         raise ValueError("the checksum of the table itself differs")
-    names = local.parse_json(data[_HEAD.size : _HEAD.size + names_size])
+    names = local_folder.parse_json(data[_HEAD.size : _HEAD.size + names_size])
     if not isinstance(names, list) or not {str}.issuperset(map(type, names)):
         raise ValueError("expected a list of keys")
     position = _HEAD.size + names_size

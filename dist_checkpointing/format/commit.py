@@ -27,12 +27,12 @@ from dist_checkpointing.errors import (
     Finding,
     InvalidShardingError,
 )
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.folder_lock import FolderLock
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
-from dist_checkpointing.filesystem.paths import as_local_folder, as_location
-from dist_checkpointing.filesystem.store_claims import CLAIMS
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, make_own_folder
+from dist_checkpointing.filesystem.location import as_local_folder, as_location
+from dist_checkpointing.filesystem.locks import FolderLock
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -73,8 +73,8 @@ def _is_plain_dcp(folder: Location) -> bool:
     An unfinished save of this library or of Megatron does not count: they commit by a later file.
     """
     others = (CONFIG_FNAME, COMMON_STATE_FNAME, OWN_FOLDER)
-    return store.is_file(folder / DCP_METADATA_NAME) and not any(
-        store.is_there(folder / name) for name in others
+    return location.is_file(folder / DCP_METADATA_NAME) and not any(
+        location.is_there(folder / name) for name in others
     )
 
 
@@ -84,7 +84,7 @@ def is_committed(folder: Location) -> bool:
     Raises:
         OSError: if that cannot be found out, which is not the same as no.
     """
-    is_there = store.is_file if isinstance(folder, ObjectPath) else store.is_there
+    is_there = location.is_file if isinstance(folder, ObjectPath) else location.is_there
     return is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
 
 
@@ -102,23 +102,23 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     try:
         return _parsed_config(path)
     except OSError as error:
-        if error.errno not in {*local.NOT_THERE, errno.EISDIR}:
+        if error.errno not in {*local_folder.NOT_THERE, errno.EISDIR}:
             raise
         missing = error
     if _is_plain_dcp(folder):
         return _PLAIN_DCP
-    if store.is_folder(folder):
+    if location.is_folder(folder):
         raise _not_committed(folder) from missing
     message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
-    if store.is_there(folder):
+    if location.is_there(folder):
         message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
     finding = Finding(problem, path=str(folder))
     raise CheckpointNotFoundError(message, [finding]) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
-    with local.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
-        content = store.read_json(path, _MAX_CONFIG_BYTES)
+    with local_folder.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
+        content = location.read_json(path, _MAX_CONFIG_BYTES)
         known = {f.name for f in fields(CheckpointingConfig)}
         config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
         for field in fields(config):
@@ -126,7 +126,7 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
             if type(getattr(config, field.name)) is not kind:
                 raise ValueError(f"{field.name} is not of type {kind.__name__}")
         # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
-        is_inside = "common_backend" not in content and not store.is_there(
+        is_inside = "common_backend" not in content and not location.is_there(
             path.parent / COMMON_STATE_FNAME
         )
         if config.sharded_backend == "torch_dist" and is_inside:
@@ -135,9 +135,9 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
 
 
 def _not_committed(folder: Location) -> CheckpointNotFoundError:
-    half = store.is_there(folder / ATTEMPT_NAME) or store.is_there(folder / CLAIMS)
+    half = location.is_there(folder / ATTEMPT_NAME) or location.is_there(folder / CLAIMS)
     remedy = "Load an older checkpoint." if half else "Is this the right folder?"
-    if store.is_there(folder / "manager.json"):
+    if location.is_there(folder / "manager.json"):
         remedy = (
             "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
         )
@@ -179,7 +179,7 @@ class Attempt:
         folder: Path,
         lock: FolderLock,
         creates: tuple[str, ...],
-        durability: local.Durability,
+        durability: local_folder.Durability,
         name: str | None = None,
     ) -> None:
         self.id: str = uuid.uuid4().hex if name is None else name
@@ -197,7 +197,7 @@ class Attempt:
         creates: Iterable[str],
         *,
         overwrite: bool = False,
-        durability: local.Durability = local.Durability.FSYNC,
+        durability: local_folder.Durability = local_folder.Durability.FSYNC,
         name: str | None = None,
     ) -> Attempt:
         """Claim the folder and clear away what an uncommitted attempt left in it.
@@ -237,7 +237,10 @@ class Attempt:
                 end_commit(folder)
                 clear(folder, left)
             note_attempt(
-                folder, attempt.id, names, local.Durability.PAGE_CACHE if is_new else durability
+                folder,
+                attempt.id,
+                names,
+                local_folder.Durability.PAGE_CACHE if is_new else durability,
             )
         except BaseException:
             lock.release()
@@ -256,14 +259,14 @@ class Attempt:
 
     def secure(self) -> None:
         """Make the record of what is about to be created durable, before anything is."""
-        if self._durability is local.Durability.FSYNC:
-            local.fsync_file(self._folder / ATTEMPT_NAME)
-            local.fsync_folder(self._folder / OWN_FOLDER)
-            local.fsync_folder(self._folder)
+        if self._durability is local_folder.Durability.FSYNC:
+            local_folder.fsync_file(self._folder / ATTEMPT_NAME)
+            local_folder.fsync_folder(self._folder / OWN_FOLDER)
+            local_folder.fsync_folder(self._folder)
             for folder in self._above:
                 # One that may not be listed cannot be synced.
                 with suppress(PermissionError):
-                    local.fsync_folder(folder)
+                    local_folder.fsync_folder(folder)
 
     def commit(self, config: CheckpointingConfig) -> None:
         """Make the folder a checkpoint.
@@ -272,11 +275,11 @@ class Attempt:
         ``.dckpt``, where most of the last files are.
         """
         content = json.dumps(asdict(config)).encode()
-        if self._durability is local.Durability.FSYNC:
-            local.fsync_folder(self._folder / OWN_FOLDER)
-            local.fsync_folder(self._folder)
+        if self._durability is local_folder.Durability.FSYNC:
+            local_folder.fsync_folder(self._folder / OWN_FOLDER)
+            local_folder.fsync_folder(self._folder)
         self._may_be_committed = True
-        local.write_atomic(self._folder / CONFIG_FNAME, content, self._durability)
+        local_folder.write_atomic(self._folder / CONFIG_FNAME, content, self._durability)
         self._lock.release()
 
     def abandon(self) -> None:
@@ -298,15 +301,15 @@ class Attempt:
         names = [self._folder / name for name in self._creates]
         for name in reversed(self._creates):
             try:
-                local.remove(self._folder / name, self._folder)
+                local_folder.remove(self._folder / name, self._folder)
             except OSError as error:
                 logger.warning("could not remove %s of a failed save: %s", name, error)
                 left.append(name)
         # What is gone is no longer ours: the next file of that name may be somebody else's.
         self._creates = tuple(left)
         try:
-            if self._durability is local.Durability.FSYNC:
-                local.fsync_removal(names, self._folder)
+            if self._durability is local_folder.Durability.FSYNC:
+                local_folder.fsync_removal(names, self._folder)
             note_attempt(self._folder, self.id, self._creates, self._durability)
             self.secure()
         except OSError as error:
@@ -353,7 +356,7 @@ def refuse_committed(folder: Location, is_ours: Callable[[], bool], *, overwrite
 def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
     """The lock of a folder, which is made if it is missing, and the folders that may be new."""
     while True:
-        above = takewhile(lambda path: not local.is_there(path), folder.parents)
+        above = takewhile(lambda path: not local_folder.is_there(path), folder.parents)
         made = [folder, *above]
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -373,4 +376,4 @@ def end_commit(folder: Path) -> None:
         OSError: if that is not certain: nothing that it commits may be deleted then.
     """
     (folder / CONFIG_FNAME).unlink(missing_ok=True)
-    local.fsync_folder(folder)
+    local_folder.fsync_folder(folder)

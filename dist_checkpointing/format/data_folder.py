@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import as_location
-from dist_checkpointing.filesystem.store_claims import COMMITS
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.filesystem.object_store_locks import COMMITS
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 
@@ -50,14 +50,14 @@ def read_commit(folder: Location) -> Commit | None:
         CorruptCheckpointError: if a commit cannot be read.
         OSError: if the store does not answer.
     """
-    names = (name.removesuffix(".json") for name in store.names_in(folder / COMMITS))
+    names = (name.removesuffix(".json") for name in location.names_in(folder / COMMITS))
     for number in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
         path = folder / f"{COMMITS}/{number}.json"
-        data = store.read_own(path, _MAX_COMMIT_BYTES)
+        data = location.read_own(path, _MAX_COMMIT_BYTES)
         if data is None:
             continue  # removed meanwhile
-        with local.parsing("a commit cannot be read", path):
-            outcome: Any = local.parse_json(data)
+        with local_folder.parsing("a commit cannot be read", path):
+            outcome: Any = local_folder.parse_json(data)
             if "attempt" in outcome:  # the others have been ended before they could commit
                 if not _ATTEMPT.fullmatch(outcome["attempt"]):
                     raise ValueError(f"{outcome['attempt']!r} is no name of a save")
@@ -86,5 +86,5 @@ def data_folder(checkpoint_dir: str | os.PathLike[str]) -> Location:
     root = as_location(checkpoint_dir)
     commit = read_commit(root)
     # A removal begins with this file, and a commit is complete with it.
-    is_complete = commit is not None and store.is_file(root / CONFIG_FNAME)
+    is_complete = commit is not None and location.is_file(root / CONFIG_FNAME)
     return root / commit.data if commit is not None and is_complete else root

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import ChecksumColumns, TableFile, bytes_of, parse_table
 from dist_checkpointing.format.seal import SealedFile
 
@@ -118,11 +118,11 @@ def read_digests(folder: Location, table: str) -> tuple[ChecksumColumns, Uint64s
         CorruptCheckpointError: if the files are not what they should be.
         OSError: if they cannot be read.
     """
-    content = store.read_bytes(folder / table, _MOST_BYTES)
+    content = location.read_bytes(folder / table, _MOST_BYTES)
     path = folder / upper_name(table)
-    data = store.read_bytes(path, _MOST_BYTES)
+    data = location.read_bytes(path, _MOST_BYTES)
     columns = parse_table(content, str(folder / table)).columns[0]
-    with local.parsing("digests cannot be read", path):
+    with local_folder.parsing("digests cannot be read", path):
         magic, version, of_table = _DIGESTS_HEAD.unpack_from(data)
         size = _DIGESTS_HEAD.size + 8 * len(columns.keys)
         if (magic, version) != (_DIGESTS_MAGIC, _DIGESTS_VERSION) or len(

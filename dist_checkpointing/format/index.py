@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import element_types
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints
@@ -298,13 +298,15 @@ class Index(Mapping[str, StoredTensor]):
             UnsupportedFormatError: if they are of a future format or hold an unknown dtype.
         """
         message = "the index of the checkpoint cannot be read"
-        with local.parsing(message, path, remedy="Use another checkpoint, or restore this file."):
+        with local_folder.parsing(
+            message, path, remedy="Use another checkpoint, or restore this file."
+        ):
             body = b"{" + data[_CHECKSUM_BYTES:]
             head = b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body)
             is_sound = data.startswith(head)
             # What is not as it was written may have its pieces anywhere.
             text, tables = without_pieces(data) if is_sound else (data, [])
-            content = local.parse_json(text)
+            content = local_folder.parse_json(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not an index of dist_checkpointing")
             if not is_sound:
@@ -360,22 +362,24 @@ class Index(Mapping[str, StoredTensor]):
 
 
 def write_index(
-    index: Index, folder: Location, durability: local.Durability = local.Durability.FSYNC
+    index: Index,
+    folder: Location,
+    durability: local_folder.Durability = local_folder.Durability.FSYNC,
 ) -> SealedFile:
     """Write the index file of the checkpoint in ``folder``, atomically.
 
     A power cut takes it until ``.dckpt`` is synced, as a commit does.
     """
     path = folder / INDEX_NAME
-    store.make_folder(path.parent)
+    location.make_folder(path.parent)
     data = index.to_json()
-    store.write_content(path, data, durability)
+    location.write_content(path, data, durability)
     return SealedFile.of_bytes(INDEX_NAME, data)
 
 
 def read_index(folder: Location) -> Index | None:
     """The index file of the checkpoint in ``folder``, or None if it has none."""
     path = folder / INDEX_NAME
-    if not store.is_there(path):
+    if not location.is_there(path):
         return None
-    return Index.from_json(store.read_bytes(path, _MAX_INDEX_BYTES), str(path))
+    return Index.from_json(location.read_bytes(path, _MAX_INDEX_BYTES), str(path))

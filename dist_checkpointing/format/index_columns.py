@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.pieces import (
     MAX_AXES,
     MAX_EXTENT,
@@ -83,13 +83,13 @@ def _parsed_rows(text: bytes) -> Int64s:
         first = inner.partition(b"],[")[0]
         if num_rows > 1 and inner == b"],[".join([first] * num_rows):
             return _parsed_rows(b"[[%b]]" % first).repeat(num_rows, axis=0)
-        numbers = local.parse_json(b"[%b]" % inner.replace(b"],[", b","))
+        numbers = local_folder.parse_json(b"[%b]" % inner.replace(b"],[", b","))
         width = len(numbers) // num_rows
         # All rows have so many numbers, and nothing is in them but digits.
         bare = b"],[".join([b"," * (width - 1)] * num_rows)
         if width <= MAX_AXES and inner.translate(None, b"-0123456789") == bare:
             return np.array(numbers, dtype=np.int64).reshape(num_rows, width)
-    return rows_from_lists(local.parse_json(text))
+    return rows_from_lists(local_folder.parse_json(text))
 
 
 def pieces_of_json(content: Any, tables: Sequence[Pieces]) -> PieceColumns:

@@ -14,11 +14,11 @@ from pathlib import Path
 import xxhash
 
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, make_own_folder
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.locks import LOCK_NAME
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.removal import REMOVAL_NAME
 
 ATTEMPT_NAME = ".dckpt/attempt.json"
@@ -33,9 +33,9 @@ _ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
 
 def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     """Name of the last attempt in a folder, and what it was about to create."""
-    data = store.read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
+    data = location.read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
     try:
-        content = local.parse_json(data or b"")
+        content = local_folder.parse_json(data or b"")
         attempt, names = content["attempt"], content["creates"]
         if type(attempt) is not str or {type(names), *map(type, names)} - {list, str}:
             raise TypeError(attempt)
@@ -46,13 +46,13 @@ def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
 
 
 def note_attempt(
-    folder: Path, attempt: str, names: Sequence[str], durability: local.Durability
+    folder: Path, attempt: str, names: Sequence[str], durability: local_folder.Durability
 ) -> None:
     content = {"attempt": attempt, "creates": names}
     data = json.dumps(content, separators=(",", ":")).encode()
     make_own_folder(folder)
     # As a whole: names that are lost would be files that nobody deletes.
-    local.write_content(folder / ATTEMPT_NAME, data, durability)
+    local_folder.write_content(folder / ATTEMPT_NAME, data, durability)
 
 
 def leftovers(folder: Location) -> frozenset[str]:
@@ -76,7 +76,9 @@ def attempt_of(folder: Location) -> str | None:
 
 def number_of_save(checkpoint_dir: str | PathLike[str]) -> int:
     """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    start = store.read_own_start(as_location(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    start = location.read_own_start(
+        as_location(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES
+    )
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 
@@ -91,14 +93,14 @@ def _start_of(attempt: str) -> bytes:
 
 def is_in_attempt(folder: Location, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
-    start = store.read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    start = location.read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
     return start == _start_of(attempt)
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:
     """Delete what an attempt created, and what speaks of it."""
     clear_temporaries(folder)
-    local.remove_all([folder / name for name in sorted({*names, REMOVAL_NAME})], folder)
+    local_folder.remove_all([folder / name for name in sorted({*names, REMOVAL_NAME})], folder)
 
 
 def clear_temporaries(folder: Path) -> None:
@@ -107,8 +109,8 @@ def clear_temporaries(folder: Path) -> None:
     For a process that has the lock of the folder.
     """
     names = {*leftovers(folder), ATTEMPT_NAME, REMOVAL_NAME, DCP_METADATA_NAME}
-    for path in local.temporaries(names, folder):
-        local.remove(path, folder)
+    for path in local_folder.temporaries(names, folder):
+        local_folder.remove(path, folder)
 
 
 def _is_inside(name: str) -> bool:
@@ -120,7 +122,9 @@ def _is_inside(name: str) -> bool:
 
 def refuse_foreign(folder: Path, names: Iterable[str], left: frozenset[str]) -> None:
     """Refuse to write over what no save of ours made."""
-    foreign = {n for n in names if n not in left and local.is_there(folder / n)} - {CONFIG_FNAME}
+    foreign = {n for n in names if n not in left and local_folder.is_there(folder / n)} - {
+        CONFIG_FNAME
+    }
     # What is written below a link would lie outside of the checkpoint.
     above = {parent for n in names for parent in Path(n).parents}
     links = {p.as_posix() for p in above if p.parts and (folder / p).is_symlink()} - left
@@ -144,5 +148,5 @@ def is_spent(folder: Path) -> bool:
     Raises:
         OSError: if that cannot be found out.
     """
-    names = {*local.names_in(folder), *local.names_in(folder / OWN_FOLDER)}
+    names = {*local_folder.names_in(folder), *local_folder.names_in(folder / OWN_FOLDER)}
     return names <= {OWN_FOLDER, LOCK_NAME}

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.own_files import make_own_folder
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.local_folder import make_own_folder
+from dist_checkpointing.filesystem.object_store import Location
 
 REMOVAL_NAME = ".dckpt/removal.json"
 _MAX_BYTES = 1 << 30
@@ -45,7 +45,7 @@ def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
     """
     make_own_folder(folder)
     content = {key: list(names) for key, names in folders.items()}
-    local.write_atomic(folder / REMOVAL_NAME, json.dumps(content).encode())
+    local_folder.write_atomic(folder / REMOVAL_NAME, json.dumps(content).encode())
 
 
 def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
@@ -55,11 +55,11 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
         CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.
     """
     path = folder / REMOVAL_NAME
-    data = store.read_own(path, _MAX_BYTES)
+    data = location.read_own(path, _MAX_BYTES)
     if data is None:
         return {}
-    with local.parsing("an unfinished removal cannot be read", path):
-        content = local.parse_json(data)
+    with local_folder.parsing("an unfinished removal cannot be read", path):
+        content = local_folder.parse_json(data)
         noted = {str(key): tuple(map(str, names)) for key, names in content.items()}
         for name in (name for names in noted.values() for name in names):
             parts = PurePosixPath(name).parts
@@ -71,6 +71,6 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
 def end_removal(folder: Path) -> None:
     """Forget what was written down."""
     path = folder / REMOVAL_NAME
-    if local.is_there(path):
-        local.remove(path, folder)
-        local.fsync_folder(path.parent if local.is_folder(path.parent) else folder)
+    if local_folder.is_there(path):
+        local_folder.remove(path, folder)
+        local_folder.fsync_folder(path.parent if local_folder.is_folder(path.parent) else folder)

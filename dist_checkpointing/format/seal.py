@@ -19,9 +19,9 @@ from typing import Any, Final
 import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.locks import LOCK_NAME
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
@@ -124,8 +124,8 @@ class Seal:
             CorruptCheckpointError: if they are not one.
         """
         remedy = "Use another checkpoint, or load without verify."
-        with local.parsing("the seal of the checkpoint is damaged", path, remedy=remedy):
-            content = local.parse_json(data)
+        with local_folder.parsing("the seal of the checkpoint is damaged", path, remedy=remedy):
+            content = local_folder.parse_json(data)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not a seal of dist_checkpointing")
             body = b"{" + data[_CHECKSUM_BYTES:]
@@ -155,8 +155,8 @@ def read_seal(folder: Location) -> Seal | None:
         OSError: if it cannot be read.
     """
     path = folder / SEAL_NAME
-    if store.is_file(path):
-        return Seal.from_json(store.read_bytes(path, MAX_SEAL_BYTES), str(path))
+    if location.is_file(path):
+        return Seal.from_json(location.read_bytes(path, MAX_SEAL_BYTES), str(path))
     if SEAL_NAME in leftovers(folder):
         remedy = "Use another checkpoint, or load without verify."
         finding = Finding("the seal is missing", path=str(path), remedy=remedy)
@@ -171,7 +171,7 @@ def write_seal(
     *,
     tables: Mapping[str, tuple[str, str]],
     created: Collection[str] | None,
-    durability: local.Durability,
+    durability: local_folder.Durability,
     is_all_here: bool = True,
 ) -> None:
     """Check that everything is there, and seal it. Called on rank 0 when all ranks have written.
@@ -198,7 +198,7 @@ def write_seal(
     if ATTEMPT_NAME not in files:
         files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}
-    found = store.sizes_in(folder, created, sizes)
+    found = location.sizes_in(folder, created, sizes)
     if not is_all_here:
         found = sizes | found
     _require_reported(folder, files, found)
@@ -209,7 +209,7 @@ def write_seal(
         files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
     attempt = attempt_of(folder) or ""
     content = Seal(attempt, asdict(config), files, tables).to_json()
-    store.write_content(folder / SEAL_NAME, content, durability)
+    location.write_content(folder / SEAL_NAME, content, durability)
 
 
 def _require_reported(
@@ -220,7 +220,7 @@ def _require_reported(
     pause = 0.01
     while late and time.monotonic() < deadline:
         # A network file system may show what another machine has written a little later.
-        late = [f for f in late if store.size_of(folder / f.name) != f.num_bytes]
+        late = [f for f in late if location.size_of(folder / f.name) != f.num_bytes]
         if late:
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
@@ -235,14 +235,14 @@ def _require_reported(
             remedy="Save to a file system that all ranks share, under the same path on every rank.",
         )
         for file in late[:_MOST_FINDINGS]
-        for size in [store.size_of(folder / file.name)]
+        for size in [location.size_of(folder / file.name)]
     ]
     raise CheckpointingException("the checkpoint is not complete where rank 0 is", findings)
 
 
 def _digested(folder: Location, name: str) -> SealedFile:
     digest, size = xxhash.xxh3_128(), 0
-    for data in store.blocks(folder / name):
+    for data in location.blocks(folder / name):
         digest.update(data)
         size += len(data)
     return SealedFile(name, size, digest.hexdigest())
@@ -261,7 +261,7 @@ def check_files(seal: Seal, folder: Location, names: Iterable[str]) -> list[Find
         if sealed is None:
             findings.append(Finding("the seal does not name this file", path=path))
             continue
-        size = store.size_of(folder / name)
+        size = location.size_of(folder / name)
         if size is None:
             findings.append(Finding("the file is missing", path=path))
         elif size != sealed.num_bytes:
@@ -300,7 +300,7 @@ def unnamed_files(seal: Seal, folder: Location) -> tuple[list[str], list[str]]:
     created = leftovers(folder)
     inside: list[str] = []
     beside: list[str] = []
-    for name, _ in store.files_below(folder, folder):
+    for name, _ in location.files_below(folder, folder):
         if name in seal.files or name == ATTEMPT_NAME or _is_unsealed(name):
             continue
         above = {name, *map(str, PurePosixPath(name).parents)}
@@ -340,7 +340,7 @@ def resealing(folder: Path) -> Iterator[None]:
         is_touched = now != before[name] or (seal.is_open and file.digest is not None)
         files[name] = _digested(folder, name) if is_touched else file
     created = leftovers(folder) - {CONFIG_FNAME} | {ATTEMPT_NAME}
-    for name in store.sizes_in(folder, created, {}).keys() - seal.files.keys():
+    for name in location.sizes_in(folder, created, {}).keys() - seal.files.keys():
         if not _is_unsealed(name):
             files[name] = _digested(folder, name)
     tables = {name: keys for name, keys in seal.tables.items() if name in files}
@@ -348,12 +348,12 @@ def resealing(folder: Path) -> Iterator[None]:
 
 
 def _replace(folder: Path, seal: Seal) -> None:
-    local.write_atomic(folder / SEAL_NAME, seal.to_json())
+    local_folder.write_atomic(folder / SEAL_NAME, seal.to_json())
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
     """What changes when a file is written again."""
-    if not local.is_file(path):
+    if not local_folder.is_file(path):
         return None
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 
@@ -96,5 +96,5 @@ def require_backing(
 
 def size_of_files(folder: Location) -> tuple[int, int]:
     """``(bytes, files)`` of all regular files below a folder; links are not followed."""
-    sizes = [size for _, size in store.files_below(folder, folder) if size is not None]
+    sizes = [size for _, size in location.files_below(folder, folder) if size is not None]
     return sum(sizes), len(sizes)

@@ -14,10 +14,20 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem import local, store_claims
-from dist_checkpointing.filesystem.conditional_puts import put_surely, require_conditions
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
+from dist_checkpointing.filesystem import local_folder, object_store_locks
+from dist_checkpointing.filesystem.object_store import (
+    Location,
+    ObjectPath,
+    put_surely,
+    require_conditions,
+)
+from dist_checkpointing.filesystem.object_store_locks import (
+    BEATS,
+    CLAIMS,
+    COMMITS,
+    PERIOD,
+    HeldClaim,
+)
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, refuse_committed
 from dist_checkpointing.format.data_folder import DATA, Commit, read_commit
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
@@ -48,7 +58,7 @@ class StoreAttempt:
         creates: Iterable[str],
         *,
         overwrite: bool = False,
-        durability: local.Durability = local.Durability.FSYNC,
+        durability: local_folder.Durability = local_folder.Durability.FSYNC,
         period: float = PERIOD,
     ) -> StoreAttempt:
         """Claim a prefix, and clear away what saves without a commit left below it.
@@ -124,7 +134,7 @@ class StoreAttempt:
         own = self._claim.claim.number
         self._claim.require_held()
         outcome = {"attempt": self.id, "config": asdict(config), "seal": self._seal_checksum()}
-        if store_claims.decide(self._location, own, outcome) != outcome:
+        if object_store_locks.decide(self._location, own, outcome) != outcome:
             raise self._claim.lost()
         _publish(self._location, self.id, config)
         self._claim.stop()
@@ -147,7 +157,7 @@ class StoreAttempt:
             return
         with _tolerant("what a failed save wrote was not deleted"):
             if self._claim.end().get("attempt") != self.id:
-                store_claims.delete_below(self.folder)
+                object_store_locks.delete_below(self.folder)
             else:
                 logger.warning("%s: the failed save is a checkpoint after all", self._location)
 
@@ -159,7 +169,11 @@ class StoreAttempt:
 
 
 def begin_attempt(
-    folder: Location, creates: Iterable[str], durability: local.Durability, *, overwrite: bool
+    folder: Location,
+    creates: Iterable[str],
+    durability: local_folder.Durability,
+    *,
+    overwrite: bool,
 ) -> Attempt | StoreAttempt:
     """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
     if isinstance(folder, ObjectPath):
@@ -204,7 +218,7 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
         OSError: if the store does not answer; what is left is as after a crash.
     """
     store = location.store
-    if not store_claims.numbers_in(location)[0]:
+    if not object_store_locks.numbers_in(location)[0]:
         finding = Finding("no save of this library claimed this prefix", path=str(location))
         raise CheckpointingException(f"{location} is not deleted", [finding])
     # Before the claim: nothing that a later save writes is in these lists.
@@ -213,8 +227,8 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
     claim = HeldClaim.take(location, period)
     try:
         commit = read_commit(location)
-        claims, decided = store_claims.numbers_in(location)
-        fences = store_claims.fences_of(location)
+        claims, decided = object_store_locks.numbers_in(location)
+        fences = object_store_locks.fences_of(location)
         claim.require_held()
         store.delete([(location / CONFIG_FNAME).key])
         last = set() if commit is None else {commit.number}
@@ -249,7 +263,7 @@ def _publish(location: ObjectPath, attempt: str, config: CheckpointingConfig) ->
 def _clear(location: ObjectPath, attempts: Iterable[str]) -> None:
     """Delete the data of saves that cannot commit any more, or were replaced."""
     for attempt in attempts:
-        store_claims.delete_below(location / DATA / attempt)
+        object_store_locks.delete_below(location / DATA / attempt)
         location.store.delete([(location / f"{BEATS}/{attempt}").key])
 
 

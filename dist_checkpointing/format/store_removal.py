@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME, read_seal
 from dist_checkpointing.format.store_commit import StoreAttempt
+from dist_checkpointing.threads import in_threads
 
 _BACKENDS: Final = ("tensorstore", "zarr")
 """Their removals read nothing of the files that hold values."""
@@ -90,7 +90,7 @@ def changed(location: ObjectPath) -> Iterator[Path]:
         config, source = read_config(location), data_folder(location)
         assert isinstance(source, ObjectPath)
         with without_values(source) as root:
-            for name in local.statuses_below(root):
+            for name in local_folder.statuses_below(root):
                 os.utime(root / name, ns=_UNTOUCHED)
             yield root
             seal = read_seal(root)
@@ -106,7 +106,7 @@ def changed(location: ObjectPath) -> Iterator[Path]:
                 else:
                     target.store.put(target.key, (root / name).read_bytes())
 
-            in_threads(put, sorted(local.statuses_below(root)), _THREADS)
+            in_threads(put, sorted(local_folder.statuses_below(root)), _THREADS)
         attempt.commit(config)
     except Exception:
         attempt.abandon()

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.filesystem.paths import as_local_folder
+from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.interop.torch_state import TorchState
 from dist_checkpointing.manager.manager import CheckpointManager

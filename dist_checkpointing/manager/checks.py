@@ -15,7 +15,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import checksum_files, read_table
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.data_folder import data_folder

@@ -14,7 +14,7 @@ from typing import Self
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import (
     CONFIG_FNAME,
@@ -66,7 +66,7 @@ class FastDisks:
             made = comm.exchange(what, make)
 
             def look() -> int:
-                seen = frozenset(local.names_in(folder))
+                seen = frozenset(local_folder.names_in(folder))
                 return next(rank for rank, (name, _) in enumerate(made) if name in seen)
 
             first = comm.exchange(what, look)
@@ -161,8 +161,8 @@ def whole_steps(
             folder = own.get(candidate.step)
             is_part = folder is not None and is_in_attempt(folder, candidate.attempt)
             if folder is not None and is_part and not is_committed(folder):
-                store.write(folder / SEAL_NAME, contents[row] or b"")
-                store.write(folder / CONFIG_FNAME, json.dumps(dict(seal.config)).encode())
+                location.write(folder / SEAL_NAME, contents[row] or b"")
+                location.write(folder / CONFIG_FNAME, json.dumps(dict(seal.config)).encode())
     return whole
 
 
@@ -174,7 +174,7 @@ def is_part(folder: Path) -> bool:
 def _seal_in(folder: Path) -> bytes | None:
     """The bytes of a seal, if there is one and it is not damaged."""
     try:
-        content = store.read_bytes(folder / SEAL_NAME, MAX_SEAL_BYTES)
+        content = location.read_bytes(folder / SEAL_NAME, MAX_SEAL_BYTES)
         Seal.from_json(content, str(folder / SEAL_NAME))
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("%s is not used: %s", folder, error)
@@ -187,7 +187,7 @@ def _held(folder: Path | None, seal: Seal) -> set[int]:
     if folder is None or not is_in_attempt(folder, seal.attempt):
         return set()
     files = enumerate(seal.files.values())
-    return {row for row, file in files if store.size_of(folder / file.name) == file.num_bytes}
+    return {row for row, file in files if location.size_of(folder / file.name) == file.num_bytes}
 
 
 def _tell_missing(

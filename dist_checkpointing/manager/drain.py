@@ -20,15 +20,14 @@ from typing import Final, Literal
 
 from dist_checkpointing.checkpoint.verify import verify_checkpoint
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import new_files, store
-from dist_checkpointing.filesystem.conditional_puts import read_object
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.store_claims import delete_below, parsed_object
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem import file_writer, location
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath, read_object
+from dist_checkpointing.filesystem.object_store_locks import delete_below, parsed_object
 from dist_checkpointing.format.data_folder import DATA
 from dist_checkpointing.format.leftovers import is_in_attempt
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks
+from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -79,16 +78,18 @@ class Order:
         if seal is None or not is_in_attempt(source, self.attempt):
             return []
         files = seal.files.values()
-        own = [file.name for file in files if store.size_of(source / file.name) == file.num_bytes]
+        own = [
+            file.name for file in files if location.size_of(source / file.name) == file.num_bytes
+        ]
         in_threads(lambda name: put_file(source / name, target / name), own, _THREADS)
         return own
 
 
 def put_file(source: Path, target: Location) -> None:
     """Copy a file."""
-    file = new_files.create(target)
+    file = file_writer.create(target)
     try:
-        for block in store.blocks(source, file.block_bytes(is_hashed=False)):
+        for block in location.blocks(source, file.block_bytes(is_hashed=False)):
             file.write([block], len(block), stays=True)
     except BaseException:
         file.give_up()

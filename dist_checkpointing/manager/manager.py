@@ -18,7 +18,7 @@ from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
 )
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, tell
 from dist_checkpointing.manager.split_run import run_files

@@ -14,7 +14,7 @@ from typing import Any, Final
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.store import check_room, folders_in, is_there
+from dist_checkpointing.filesystem.location import check_room, folders_in, is_there
 from dist_checkpointing.format.checkpoint_removal import is_leftover, remove_checkpoint
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ def read_record(root: Location) -> RunRecord:
     """
     path = root / RECORD_NAME
     try:
-        with local.parsing("it cannot be read and is not used", path):
-            return _parsed(store.read_json(path, _MAX_BYTES))
+        with local_folder.parsing("it cannot be read and is not used", path):
+            return _parsed(location.read_json(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return RunRecord()
     except CorruptCheckpointError as error:
@@ -108,19 +108,19 @@ def _parsed(content: Any) -> RunRecord:
 
 def clear_unfinished(root: Location) -> None:
     """Delete the temporary files of a killed ``write_record``."""
-    for path in store.temporaries([RECORD_NAME], root):
+    for path in location.temporaries([RECORD_NAME], root):
         path.unlink()
 
 
-def write_record(record: RunRecord, root: Location, durability: local.Durability) -> None:
+def write_record(record: RunRecord, root: Location, durability: local_folder.Durability) -> None:
     """Replace the record."""
     content = {
         "format": _FORMAT,
         "latest": record.latest,
         "steps": {str(step): _as_json(known) for step, known in sorted(record.steps.items())},
     }
-    store.make_folder(root)
-    store.write(root / RECORD_NAME, json.dumps(content).encode(), durability)
+    location.make_folder(root)
+    location.write(root / RECORD_NAME, json.dumps(content).encode(), durability)
 
 
 def _as_json(known: StepRecord) -> dict[str, object]:

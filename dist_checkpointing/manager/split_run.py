@@ -18,9 +18,8 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.near_store import NearStore
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.paths import as_local_folder, as_location
+from dist_checkpointing.filesystem.location import as_local_folder, as_location
+from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import attempt_of, number_of_attempt, number_of_save
@@ -30,7 +29,7 @@ from dist_checkpointing.manager.drain import PartCopier
 from dist_checkpointing.manager.long_work import after_rank0
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
-from dist_checkpointing.manager.tiers import Drain, TieredRun
+from dist_checkpointing.manager.tiers import Drain, NearStore, TieredRun
 from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_options import SaveHooks
 

@@ -1,15 +1,16 @@
-"""Two places for the checkpoints of a run: a fast disk that is saved to, and an object store."""
+"""A run on fast disks and in a store: where to save, read from and keep its steps."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
@@ -18,9 +19,9 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
 )
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.paths import as_local_folder
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import as_local_folder
+from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
 from dist_checkpointing.format.commit import CheckpointingConfig, is_committed
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, number_of_save
@@ -34,9 +35,91 @@ from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import Durability
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NearStore(ObjectStore):
+    """A bucket whose objects below one prefix are read from a folder, where they are.
+
+    An object that is not in the folder, has another size there, or cannot be read there comes from
+    the bucket. All else, and all that is written, is as in the bucket.
+
+    Attributes:
+        prefix: How the keys begin of objects that may be in the folder.
+        folder: Where they are, by the rest of their keys.
+        sizes: Bytes of these objects, by the rest of their keys.
+    """
+
+    prefix: str = ""
+    folder: Path = Path()
+    sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[type[ObjectStore], tuple[Any, ...]]:
+        return ObjectStore, ObjectStore.__getstate__(self)  # another process reads the bucket
+
+    def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
+        size = self._size(key)
+        if size is not None:
+            check_size(size)
+            found = self._read(key, 0, size)
+            if found is not None:
+                return found
+        return ObjectStore.get(self, key, check_size)
+
+    def blocks(self, key: str) -> Iterator[memoryview]:
+        size, step = self._size(key), self.options.part_bytes
+        for offset in range(0, size or 0, step):
+            assert size is not None
+            found = self._read(key, offset, min(step, size - offset))
+            if found is None:  # it was there: what has been handed out is of the same object
+                found = bytes(ObjectStore.get_range(self, key, offset, step)[0])
+            yield memoryview(found)
+        if size is None:
+            yield from ObjectStore.blocks(self, key)
+
+    def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
+        size = self._size(key)
+        if size is not None and offset < size:
+            found = self._read(key, offset, min(num_bytes, size - offset))
+            if found is not None:
+                return memoryview(found), size
+        return ObjectStore.get_range(self, key, offset, num_bytes)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        size = self._size(key)
+        return ObjectStore.head(self, key) if size is None else ObjectInfo(key, size, None)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key.removeprefix(self.prefix)
+
+    def _size(self, key: str) -> int | None:
+        """Bytes of an object that is in the folder too; None if it is not."""
+        if not key.startswith(self.prefix):
+            return None
+        size = self.sizes.get(key.removeprefix(self.prefix))
+        try:
+            is_same = size is not None and self._path(key).stat().st_size == size
+        except OSError:
+            return None
+        return size if is_same else None
+
+    def _read(self, key: str, offset: int, num_bytes: int) -> bytes | None:
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = os.pread(descriptor, num_bytes, offset)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            logger.warning("%s is read from the store: %s", self._path(key), error)
+            return None
+        return found if len(found) == num_bytes else None
+
 
 Drain = Literal["background", "wait"]
+
+
 _MOST_FINDINGS: Final = 10
 
 
@@ -321,8 +404,8 @@ class TieredRun:
         attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
         try:
             self._stored.claimed(step, metric, seal.attempt)
-            store.write(attempt.folder / SEAL_NAME, seal.to_json())
-            store.write(attempt.folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
+            location.write(attempt.folder / SEAL_NAME, seal.to_json())
+            location.write(attempt.folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
             save = (target.name, seal.attempt, attempt.id)
             missing = seal.files.keys() - self._orders.carry_out("upload", *save)
             if missing:

@@ -14,7 +14,7 @@ import xxhash
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.paths import check_one_destination
+from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.default_comm import chosen_comm
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_handle import SaveHandle

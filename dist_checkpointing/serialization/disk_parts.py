@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.local import Durability
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.local_folder import Durability
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME
 
@@ -39,9 +39,9 @@ class Disks:
         """Make the names of what is on each disk durable, where rank 0 cannot do it. Collective."""
         with comm.agreed("securing every disk"):
             if part is not None and comm.rank and durability is Durability.FSYNC:
-                names = [name for name, _ in local.files_below(part.folder, part.folder)]
-                local.fsync_folders([part.folder / name for name in names], part.folder)
-                local.fsync_folder(part.folder)
+                names = [name for name, _ in local_folder.files_below(part.folder, part.folder)]
+                local_folder.fsync_folders([part.folder / name for name in names], part.folder)
+                local_folder.fsync_folder(part.folder)
 
     def commit_part(
         self, part: Attempt | None, config: CheckpointingConfig, durability: Durability, comm: Comm
@@ -59,14 +59,14 @@ class Disks:
 
         def read() -> bytes:
             assert part is not None
-            return store.read_bytes(part.folder / SEAL_NAME, MAX_SEAL_BYTES)
+            return location.read_bytes(part.folder / SEAL_NAME, MAX_SEAL_BYTES)
 
         try:
             seal = comm.from_rank0("telling every disk of the commit", read)
             if part is None or comm.rank == 0:
                 return
             try:
-                store.write(part.folder / SEAL_NAME, seal, durability)
+                location.write(part.folder / SEAL_NAME, seal, durability)
                 part.commit(config)
             except OSError as error:
                 logger.warning("%s: the commit is not noted on this disk: %s", part.folder, error)

@@ -11,7 +11,7 @@ import torch
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.fingerprints import NOTHING, Sums, added, fingerprint_of
 from dist_checkpointing.format.geometry import Box

@@ -13,7 +13,7 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.default_comm import chosen_comm
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedObject

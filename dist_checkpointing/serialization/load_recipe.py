@@ -12,8 +12,8 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import as_local_folder
+from dist_checkpointing.filesystem.location import as_local_folder
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part

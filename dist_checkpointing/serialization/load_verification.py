@@ -14,7 +14,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     StateMismatchError,
 )
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.mapping import ShardedObject

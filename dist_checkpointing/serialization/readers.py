@@ -12,8 +12,8 @@ from typing import Any
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.folder_lock import FolderLock
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     read_config,

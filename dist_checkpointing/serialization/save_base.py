@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import as_local_folder, require_local
+from dist_checkpointing.filesystem.location import as_local_folder, require_local
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import read_index

@@ -14,8 +14,8 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import require_local
+from dist_checkpointing.filesystem.location import require_local
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.index import Index

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.storage.background import Ownership, run_in_background
 from dist_checkpointing.storage.progress import Progress
 

@@ -11,8 +11,7 @@ from typing import Unpack
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
-from dist_checkpointing.filesystem.paths import as_location
-from dist_checkpointing.filesystem.store import relative
+from dist_checkpointing.filesystem.location import as_location, relative
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     Attempt,

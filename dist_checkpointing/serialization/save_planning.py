@@ -10,7 +10,7 @@ from typing import Unpack
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.rank_failures import Outcome
-from dist_checkpointing.filesystem.paths import check_one_destination
+from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
 from dist_checkpointing.mapping.stateful import as_state_dict

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, ChecksumColumns, make_tables
 from dist_checkpointing.format.digests import upper_file
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -172,8 +172,8 @@ def finish_durably(index: Index, of_ranks: Sequence[Written], writer: StorageWri
     finished = finish_all(index, of_ranks, writer)
     if writer.options.durability is Durability.FSYNC:
         folder = writer.checkpoint_dir
-        store.fsync_folders([folder / file.name for file in finished.files], folder)
-        store.fsync_folder(folder)
+        location.fsync_folders([folder / file.name for file in finished.files], folder)
+        location.fsync_folder(folder)
     return finished
 
 
@@ -192,7 +192,7 @@ def _write_tables(
     digests = np.frombuffer(b"".join(w.digests for w in of_ranks), dtype="<u8")
     uppers = np.frombuffer(b"".join(w.uppers for w in of_ranks), dtype="<u8")
     folder, durability = writer.checkpoint_dir, writer.options.durability
-    store.make_folder(folder / CHECKSUMS_NAME)
+    location.make_folder(folder / CHECKSUMS_NAME)
     tables = {}
     columns = ChecksumColumns(
         catalog.names,
@@ -207,17 +207,17 @@ def _write_tables(
     )
     begin = 0
     for table_file in make_tables(columns):
-        store.write_content(folder / table_file.name, table_file.data, durability)
+        location.write_content(folder / table_file.name, table_file.data, durability)
         files.append(SealedFile.of_bytes(table_file.name, table_file.data))
         tables[table_file.name] = (table_file.first_key, table_file.last_key)
         if len(uppers) == len(digests):
             end = begin + table_file.num_rows
             file, data = upper_file(table_file, uppers[catalog.sources[begin:end]])
-            store.write_content(folder / file.name, data, durability)
+            location.write_content(folder / file.name, data, durability)
             files.append(file)
             begin = end
     if durability is Durability.FSYNC:
-        store.fsync_folder(folder / CHECKSUMS_NAME)
+        location.fsync_folder(folder / CHECKSUMS_NAME)
     return tables
 
 

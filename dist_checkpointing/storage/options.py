@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.local import Durability
-from dist_checkpointing.filesystem.mounts import file_system_type
+from dist_checkpointing.filesystem.local_folder import Durability, file_system_type
 
 __all__ = ["BaseCheck", "Checksum", "Durability", "ReadMode", "StorageOptions"]
 

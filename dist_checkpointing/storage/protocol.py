@@ -13,9 +13,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.filesystem.ranged_reads import FolderReads, reads_below
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import (
     INDEX_NAME,

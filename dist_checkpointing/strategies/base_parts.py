@@ -19,8 +19,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import ChecksumColumns, bytes_of
 from dist_checkpointing.format.digests import (
@@ -42,6 +41,7 @@ from dist_checkpointing.storage.host_blocks import HostBlocks
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.safe_pickle import serialize
+from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class BaseParts:
     def is_in_place(self) -> bool:
         """Whether the base is still the same save, committed: no file of another one was shared."""
         try:
-            return is_in_attempt(self.folder, self.seal.attempt) and local.is_file(
+            return is_in_attempt(self.folder, self.seal.attempt) and local_folder.is_file(
                 self.folder / CONFIG_FNAME
             )
         except OSError:

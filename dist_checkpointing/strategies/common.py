@@ -13,11 +13,11 @@ from os import PathLike
 from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.disk_names import check_raw_key
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
+from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.format.stated_sizes import Backing, large_objects, require_backing
@@ -32,22 +32,22 @@ _MAX_COMMON_BYTES = 1 << 38
 
 
 def _load(path: Location, *, trusted: bool) -> Any:
-    return deserialize(store.read_bytes(path, _MAX_COMMON_BYTES), str(path), trusted=trusted)
+    return deserialize(location.read_bytes(path, _MAX_COMMON_BYTES), str(path), trusted=trusted)
 
 
 def _object_file(leaf: ShardedObject, root: Location) -> Location | None:
     """The file of a cell, if there is one."""
     check_raw_key(leaf.key)
     path = root / f"{leaf.unique_key}.pt"
-    if store.is_file(path):
+    if location.is_file(path):
         return path
     if len(leaf.global_shape) < 2:
         return None
     # Old writers took the last extent for a file suffix, and lost it.
     older = _older_file(leaf, root)
     behind = (*leaf.global_offset[:-1], leaf.global_shape[-1])
-    reaches_further = store.is_file(_older_file(replace(leaf, global_offset=behind), root))
-    return older if store.is_file(older) and not reaches_further else None
+    reaches_further = location.is_file(_older_file(replace(leaf, global_offset=behind), root))
+    return older if location.is_file(older) and not reaches_further else None
 
 
 def _older_file(leaf: ShardedObject, root: Location) -> Location:
@@ -59,7 +59,7 @@ def _cells(names: Iterable[str], root: Location) -> list[ShardedObject]:
     found = [
         ShardedObject.empty_from_unique_key(name.removesuffix(".pt"))
         for name in sorted(names, key=lambda name: name.split("/"))
-        if "/" in name and store.is_file(root / name)
+        if "/" in name and location.is_file(root / name)
     ]
     last: dict[str, int] = {}
     for leaf in found:
@@ -76,7 +76,7 @@ def _missing(leaves: Sequence[ShardedObject], root: Location) -> Iterator[Findin
     grids: dict[str, list[Ints]] = {}
     for leaf in leaves:
         if leaf.key not in grids:
-            names = store.names_in(root / leaf.key)
+            names = location.names_in(root / leaf.key)
             cells = _cells((f"{leaf.key}/{name}" for name in names if _is_cell(name)), root)
             grids[leaf.key] = sorted({cell.global_shape for cell in cells})
         others = [grid for grid in grids[leaf.key] if grid != tuple(leaf.global_shape)]
@@ -103,9 +103,9 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
         super().__init__(backend, version)
-        self.durability = local.Durability.FSYNC
+        self.durability = local_folder.Durability.FSYNC
 
-    def lasting(self, durability: local.Durability) -> Self:
+    def lasting(self, durability: local_folder.Durability) -> Self:
         strategy = copy.copy(self)
         strategy.durability = durability
         return strategy
@@ -120,7 +120,9 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
         data = serialize(common_state_dict, "the common state")
-        store.write_content(as_location(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
+        location.write_content(
+            as_location(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability
+        )
         return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
 
     def save_sharded_objects(
@@ -135,14 +137,14 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         for leaf in leaves.values():
             if is_main_replica(leaf.replica_id):
                 path = root / f"{leaf.unique_key}.pt"
-                store.make_folder(path.parent)
+                location.make_folder(path.parent)
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
-                store.write_content(path, data, self.durability)
+                location.write_content(path, data, self.durability)
                 files.append(path)
                 sealed.append(SealedFile.of_bytes(f"{leaf.unique_key}.pt", data))
-        if self.durability is local.Durability.FSYNC:
-            store.fsync_folders(files, root)
-            store.fsync_folder(root)
+        if self.durability is local_folder.Durability.FSYNC:
+            location.fsync_folders(files, root)
+            location.fsync_folder(root)
         return sealed
 
 
@@ -175,11 +177,11 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     ) -> Iterable[str]:
         root = as_location(checkpoint_dir)
         found = (_object_file(leaf, root) for leaf in leaves)
-        return [COMMON_STATE_FNAME, *(store.relative(file, root) for file in found if file)]
+        return [COMMON_STATE_FNAME, *(location.relative(file, root) for file in found if file)]
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = as_location(checkpoint_dir) / COMMON_STATE_FNAME
-        if not store.is_file(path):
+        if not location.is_file(path):
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
             raise CorruptCheckpointError(f"Common file {path} does not exist", [finding])
         common = _load(path, trusted=self.trusted)
@@ -211,7 +213,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
         root = as_location(checkpoint_dir)
-        names = (name for name, _ in store.files_below(root, root))
+        names = (name for name, _ in location.files_below(root, root))
         found = _cells((n for n in names if _is_cell(n.rpartition("/")[2])), root)
         _require_cells(found, root)
         return {leaf.unique_key: leaf for leaf in found}

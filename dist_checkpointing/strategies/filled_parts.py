@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import (
     ChecksumColumns,
@@ -32,6 +31,7 @@ from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.raw_chunks import SMALL_BYTES
+from dist_checkpointing.threads import in_threads
 
 _BLOCK_ROWS: Final = 1024
 _MOST_ELEMENTS: Final = 2.0**40

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, UnsupportedFormatError
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.shared_index import SharedIndex
@@ -218,7 +218,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         leaves, _ = _sharded_leaves(sharded_state_dict)
         writer = self.make_writer(as_location(checkpoint_dir))
         with comm.agreed("making the folder"):
-            store.make_folder(writer.checkpoint_dir)
+            location.make_folder(writer.checkpoint_dir)
         return writer, *self.plan(leaves, writer, comm)
 
 

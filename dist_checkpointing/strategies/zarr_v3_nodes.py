@@ -9,9 +9,9 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from dist_checkpointing.filesystem.disk_names import disk_name, disk_names
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.file_names import disk_name, disk_names
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.pieces import Pieces, padded_rows

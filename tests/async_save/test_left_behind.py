@@ -22,7 +22,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.planning import SavePlan, SavePlanner
@@ -193,7 +193,7 @@ def test_only_names_of_ours_are_temporary(tmp_path: Path) -> None:
     (tmp_path / ".dckpt").mkdir()
     for name in (*ours, *others):
         (tmp_path / name).touch()
-    found = local.temporaries(["a.json", ".dckpt/i.json", "missing/x"], tmp_path)
+    found = local_folder.temporaries(["a.json", ".dckpt/i.json", "missing/x"], tmp_path)
     assert sorted(found) == sorted(tmp_path / name for name in ours)
 
 

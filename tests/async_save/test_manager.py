@@ -27,7 +27,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.commit import Attempt
 from dist_checkpointing.format.optimizer_keys import is_of_optimizer
 from dist_checkpointing.manager.run_record import read_record, write_record
@@ -408,7 +408,7 @@ def test_a_save_in_flight_is_not_deleted(tmp_path: Path) -> None:
     manager.save(1, state(1))
     live = Attempt.begin(manager.folder(2), ["w"])
     record = read_record(tmp_path)
-    write_record(record.with_step(2, record.steps[1]), tmp_path, local.Durability.FSYNC)
+    write_record(record.with_step(2, record.steps[1]), tmp_path, local_folder.Durability.FSYNC)
     manager.save(3, state(3))
     assert manager.folder(2).exists()
     live.release()

@@ -14,7 +14,7 @@ from dist_checkpointing.errors import (
     CheckpointingException,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.mapping import ShardedStateDict
 from stores import new_url

@@ -30,8 +30,8 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.filesystem import folder_lock
-from dist_checkpointing.filesystem.local import Durability
+from dist_checkpointing.filesystem import locks
+from dist_checkpointing.filesystem.local_folder import Durability
 from dist_checkpointing.manager import valid_steps
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.run_record import RunRecord, StepRecord, read_record, write_record
@@ -157,7 +157,7 @@ def test_a_save_that_failed_is_not_the_latest(
 
 
 @BACKEND
-@pytest.mark.parametrize("place", [(Path, "rmdir"), (folder_lock, "_unlink")], ids=str)
+@pytest.mark.parametrize("place", [(Path, "rmdir"), (locks, "_unlink")], ids=str)
 def test_a_removal_that_stops_before_its_last_step_is_brought_to_its_end(
     tmp_path: Path, backend: Any, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,7 @@ from dist_checkpointing.errors import (
     CheckpointingException,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
 from dist_checkpointing.manager import drain, tiers
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks

@@ -18,7 +18,7 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     RankFailedError,
 )
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.manager import drain
 from dist_checkpointing.serialization.disk_parts import Disks

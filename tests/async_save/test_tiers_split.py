@@ -22,8 +22,7 @@ from dist_checkpointing.comm.thread_comm import ThreadComm
 from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
 from dist_checkpointing.manager import drain, long_work
 from dist_checkpointing.testing import run_ranks
 from real_ranks import run_script

@@ -267,7 +267,7 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: s
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     from dist_checkpointing import CheckpointExistsError
-    from dist_checkpointing.filesystem.folder_lock import FolderLock
+    from dist_checkpointing.filesystem.locks import FolderLock
 
     folder = saved(tmp_path / "c", ("zarr", 2))
     with (

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.manager import Retention
 from samples import Run, Samples
 from states import at_step, trained, wholes
@@ -153,7 +153,7 @@ def test_a_lock_that_a_killed_save_left_is_not_a_save(tmp_path: Path, dckpt: Run
     code = f"""
 import os, signal
 from pathlib import Path
-from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.filesystem.locks import FolderLock
 lock = FolderLock.acquire(Path({str(folder)!r}))
 os.kill(os.getpid(), {int(signal.SIGKILL)})
 """

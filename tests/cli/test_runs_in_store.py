@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.filesystem import store_claims
-from dist_checkpointing.filesystem.lock_holder import Holder, Kind
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.store_claims import Claim
+from dist_checkpointing.filesystem import object_store_locks
+from dist_checkpointing.filesystem.locks import Holder, Kind
+from dist_checkpointing.filesystem.object_store import ObjectPath
+from dist_checkpointing.filesystem.object_store_locks import Claim
 from dist_checkpointing.format.store_commit import StoreAttempt
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.tools.cli import watch as watching
@@ -138,7 +138,7 @@ def test_watching_a_save_into_a_store(dckpt: Run, monkeypatch: pytest.MonkeyPatc
     step = f"{url}/step-00000002"
     saver = threading.Thread(target=save, args=(at_step(2), step))
     saver.start()
-    while not store_claims.numbers_in(ObjectPath.of(step))[0]:
+    while not object_store_locks.numbers_in(ObjectPath.of(step))[0]:
         assert saver.is_alive()
     watched = dckpt("watch", url)
     saver.join()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.filesystem.folder_lock import FolderLock, holder_of
+from dist_checkpointing.filesystem.locks import FolderLock, holder_of
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.tools.cli import watch as watching
 from samples import Run
@@ -116,7 +116,7 @@ def test_a_save_that_is_killed(tmp_path: Path, dckpt: Run) -> None:
     code = f"""
 import time
 from dist_checkpointing import save
-from dist_checkpointing.filesystem.folder_lock import FolderLock, holder_of
+from dist_checkpointing.filesystem.locks import FolderLock, holder_of
 from dist_checkpointing.serialization.save_job import SaveJob
 from states import at_step
 SaveJob.commit = lambda self, comm: (print("written", flush=True), time.sleep(60))

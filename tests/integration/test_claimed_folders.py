@@ -28,8 +28,8 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.filesystem import folder_lock, local
-from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.filesystem import local_folder, locks
+from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock
 from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.commit import Attempt
 from dist_checkpointing.format.leftovers import leftovers
@@ -59,7 +59,7 @@ def refuse_flock(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         real(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(folder_lock, "_without_flock", set())
+    monkeypatch.setattr(locks, "_without_flock", set())
 
 
 # File systems.
@@ -318,7 +318,7 @@ def test_a_record_that_is_written_anew_is_never_half(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", look)
-    monkeypatch.setattr(local, "remove", fail)
+    monkeypatch.setattr(local_folder, "remove", fail)
     attempt.abandon()
     monkeypatch.undo()
     assert seen
@@ -331,7 +331,7 @@ def test_a_record_that_is_written_anew_is_never_half(
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, name: str, applies: Callable[..., bool]) -> None:
-    owner: Any = Path if name == "unlink" else local
+    owner: Any = Path if name == "unlink" else local_folder
     real = getattr(owner, name)
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -530,7 +530,7 @@ def test_a_path_that_is_not_below_is_not_deleted(tmp_path: Path, outside: Path, 
     folder = tmp_path / "c"
     (folder / "w").mkdir(parents=True)
     with pytest.raises(ValueError, match="not below"):
-        local.remove(folder / name, folder)
+        local_folder.remove(folder / name, folder)
     assert_untouched(outside)
 
 

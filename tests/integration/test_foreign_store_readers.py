@@ -16,8 +16,7 @@ from zarr.storage import ObjectStore as ZarrStore
 
 from dist_checkpointing import ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.errors import RankFailedError
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
+from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.testing import run_ranks

@@ -16,7 +16,7 @@ import torch
 from damage import flip
 from dist_checkpointing import load_plain_tensors, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import links
+from dist_checkpointing.filesystem import hard_links
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.serialization.save import save_with_hooks
@@ -169,7 +169,7 @@ def test_without_links_the_kernel_copies(
 
     monkeypatch.setattr(os, "link", no_links)
     monkeypatch.setattr(os, "copy_file_range", copy)
-    monkeypatch.setattr(links, "_clone", lambda *_: False)
+    monkeypatch.setattr(hard_links, "_clone", lambda *_: False)
     tensors = model()
     save(wholes(tensors), tmp_path / "1", strategy())
     save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
@@ -227,7 +227,7 @@ def test_where_nothing_can_be_shared_all_is_written_and_said_once(
 
     monkeypatch.setattr(os, "link", impossible)
     monkeypatch.setattr(os, "copy_file_range", impossible)
-    monkeypatch.setattr(links, "_clone", lambda *_: False)
+    monkeypatch.setattr(hard_links, "_clone", lambda *_: False)
     tensors = model()
     save(wholes(tensors), tmp_path / "1", strategy())
     save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
@@ -279,9 +279,9 @@ def test_a_base_that_is_saved_again_while_it_is_shared(
 
 def test_another_file_of_the_name_is_not_taken_for_a_link(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one")
-    assert links.share_file(tmp_path / "a", tmp_path / "b") == 3
-    assert links.share_file(tmp_path / "a", tmp_path / "b") == 3
-    assert links.share_file(tmp_path / "gone", tmp_path / "c") is None
+    assert hard_links.share_file(tmp_path / "a", tmp_path / "b") == 3
+    assert hard_links.share_file(tmp_path / "a", tmp_path / "b") == 3
+    assert hard_links.share_file(tmp_path / "gone", tmp_path / "c") is None
     (tmp_path / "link").symlink_to("a")
-    assert links.share_file(tmp_path / "link", tmp_path / "d") is None
+    assert hard_links.share_file(tmp_path / "link", tmp_path / "d") is None
     assert not (tmp_path / "d").exists()

@@ -19,7 +19,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.planning import LoadPlan, LoadPlanner
 from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy

@@ -34,9 +34,8 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import new_files
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem import file_writer
+from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.seal import SealedFile, read_seal
 from dist_checkpointing.storage import StorageOptions
@@ -122,7 +121,7 @@ def test_what_is_put_is_sealed_and_not_listed(
 
 
 def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_files, "_OBJECT_BYTES", 2**22)
+    monkeypatch.setattr(file_writer, "_OBJECT_BYTES", 2**22)
     url = new_url()
     save(big_state(), url)
     sizes = [
@@ -263,7 +262,7 @@ def test_an_upload_that_fails_in_the_middle_ends_the_save(
 def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
     s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    monkeypatch.setattr(new_files, "_OBJECT_BYTES", 2**23)
+    monkeypatch.setattr(file_writer, "_OBJECT_BYTES", 2**23)
     assert s3_place.store.options.endpoint is not None
     old = signal.signal(signal.SIGINT, signal.default_int_handler)
     with proxy_before(s3_place.store.options.endpoint) as proxy:
@@ -300,9 +299,9 @@ def test_a_chunk_that_is_cancelled_aborts_its_upload(
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(new_files._Upload, "close", interrupted)
+    monkeypatch.setattr(file_writer._Upload, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        new_files.put(s3_place, "chunk", bytes(3 * s3_place.store.options.part_bytes))
+        file_writer.put(s3_place, "chunk", bytes(3 * s3_place.store.options.part_bytes))
     assert unfinished_uploads(s3_place) == 0
     assert keys_below(s3_place) == []
 

@@ -26,8 +26,8 @@ from dist_checkpointing import (
 from dist_checkpointing.checkpoint.verify import examine_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import RankFailedError
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.local import fsync_folder
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.local_folder import fsync_folder
 from dist_checkpointing.format import checksums as checksum_tables
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
@@ -481,7 +481,7 @@ def test_a_removal_that_was_cut_off_is_no_damage(
         fsync_folder(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(local, "fsync_folder", interrupted)
+        patched.setattr(local_folder, "fsync_folder", interrupted)
         with pytest.raises(KeyboardInterrupt):
             remove_sharded_tensors(folder, "optimizer")
     content = read_seal(folder)

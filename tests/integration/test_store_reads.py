@@ -35,9 +35,8 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     RankFailedError,
 )
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStore, ObjectStoreOptions
-from dist_checkpointing.filesystem.store_claims import CLAIMS, COMMITS
+from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore, ObjectStoreOptions
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS, COMMITS
 from dist_checkpointing.interop.torch_dcp import DCPReader
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy

@@ -8,9 +8,9 @@ from threading import Lock
 import numpy as np
 import torch
 
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.disk_names import disk_name
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
@@ -34,9 +34,9 @@ class NpyWriter(StorageWriter):
             path = npy_path(self.checkpoint_dir, index.fqn, index.offset, flat)
             path.parent.mkdir(exist_ok=True)
             np.save(buffer := io.BytesIO(), dtypes.as_numpy(data.cpu()).view(f"V{data.itemsize}"))
-            local.write_atomic(path, buffer.getvalue())
+            local_folder.write_atomic(path, buffer.getvalue())
             results.append(WriteResult(index, data.nbytes))
-        local.fsync_folder(self.checkpoint_dir)
+        local_folder.fsync_folder(self.checkpoint_dir)
         return done(results)
 
 

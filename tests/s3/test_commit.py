@@ -6,7 +6,7 @@ from threading import Barrier
 import pytest
 
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.data_folder import read_commit
 from dist_checkpointing.format.store_commit import remove_from_store
 from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy

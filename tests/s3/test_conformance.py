@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.testing import StrategyConformance
 from s3_servers import Server
 

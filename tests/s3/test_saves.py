@@ -9,7 +9,7 @@ import torch
 
 from dist_checkpointing import load, save, verify_checkpoint
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointNotFoundError
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectPath
 from real_ranks import processes
 from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy
 from s3_servers import Server

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedTensor
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStore
-from dist_checkpointing.filesystem.store_claims import THREAD
+from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
+from dist_checkpointing.filesystem.object_store_locks import THREAD
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.data_folder import read_commit
 from dist_checkpointing.format.store_commit import StoreAttempt

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.filesystem import new_files
+from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.format.digests import Digest, digest_of
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore.data_files import DataFiles
@@ -100,7 +100,7 @@ def test_values_in_memory_lie_where_it_is_said(
     sizes: list[int], most_file: int, most_written: int, most_parts: int
 ) -> None:
     """Also if the system writes less than it is given, or is interrupted."""
-    real, calls = new_files._writev, iter(range(10**9))
+    real, calls = file_writer._writev, iter(range(10**9))
 
     def writev(descriptor: int, parts: int, count: int) -> int:
         if next(calls) % 5 == 4:
@@ -112,12 +112,12 @@ def test_values_in_memory_lie_where_it_is_said(
 
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(new_files, "_writev", writev),
-        mock.patch.object(new_files, "MOST_PARTS", most_parts),
+        mock.patch.object(file_writer, "_writev", writev),
+        mock.patch.object(file_writer, "MOST_PARTS", most_parts),
     ):
         in_memory(Path(name), sizes, most_file)
     with tempfile.TemporaryDirectory() as name:
-        assert new_files._writev is real
+        assert file_writer._writev is real
         in_memory(Path(name), sizes, most_file)
 
 
@@ -129,15 +129,15 @@ def test_memory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_values_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_files, "_HASHED_BYTES", 100)
-    monkeypatch.setattr(new_files, "_WRITTEN_BYTES", 150)
+    monkeypatch.setattr(file_writer, "_HASHED_BYTES", 100)
+    monkeypatch.setattr(file_writer, "_WRITTEN_BYTES", 150)
     filled(tmp_path, [1000, 999, 777, 100, 101, 99, 0, 1, 150], 2**30, 2**30)
 
 
 def test_hashed_values_are_written_up_to_the_ends_of_blocks_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(new_files, "_HASHED_BYTES", 100)
+    monkeypatch.setattr(file_writer, "_HASHED_BYTES", 100)
     ends: list[int] = []
     own = os.writev
 
@@ -175,7 +175,7 @@ def test_room_is_made_for_large_values_where_that_saves_time(
     expected: list[tuple[int, int]],
 ) -> None:
     rooms: list[tuple[int, int]] = []
-    monkeypatch.setattr(new_files, "file_system_type", lambda _: kind)
+    monkeypatch.setattr(file_writer, "file_system_type", lambda _: kind)
     monkeypatch.setattr(os, "posix_fallocate", lambda _, *room: rooms.append(room))
     options = StorageOptions(durability=durability)
     files = DataFiles(tmp_path, "part", options, 2**20, lambda _: None)

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import ranged_reads
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath, ObjectStoreOptions
 from dist_checkpointing.filesystem.ranged_reads import LocalFile, open_file, reads_below
-from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -40,6 +38,7 @@ from dist_checkpointing.strategies.raw_chunks import (
     read_extent,
 )
 from dist_checkpointing.strategies.windows import axes_apart, read_window
+from dist_checkpointing.threads import in_threads
 from stores import new_url, put
 
 

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dist_checkpointing.filesystem.disk_names import disk_name, disk_names
+from dist_checkpointing.format.file_names import disk_name, disk_names
 
 KEYS = st.one_of(
     st.text(min_size=1, max_size=5),

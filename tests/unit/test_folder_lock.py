@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from dist_checkpointing.errors import CheckpointExistsError
-from dist_checkpointing.filesystem import folder_lock
-from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
-from dist_checkpointing.filesystem.lock_holder import Holder, Kind
+from dist_checkpointing.filesystem import locks
+from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock, Holder, Kind
 from tiers import share
 
 # From Python 3.12 on; the children do nothing that needs another thread.
@@ -34,7 +33,7 @@ def forget_flock(monkeypatch: pytest.MonkeyPatch, code: int = errno.ENOSYS) -> N
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(folder_lock, "_without_flock", set())
+    monkeypatch.setattr(locks, "_without_flock", set())
 
 
 @pytest.fixture(params=["flock", "file"])
@@ -330,7 +329,7 @@ def test_many_take_it_over_at_once_and_one_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_flock(monkeypatch)
-    logging.getLogger(folder_lock.__name__).setLevel(logging.ERROR)
+    logging.getLogger(locks.__name__).setLevel(logging.ERROR)
     for number in range(share(20)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -408,7 +407,7 @@ def test_killed_while_it_creates_the_file(
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr(folder_lock, name, die)
+        monkeypatch.setattr(locks, name, die)
         FolderLock.acquire(tmp_path)
 
     child = os.fork()

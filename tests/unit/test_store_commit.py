@@ -19,11 +19,10 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import store_claims
-from dist_checkpointing.filesystem.lock_holder import Holder, Kind
-from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStore
-from dist_checkpointing.filesystem.store_claims import Claim, HeldClaim
+from dist_checkpointing.filesystem import object_store_locks
+from dist_checkpointing.filesystem.locks import Holder, Kind
+from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
+from dist_checkpointing.filesystem.object_store_locks import Claim, HeldClaim
 from dist_checkpointing.format.data_folder import read_commit
 from dist_checkpointing.format.store_commit import StoreAttempt, remove_from_store
 from store_saves import (
@@ -343,7 +342,7 @@ def test_a_removal_that_was_stopped_too_long_spares_what_was_saved_since(
     def meanwhile(name: str, key: str) -> None:
         if name == "delete" and key.endswith("metadata.json']") and not saved:
             # Another process takes the removal for dead.
-            store_claims.decide(location, 2, {"ended_by": "another"})
+            object_store_locks.decide(location, 2, {"ended_by": "another"})
             saved.append("")
             saved[0] = save(location, overwrite=True)
 
@@ -373,7 +372,7 @@ class Stopped:
         self._tokens: set[str] = set()
         self._has_ended = False
         self.error: Exception | None = None
-        own_init, own_beat = HeldClaim.__init__, store_claims._beat
+        own_init, own_beat = HeldClaim.__init__, object_store_locks._beat
 
         def init(held: HeldClaim, folder: ObjectPath, claim: Claim) -> None:
             if current_thread() is self._thread:
@@ -386,7 +385,7 @@ class Stopped:
             own_beat(folder, claim, number)
 
         patch.setattr(HeldClaim, "__init__", init)
-        patch.setattr(store_claims, "_beat", beat)
+        patch.setattr(object_store_locks, "_beat", beat)
         self._thread = Thread(target=self._run)
 
     def _run(self) -> None:

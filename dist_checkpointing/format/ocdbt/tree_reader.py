@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError, open_file
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.columns import Malformed
@@ -269,7 +269,7 @@ class Tree:
         except EOFError as error:
             raise Malformed("its file became shorter") from error
         except OSError as error:
-            if error.errno in (*local.NOT_THERE, errno.ENAMETOOLONG):
+            if error.errno in (*local_folder.NOT_THERE, errno.ENAMETOOLONG):
                 raise Malformed("its file is missing") from error
             raise
 
@@ -308,7 +308,7 @@ def _newest_root(folder: Location) -> Root | None:
     first = _read_manifest(folder / MANIFEST_NAME)
     if not first.is_numbered:
         return first.root
-    matches = [_NUMBERED_NAME.fullmatch(name) for name in store.names_in(folder)]
+    matches = [_NUMBERED_NAME.fullmatch(name) for name in location.names_in(folder)]
     generations = [int(match[1], 16) for match in matches if match is not None]
     if not generations:
         return None
@@ -325,7 +325,7 @@ def _newest_root(folder: Location) -> Root | None:
 
 def _read_manifest(path: Location) -> Manifest:
     try:
-        return manifest.decode(store.read_bytes(path, MOST_BODY_BYTES))
+        return manifest.decode(location.read_bytes(path, MOST_BODY_BYTES))
     except FileNotFoundError as error:
         raise _corrupt("missing", path) from error
     except Malformed as error:

@@ -6,8 +6,8 @@ import re
 import uuid
 from pathlib import Path
 
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint, read_config
 from dist_checkpointing.format.leftovers import attempt_of, leftovers, note_attempt
 
@@ -26,13 +26,13 @@ def adopt(folder: Path) -> None:
     Raises:
         CheckpointExistsError: if a save is writing there.
     """
-    if not local.is_folder(folder):
+    if not local_folder.is_folder(folder):
         return
     with FolderLock.acquire(folder):
         known, theirs = leftovers(folder), _made_by_megatron(folder)
         if theirs - known:
             attempt, names = attempt_of(folder) or uuid.uuid4().hex, sorted(theirs | known)
-            note_attempt(folder, attempt, names, local.Durability.FSYNC)
+            note_attempt(folder, attempt, names, local_folder.Durability.FSYNC)
 
 
 def _made_by_megatron(folder: Path) -> set[str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.strategies.torch_dist.common import ABSENT, nested
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
@@ -77,7 +77,7 @@ class DCPKeys:
             found[name] = value
         return found
 
-    def write(self, folder: Path, durability: local.Durability) -> None:
+    def write(self, folder: Path, durability: local_folder.Durability) -> None:
         """Write the file, atomically."""
         content = {
             "format": _FORMAT,
@@ -87,7 +87,9 @@ class DCPKeys:
         }
         path = folder / DCP_KEYS_NAME
         path.parent.mkdir(exist_ok=True)
-        local.write_atomic(path, json.dumps(content, separators=(",", ":")).encode(), durability)
+        local_folder.write_atomic(
+            path, json.dumps(content, separators=(",", ":")).encode(), durability
+        )
 
     @classmethod
     def read(cls, folder: Location) -> DCPKeys | None:
@@ -97,10 +99,10 @@ class DCPKeys:
             CorruptCheckpointError: if the file is damaged.
         """
         path = folder / DCP_KEYS_NAME
-        if not store.is_file(path):
+        if not location.is_file(path):
             return None
-        with local.parsing("DCP's names cannot be read", path):
-            content = store.read_json(path, _MAX_BYTES)
+        with local_folder.parsing("DCP's names cannot be read", path):
+            content = location.read_json(path, _MAX_BYTES)
             paths = {name: _path(steps) for name, steps in content["paths"].items()}
             values, raw = (tuple(content[name]) for name in ("values", "raw"))
             if content["format"] != _FORMAT or None in paths.values():

@@ -21,7 +21,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.dtypes import overlaps_itself

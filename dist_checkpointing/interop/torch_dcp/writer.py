@@ -28,7 +28,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import as_local_folder, is_url
+from dist_checkpointing.filesystem.location import as_local_folder, is_url
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, check_distinct
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index

@@ -13,8 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import ClassVar
 
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.own_files import OWN_FOLDER
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
 from dist_checkpointing.format.index import write_index
 from dist_checkpointing.format.removal import (
     PlannedRemoval,
@@ -80,7 +80,7 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
         kept = index.without(gone)
         # Once the index does not name them they are unreachable; what follows frees their space.
         write_index(kept, root)
-        local.fsync_folder(root / OWN_FOLDER)
+        local_folder.fsync_folder(root / OWN_FOLDER)
         drop_all_but(root, kept)
         end_removal(root)
 

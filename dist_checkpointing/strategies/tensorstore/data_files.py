@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.filesystem import new_files
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import file_writer
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.digests import Digest
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.options import Durability, StorageOptions
@@ -52,11 +52,11 @@ class DataFiles:
         self._stem = stem
         self._is_durable = options.durability is Durability.FSYNC
         # Elsewhere the C library would write zeros to make room, and fsync gains nothing by it.
-        self._makes_room = not self._is_durable and new_files.makes_room(root)
-        self._most_bytes = new_files.file_bytes(root, options.data_file_bytes)
+        self._makes_room = not self._is_durable and file_writer.makes_room(root)
+        self._most_bytes = file_writer.file_bytes(root, options.data_file_bytes)
         self._most_pending = min(most_pending, MOST_PENDING_BYTES)
         self._report = report
-        self._open_file: new_files.NewFile | None = None
+        self._open_file: file_writer.NewFile | None = None
         self._end = 0
         self._sealed: list[SealedFile] = []
         self._pending: list[Any] = []
@@ -80,7 +80,10 @@ class DataFiles:
         self._pending.append(value)
         self._pending_bytes += num_bytes
         self._unreported += reported
-        if self._pending_bytes >= self._most_pending or len(self._pending) >= new_files.MOST_PARTS:
+        if (
+            self._pending_bytes >= self._most_pending
+            or len(self._pending) >= file_writer.MOST_PARTS
+        ):
             self.flush()
 
     def put_memory(self, addresses: Int64s, lengths: Int64s) -> None:
@@ -147,7 +150,7 @@ class DataFiles:
         if file is not None:
             file.give_up()
 
-    def _place(self, num_bytes: int) -> new_files.NewFile:
+    def _place(self, num_bytes: int) -> file_writer.NewFile:
         """Note where the next value will lie."""
         file = self._required_file()
         self.file.append(len(self.names) - 1)
@@ -156,13 +159,13 @@ class DataFiles:
         self._end += num_bytes
         return file
 
-    def _required_file(self) -> new_files.NewFile:
+    def _required_file(self) -> file_writer.NewFile:
         """The file that is open; begins one if there is none, or it is full."""
         if self._open_file is None or self._end >= self._most_bytes:
             self.flush()
             self._close(is_durable=self._is_durable)
             name = f"{self._stem}.{len(self.names)}"
-            self._open_file = new_files.create(self._root / name, makes_room=self._makes_room)
+            self._open_file = file_writer.create(self._root / name, makes_room=self._makes_room)
             self.names.append(name)
             self._end = 0
         return self._open_file

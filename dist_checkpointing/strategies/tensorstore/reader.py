@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.disk_names import disk_name
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import location as store
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.disk_names import disk_name
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.ocdbt.columns import I64
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
@@ -66,8 +66,8 @@ def drop_all_but(root: Path, kept: Index) -> None:
         for row, text in split.texts.items():
             extents.file[row], extents.offset[row] = INLINE, numbers[text]
         write_tree(root, split.keys, split.values.files, extents, list(numbers))
-        local.fsync_folder(root)
-    local.remove_all([root / name for name in split.unused], root)
+        local_folder.fsync_folder(root)
+    local_folder.remove_all([root / name for name in split.unused], root)
 
 
 def _split(root: Path, kept: Index) -> _Split | None:
@@ -131,6 +131,6 @@ def _files(root: Path) -> list[str]:
     return sorted(
         (path / name).relative_to(root).as_posix()
         for folder in (keys.NODES_FOLDER, keys.DATA_FOLDER)
-        for path, names in local.walked(root / folder)
+        for path, names in local_folder.walked(root / folder)
         for name in names
     )

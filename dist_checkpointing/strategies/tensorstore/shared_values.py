@@ -15,10 +15,9 @@ from typing import Final
 import numpy as np
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.filesystem.disk_names import disk_name
-from dist_checkpointing.filesystem.links import share_file
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem.hard_links import share_file
 from dist_checkpointing.format.digests import Digest, columns_of, digest_of_array
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.ocdbt.nodes import Extents
@@ -33,6 +32,7 @@ from dist_checkpointing.strategies.raw_chunks import Extent, read_extent
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
+from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 

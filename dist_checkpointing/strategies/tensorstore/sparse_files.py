@@ -16,8 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.links import copy_range
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.hard_links import copy_range
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import Durability, StorageOptions
@@ -39,7 +39,7 @@ def settle(
         sums = np.bincount(values.extents.file, values.extents.length, len(values.files))
         used.update(dict(zip(values.files, sums.astype(np.int64).tolist(), strict=True)))
     known = {name for values in stored for name in values.files}
-    for path, names in local.walked(folder / DATA_FOLDER):
+    for path, names in local_folder.walked(folder / DATA_FOLDER):
         for name in names:
             # A rank shared it, and then found that it could not use it.
             if (path / name).relative_to(folder).as_posix() not in known:
@@ -53,7 +53,7 @@ def settle(
     if options.durability is Durability.FSYNC:
         # The base may have been saved with less care.
         for file in kept:
-            local.fsync_file(folder / file.name)
+            local_folder.fsync_file(folder / file.name)
     num_bytes = sum(used[file.name] for file in kept)
     logger.info("%d bytes in %d files are shared with the base", num_bytes, len(kept))
     return left, [*kept, *copied]

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.nodes import Extents
@@ -75,10 +75,10 @@ def write_tree(
     offset[is_text], length[is_text] = starts[number], sizes[number]
     places = Extents(file, offset, length)
     nodes, root = encode_tree(keys, [name, *files], places, name, int(sizes.sum()))
-    store.make_folder(folder / names_of.NODES_FOLDER)
+    location.make_folder(folder / names_of.NODES_FOLDER)
     tree, top = b"".join([*texts, *nodes]), manifest.encode(root)
-    store.write(folder / name, tree, durability)
-    store.write_content(folder / manifest.MANIFEST_NAME, top, durability)
+    location.write(folder / name, tree, durability)
+    location.write_content(folder / manifest.MANIFEST_NAME, top, durability)
     return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(manifest.MANIFEST_NAME, top)]
 
 

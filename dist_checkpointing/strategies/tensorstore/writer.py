@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
@@ -81,7 +81,7 @@ class TensorStoreWriter(StorageWriter):
 
         def write(share: _Share) -> tuple[DataFiles, list[SealedFile]]:
             folder = f"{keys.DATA_FOLDER}/{keys.DATA_GROUPS[share.group]}"
-            store.make_folder(self.checkpoint_dir / folder)
+            location.make_folder(self.checkpoint_dir / folder)
             stem = f"{folder}/{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}"
             files = DataFiles(self.checkpoint_dir, stem, self.options, most_pending, report)
             try:
@@ -155,7 +155,7 @@ class TensorStoreWriter(StorageWriter):
             parts, files_of_base = settle(folder, parts, self.options)
         if durability is Durability.FSYNC:
             files = [folder / name for values in parts for name in values.files]
-            store.fsync_folders(files, folder)
+            location.fsync_folders(files, folder)
         with paused_collector():
             tree = write_tree(folder, *merged_values(parts, metadata), durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]

@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.storage.protocol import StorageWriter
@@ -90,9 +90,9 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
         metadata = read_dcp_metadata(root)
         kept = metadata.without_tensors(key_prefix)
         # Once it does not name them they are unreachable; files of nothing else are freed then.
-        local.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
+        local_folder.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
         unused = _unused_files(root, metadata, kept)
-        local.remove_all([root / file for file in unused], root)
+        local_folder.remove_all([root / file for file in unused], root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         root = Path(checkpoint_dir)

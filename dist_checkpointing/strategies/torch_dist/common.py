@@ -12,8 +12,8 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.ranged_reads import open_file
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.strategies.base import LoadCommonStrategy

@@ -16,8 +16,8 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
@@ -106,7 +106,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
             findings.append(Finding("a chunk is stored nowhere", key, found=error, path=path))
         except ValueError as error:
             findings.append(Finding(str(error), key, path=path))
-    is_common = not store.is_file(folder / COMMON_STATE_FNAME)
+    is_common = not location.is_file(folder / COMMON_STATE_FNAME)
     cells = [key for key in metadata.values if not (is_common and key == COMMON_STATE_CELL)]
     objects, named, contradictions = _objects(cells, path)
     cell_rows = {}

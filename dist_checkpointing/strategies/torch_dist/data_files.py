@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dist_checkpointing.filesystem import new_files
-from dist_checkpointing.filesystem.disk_names import disk_name
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import file_writer
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
@@ -46,7 +46,7 @@ class DataFile:
     """
 
     def __init__(self, path: Location, *, with_crc: bool, buffer_bytes: int) -> None:
-        self._file = new_files.create(path)
+        self._file = file_writer.create(path)
         self._name = path.name
         self._stays = True
         self._with_crc = with_crc

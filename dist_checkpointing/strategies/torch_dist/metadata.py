@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import MAX_AXES
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
@@ -80,10 +80,10 @@ def read_dcp_metadata(folder: Location) -> DcpMetadata:
             something that is not read.
     """
     path = folder / DCP_METADATA_NAME
-    if not store.is_file(path):
+    if not location.is_file(path):
         finding = Finding("missing", path=str(path), remedy="Restore it, or use another one.")
         raise CorruptCheckpointError("the checkpoint has no metadata", [finding])
-    content = _unpickle(store.read_bytes(path, _MAX_METADATA_BYTES), str(path))
+    content = _unpickle(location.read_bytes(path, _MAX_METADATA_BYTES), str(path))
     try:
         return _parse(content, str(path))
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:

@@ -11,7 +11,6 @@ import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.ranged_reads import OpenFile, open_file
-from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
@@ -36,6 +35,7 @@ from dist_checkpointing.strategies.torch_dist.stored_values import (
     RecordValues,
     read_object,
 )
+from dist_checkpointing.threads import in_threads
 
 _BATCH_RECORDS = 64
 

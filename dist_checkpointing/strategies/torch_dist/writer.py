@@ -13,7 +13,7 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
 from dist_checkpointing.format.geometry import Box, Ints, values_of_part
 from dist_checkpointing.format.index import Index
@@ -151,7 +151,7 @@ class TorchDistWriter(StorageWriter):
         rows = [row for own, _ in filled for row in own]
         # Rank 0 commits, which makes its own names durable.
         if self._rank and self.options.durability is Durability.FSYNC and parts:
-            store.fsync_folder(self.checkpoint_dir)
+            location.fsync_folder(self.checkpoint_dir)
         files = tuple(file for _, file in filled)
         checked = None if with_checksums else table.is_object
         return done(WriteResults(table, sizes, checksums, checked, files, rows))
@@ -189,7 +189,7 @@ class TorchDistWriter(StorageWriter):
         tensors = {key: _dcp_tensor(metadata, key, chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
         path = self.checkpoint_dir / DCP_METADATA_NAME
-        store.write_content(path, content, self.options.durability)
+        location.write_content(path, content, self.options.durability)
         return [SealedFile.of_bytes(DCP_METADATA_NAME, content)]
 
 

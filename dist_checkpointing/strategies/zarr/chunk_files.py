@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.filesystem import new_files, store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import file_writer, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints, Window
@@ -41,7 +41,7 @@ def write_chunk(folder: Location, name: str, array: Array, codec: Codec | None) 
         # Blosc shuffles bytes by the size of an element, and numpy must not need to know the dtype.
         elements = array.reshape(-1).view(f"V{array.itemsize}")
         data = memoryview(codec.encode(elements)).cast("B")
-    return SealedFile(name, len(data), etag=new_files.put(folder, name, data))
+    return SealedFile(name, len(data), etag=file_writer.put(folder, name, data))
 
 
 def write_part(path: str, array: Array, chunk_shape: Ints, box: Box) -> int:
@@ -88,7 +88,7 @@ def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Arra
     """The bytes of the values of a compressed chunk."""
     corrupt = partial(damaged, str(path), key)
     try:
-        encoded = store.read_bytes(path, 2 * num_bytes + 2**20)
+        encoded = location.read_bytes(path, 2 * num_bytes + 2**20)
     except FileNotFoundError as error:
         raise corrupt("a chunk is missing") from error
     try:

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from dist_checkpointing.filesystem import new_files, store
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem import file_writer
+from dist_checkpointing.filesystem import location as store
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.digests import columns_of, digest_of_array
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -47,6 +47,7 @@ from dist_checkpointing.strategies.raw_chunks import ChunkReads, read_chunks
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.codecs import Codec
 from dist_checkpointing.strategies.zarr.shared_chunks import share_chunks
+from dist_checkpointing.threads import in_threads
 
 FileContent = tuple[str, bytes]
 """Path, relative to the checkpoint, and bytes of a small file that describes an array or group."""
@@ -111,7 +112,7 @@ class ZarrFolderWriter(StorageWriter):
             self.report(int(sizes[list(shared)].sum()))
 
         def describe(file: FileContent) -> None:
-            new_files.put(self.checkpoint_dir, *file, is_new=False)
+            file_writer.put(self.checkpoint_dir, *file, is_new=False)
 
         most_bytes, of_thread = self.options.buffer_bytes // self.options.threads, threading.local()
 

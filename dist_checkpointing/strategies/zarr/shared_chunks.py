@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.filesystem.links import share_file
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem.hard_links import share_file
 from dist_checkpointing.format.digests import columns_of, digest_of_array
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
@@ -22,6 +21,7 @@ from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, open_base
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.codecs import Codec
+from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -22,12 +22,11 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.disk_names import check_raw_key
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
+from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import Box, Ints, values_of_part
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
 from dist_checkpointing.format.leftovers import leftovers
@@ -49,6 +48,7 @@ from dist_checkpointing.strategies.zarr.folders import (
     ZarrFolderReader,
     ZarrFolderWriter,
 )
+from dist_checkpointing.threads import in_threads
 
 _METADATA_NAME = ".zarray"
 _CHUNK_NAME = re.compile(r"\d+(\.\d+)*")
@@ -79,7 +79,7 @@ class ZarrV2Writer(ZarrFolderWriter):
             return
         ours = leftovers(self.checkpoint_dir)
         # A save that has the folder clears it, and the lock, which is asked for next, says so.
-        found = _array_folders(self.checkpoint_dir, local.raise_unless_gone)
+        found = _array_folders(self.checkpoint_dir, local_folder.raise_unless_gone)
         foreign = [key for key in found if key not in ours]
         if foreign:
             raise CheckpointExistsError(
@@ -218,7 +218,7 @@ def _array_folders(
 ) -> Iterator[str]:
     """Keys of the folders that look like arrays. The arrays themselves are not read."""
     # Megatron leaves lock folders behind that look like arrays and are none.
-    return store.folders_with(root, _METADATA_NAME, ".sync", on_error or _raise)
+    return location.folders_with(root, _METADATA_NAME, ".sync", on_error or _raise)
 
 
 def _raise(error: OSError) -> None:
@@ -228,8 +228,8 @@ def _raise(error: OSError) -> None:
 
 def _parse(folder: Location, key: str) -> StoredTensor:
     path = folder / _METADATA_NAME
-    with local.parsing("arrays have no readable metadata", path, key):
-        content = store.read_json(path, _MAX_METADATA_BYTES)
+    with local_folder.parsing("arrays have no readable metadata", path, key):
+        content = location.read_json(path, _MAX_METADATA_BYTES)
         shape = tuple(ints_from_json(content["shape"]))
         chunks = tuple(ints_from_json(content["chunks"]))
         options = {k: content.get(k) for k in _REQUIRED}
@@ -299,16 +299,16 @@ class ZarrLoadShardedStrategy(PlannedLoadStrategy):
         # From here on they are not listed, all at once; what follows may be cut off anywhere.
         note_removal(root, {key: (key,) for key in going})
         places = (root / key for key in going)
-        folders = [folder for folder in places if local.is_real_folder(folder, root)]
+        folders = [folder for folder in places if local_folder.is_real_folder(folder, root)]
         # Readers that know nothing of removals must never see an array without its chunks.
         for folder in folders:
             (folder / _METADATA_NAME).unlink(missing_ok=True)
-            local.fsync_folder(folder)
-        local.remove_all([path for folder in folders for path in _chunk_files(folder)], root)
-        for folder in filter(local.is_folder, folders):
+            local_folder.fsync_folder(folder)
+        local_folder.remove_all([path for folder in folders for path in _chunk_files(folder)], root)
+        for folder in filter(local_folder.is_folder, folders):
             # A ShardedObject, or another tensor, may live in a folder below.
             if not any(folder.iterdir()):
-                local.remove(folder, root)
+                local_folder.remove(folder, root)
         end_removal(root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
@@ -332,5 +332,5 @@ def _going(root: Path, prefix: str) -> list[str]:
 
 
 def _chunk_files(folder: Path) -> list[Path]:
-    named = [folder / name for name in local.names_in(folder) if _CHUNK_NAME.fullmatch(name)]
+    named = [folder / name for name in local_folder.names_in(folder) if _CHUNK_NAME.fullmatch(name)]
     return [path for path in named if path.is_file()]

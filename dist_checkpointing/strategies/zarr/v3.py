@@ -19,11 +19,11 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.disk_names import disk_name
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.own_files import OWN_FOLDER
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
 from dist_checkpointing.format.removal import (
@@ -136,7 +136,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         metadata = replace(metadata, codec=self._codec_name)
         durability = self.options.durability
         root = _root_json(metadata)
-        store.write_content(self.checkpoint_dir / METADATA_NAME, root, durability)
+        location.write_content(self.checkpoint_dir / METADATA_NAME, root, durability)
         index = write_index(metadata, self.checkpoint_dir, durability)
         return [SealedFile.of_bytes(METADATA_NAME, root), index]
 
@@ -145,7 +145,7 @@ class ZarrV3Reader(ZarrFolderReader):
     """Reads what ZarrV3Writer wrote."""
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        has_index = store.is_file(self.checkpoint_dir / INDEX_NAME)
+        has_index = location.is_file(self.checkpoint_dir / INDEX_NAME)
         return super().describing_names(wanted) if has_index else [METADATA_NAME]
 
     def read_metadata(self) -> Index:
@@ -160,7 +160,7 @@ class ZarrV3Reader(ZarrFolderReader):
 
     def claimed_in(self, key: str) -> str:
         del key
-        is_indexed = store.is_file(self.checkpoint_dir / INDEX_NAME)
+        is_indexed = location.is_file(self.checkpoint_dir / INDEX_NAME)
         name = INDEX_NAME if is_indexed else METADATA_NAME
         return str(self.checkpoint_dir / name)
 
@@ -172,13 +172,13 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
     """The index, from the consolidated metadata that is written for other tools."""
     path = checkpoint_dir / METADATA_NAME
     try:
-        root = store.read_json(path, _MAX_METADATA_BYTES)
+        root = location.read_json(path, _MAX_METADATA_BYTES)
         nodes = root["consolidated_metadata"]["metadata"]
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
         }
-        names = store.names_in(checkpoint_dir)
-        found = {name for name in names if store.is_file(checkpoint_dir / name / METADATA_NAME)}
+        names = location.names_in(checkpoint_dir)
+        found = {name for name in names if location.is_file(checkpoint_dir / name / METADATA_NAME)}
         unlisted = sorted(found - going - nodes.keys())
         if unlisted:
             raise ValueError(f"it does not list these arrays: {', '.join(unlisted[:20])}")
@@ -223,7 +223,7 @@ def _going(root: Path, index: Index, prefix: str) -> dict[str, tuple[str, ...]]:
 def _files_of(root: Path, going: Mapping[str, Iterable[str]]) -> Iterator[Path]:
     """The files of tensors; a ShardedObject may live in a folder below one, and stays."""
     for folder in (root / name for names in going.values() for name in names):
-        if not local.is_real_folder(folder, root):
+        if not local_folder.is_real_folder(folder, root):
             continue
         for path in folder.iterdir():
             is_chunk = _CHUNK_NAME.fullmatch(path.name) is not None
@@ -292,9 +292,9 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
             note_removal(root, going)
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         write_index(kept, root)
-        local.fsync_folder(root / OWN_FOLDER)
-        local.write_atomic(root / METADATA_NAME, _root_json(kept))
-        local.remove_all(_files_of(root, going), root)
+        local_folder.fsync_folder(root / OWN_FOLDER)
+        local_folder.write_atomic(root / METADATA_NAME, _root_json(kept))
+        local_folder.remove_all(_files_of(root, going), root)
         end_removal(root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:

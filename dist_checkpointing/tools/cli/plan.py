@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.tools.cli.screen import (
@@ -234,7 +234,7 @@ def _totals(opened: Checkpoint, found: Forecast) -> Iterator[str]:
         how = "(FullyParallelLoadStrategyWrapper)"
         rows.append(("", f"{shared} if replicas pass on what one of them reads {how}"))
     files = found.files
-    size = sum(store.size_of(opened.folder / name) or 0 for name in files)
+    size = sum(location.size_of(opened.folder / name) or 0 for name in files)
     rows.append(("files", f"{len(files)} opened, {bytes_text(size)} in all"))
     if not files and found.read_bytes:
         rows[-1] = ("files", "no other: the values lie with what describes the checkpoint")

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.tools.cli.screen import (
@@ -136,7 +136,7 @@ def _make_sure(num_tensors: int, *, yes: bool) -> None:
 
 def _as_json(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[str, Any]:
     """What goes: sizes of values in bytes, of files as on the disk."""
-    uses = store.use_below(opened.folder)
+    uses = location.use_below(opened.folder)
     return {
         "checkpoint": str(opened.path),
         "prefix": prefix,
@@ -157,4 +157,4 @@ def _nothing(opened: Checkpoint, prefix: str) -> str:
 
 
 def _usage(folder: Location) -> int:
-    return sum(use.num_bytes_stored for use in store.use_below(folder).values())
+    return sum(use.num_bytes_stored for use in location.use_below(folder).values())

@@ -18,8 +18,8 @@ import typer
 from rich.cells import cell_len
 from rich.console import Console
 
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.location import as_location
 
 if TYPE_CHECKING:
     from dist_checkpointing.storage.progress import Progress
@@ -214,7 +214,7 @@ def check_page(output: Path, *, force: bool) -> None:
 def write_page(output: Path, page: str) -> int:
     """Write a web page as a whole; returns its bytes."""
     data = page.encode(errors="backslashreplace")
-    local.write_atomic(output, data, local.Durability.PAGE_CACHE)
+    local_folder.write_atomic(output, data, local_folder.Durability.PAGE_CACHE)
     return len(data)
 
 

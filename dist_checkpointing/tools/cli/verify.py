@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
@@ -94,8 +94,8 @@ def read_fingerprints(path: Path) -> dict[str, str]:
         CheckpointingException: if there are none.
     """
     remedy = "Write it with dckpt ls --fingerprint --json."
-    with local.parsing("the file of fingerprints cannot be read", path, remedy=remedy):
-        content = local.read_json(path, _MOST_BYTES)
+    with local_folder.parsing("the file of fingerprints cannot be read", path, remedy=remedy):
+        content = local_folder.read_json(path, _MOST_BYTES)
         if isinstance(content.get("tensors"), list):
             content = {row["key"]: row["fingerprint"] for row in content["tensors"]}
         if not content or not {str}.issuperset(map(type, content.values())):

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.tools.cli.screen import one_line, painted, progress_bar, say
@@ -58,9 +58,9 @@ def watch(
     """
     place = located(path)
     try:
-        if is_run(place) or (store.is_folder(place) and not store.names_in(place)):
+        if is_run(place) or (location.is_folder(place) and not location.names_in(place)):
             _watch_run(place, as_json=as_json)
-        elif not store.is_folder(place) or holder_at(place) is None or is_committed(place):
+        elif not location.is_folder(place) or holder_at(place) is None or is_committed(place):
             with explaining(place):
                 read_config(place)  # raises if there is neither a checkpoint nor a save
             _tell(place.name, place, as_json=as_json)
@@ -114,7 +114,7 @@ def _tell(name: str, folder: Location, *, as_json: bool) -> bool:
     """Print how the save of a step has ended; returns whether it has committed a checkpoint."""
     if as_json:
         return _tell_as_json(name, folder)
-    if not store.is_folder(folder):
+    if not location.is_folder(folder):
         say_now(painted(f"{one_line(name)}: deleted", "yellow"))
         return False
     step = look_at(name, folder)
@@ -129,7 +129,7 @@ def _tell(name: str, folder: Location, *, as_json: bool) -> bool:
 
 
 def _tell_as_json(name: str, folder: Location) -> bool:
-    step = look_at(name, folder) if store.is_folder(folder) else None
+    step = look_at(name, folder) if location.is_folder(folder) else None
     document = {
         "step": name,
         "path": str(folder),

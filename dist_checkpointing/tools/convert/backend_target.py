@@ -11,7 +11,7 @@ import torch
 
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.geometry import Box, Ints

@@ -19,9 +19,9 @@ from dist_checkpointing.errors import (
     RankFailedError,
     StrategyNotFoundError,
 )
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import as_local_folder, as_location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import as_local_folder, as_location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.planning.recipe import Derivation, Recipe
 from dist_checkpointing.storage.progress import Meter, ProgressOption
@@ -250,7 +250,7 @@ class _Job:
             self._choose_texts()
         else:
             self._choose_for_torch()
-        store.check_room(self.destination.absolute().parent, self.plan.num_bytes)
+        location.check_room(self.destination.absolute().parent, self.plan.num_bytes)
         if self.backend is not None:
             # Imports what will be used, so that its memory counts before the rest is divided.
             lazy_strategy(self.backend, Budget(1, 1, 1, 1))

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.own_files import OWN_FOLDER
-from dist_checkpointing.filesystem.store_claims import CLAIMS
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
+from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS
 from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.format.data_folder import DATA
@@ -28,7 +28,7 @@ def check_apart(sources: Iterable[Location], destination: Location) -> None:
         CheckpointExistsError: if one is, or is inside, the other.
     """
     for source in sources:
-        if store.overlap(source, destination):
+        if location.overlap(source, destination):
             finding = Finding(
                 "source and destination overlap",
                 path=str(destination),
@@ -43,18 +43,18 @@ def check_checkpoint_place(folder: Location, *, overwrite: bool) -> None:
     Raises:
         CheckpointExistsError: if something else is there.
     """
-    if not store.is_there(folder):
+    if not location.is_there(folder):
         return
-    if not store.is_folder(folder):
+    if not location.is_folder(folder):
         raise _exists(folder, "a file is here", "Name another place.")
     if check_is_distributed_checkpoint(folder):
         if not overwrite:
             raise _exists(folder, "a checkpoint is here", "Name another place, or pass --force.")
         return
     ours = {Path(name).parts[0] for name in leftovers(folder)} | {OWN_FOLDER, LOCK_NAME}
-    if store.is_there(folder / CLAIMS):
+    if location.is_there(folder / CLAIMS):
         ours.add(DATA)
-    others = sorted({*store.names_in(folder)} - ours)
+    others = sorted({*location.names_in(folder)} - ours)
     if others:
         raise _exists(folder, f"the folder holds {others[0]!r}", "Name an empty or a new folder.")
 
@@ -101,7 +101,7 @@ def written_beside(
     with lock:
         for entry in hidden.iterdir():
             if entry.name != LOCK_NAME:
-                local.remove(entry, hidden)
+                local_folder.remove(entry, hidden)
         try:
             yield hidden / "new"
             _check_free(destination, overwrite=overwrite, replaceable=replaceable)
@@ -112,13 +112,13 @@ def written_beside(
 
 def _put(new: Path, destination: Path, old: Path) -> None:
     if new.is_dir():
-        local.fsync_tree(new)
+        local_folder.fsync_tree(new)
         if destination.is_dir():
             destination.rename(old)
     else:
-        local.fsync_file(new)
+        local_folder.fsync_file(new)
     new.replace(destination)
-    local.fsync_folder(destination.parent)
+    local_folder.fsync_folder(destination.parent)
 
 
 def _check_free(destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:

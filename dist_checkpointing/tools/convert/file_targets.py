@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.strategies.torch_archive import entries
@@ -119,7 +119,9 @@ def write_safetensors(
             "metadata": {"total_size": plan.num_bytes},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        local.write_atomic(path / st.INDEX_NAME, json.dumps(content, indent=2).encode() + b"\n")
+        local_folder.write_atomic(
+            path / st.INDEX_NAME, json.dumps(content, indent=2).encode() + b"\n"
+        )
 
 
 def texts_for_safetensors(common: dict[Any, Any]) -> dict[str, str]:

@@ -6,8 +6,8 @@ from os import PathLike
 from pathlib import Path
 
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.paths import as_location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.tools.convert.deepspeed_files import DeepSpeedSource, step_folder
 from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES
@@ -38,15 +38,15 @@ def open_source(
         CheckpointNotFoundError: if nothing is there that is read.
     """
     found = as_location(path)
-    if store.is_folder(found):
+    if location.is_folder(found):
         is_checkpoint = is_committed(found)
         if not is_checkpoint and holds_safetensors(found):
             return SafetensorsSource(Path(found))
         if not is_checkpoint and (step := step_folder(found)) is not None:
             return DeepSpeedSource(step, trusted=trusted)
         return CheckpointSource(found, trusted=trusted)
-    if not store.is_file(found):
-        if store.is_there(found):
+    if not location.is_file(found):
+        if location.is_there(found):
             finding = Finding("it is neither a file nor a folder", path=str(found))
             raise CheckpointNotFoundError(f"{found} cannot be read", [finding])
         finding = Finding("no such file or folder", path=str(found))

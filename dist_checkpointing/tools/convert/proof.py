@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.index import read_index
 from dist_checkpointing.planning.part_sums import fingerprints_by_reading

@@ -24,8 +24,8 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.element_types import DType, from_name
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
@@ -167,7 +167,7 @@ def _stored(key: str, mapped: Any) -> StoredTensor:
 
 def holds_safetensors(folder: Location) -> bool:
     """Whether a folder looks like one of safetensors files."""
-    return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in store.names_in(folder))
+    return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in location.names_in(folder))
 
 
 def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
@@ -183,8 +183,8 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
         path = indices[0]
     if not path.name.endswith(INDEX_SUFFIX):
         return [path], {}
-    with local.parsing("the index cannot be read", path):
-        weight_map = dict(local.read_json(path, _MAX_INDEX_BYTES)["weight_map"])
+    with local_folder.parsing("the index cannot be read", path):
+        weight_map = dict(local_folder.read_json(path, _MAX_INDEX_BYTES)["weight_map"])
         names = sorted(set(weight_map.values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file outside its folder")

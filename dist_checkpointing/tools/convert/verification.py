@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_checksums
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows

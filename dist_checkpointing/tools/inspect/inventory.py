@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.index import StoredTensor
@@ -84,7 +84,7 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
         CheckpointingException: if the index cannot be read.
     """
     index = checkpoint.index
-    uses = store.use_below(checkpoint.folder)
+    uses = location.use_below(checkpoint.folder)
     sizes = {name: use.num_bytes for name, use in uses.items()}
     shares: dict[str, TensorTotal] = {}
     by_owner = {True: TensorTotal(), False: TensorTotal()}
@@ -139,10 +139,10 @@ def _chunks(stored: StoredTensor) -> tuple[int, int]:
 
 def count_files(folder: Location) -> Files:
     """The files below a folder."""
-    return totals(store.use_below(folder).values())
+    return totals(location.use_below(folder).values())
 
 
-def totals(uses: Collection[store.FileUse]) -> Files:
+def totals(uses: Collection[location.FileUse]) -> Files:
     """What some files take together."""
     return Files(
         len(uses),

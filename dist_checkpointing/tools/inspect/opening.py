@@ -9,8 +9,8 @@ from typing import Final
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
-from dist_checkpointing.filesystem.folder_lock import holder_of
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.locks import holder_of
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME
 from dist_checkpointing.tools.inspect.runs import LATEST, is_run, located, step_folders

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import store
-from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, holder_of
-from dist_checkpointing.filesystem.lock_holder import Holder
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.own_files import OWN_FOLDER
-from dist_checkpointing.filesystem.store_claims import CLAIMS, seeming_holder
-from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
+from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS, seeming_holder
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.format.data_folder import read_commit
 from dist_checkpointing.format.leftovers import (
@@ -29,6 +27,7 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.format.seal import Seal, read_seal
+from dist_checkpointing.threads import in_threads
 from dist_checkpointing.tools.inspect.inventory import Files, totals
 
 MANAGER_RECORD: Final = "manager.json"
@@ -38,7 +37,7 @@ _NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
 _OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
 _MAX_POINTER_BYTES: Final = 1 << 10
 _THREADS: Final = 16
-Uses = Mapping[str, store.FileUse]
+Uses = Mapping[str, location.FileUse]
 """The files of a folder, by relative name."""
 
 
@@ -110,7 +109,7 @@ def located(path: Location) -> Location:
         CheckpointNotFoundError: if there is no such run or step.
     """
     root_name, at, wanted = path.name.rpartition("@")
-    if not at or store.is_there(path):
+    if not at or location.is_there(path):
         return path
     root = path.parent / root_name
     folders = step_folders(root)
@@ -162,8 +161,8 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
     if not isinstance(root, ObjectPath):
         return {}
     names = {folder.name: name for name, folder in folders.items()}
-    found: dict[str, dict[str, store.FileUse]] = {name: {} for name in folders}
-    for path, use in store.use_below(root).items():
+    found: dict[str, dict[str, location.FileUse]] = {name: {} for name in folders}
+    for path, use in location.use_below(root).items():
         folder, _, rest = path.partition("/")
         if folder in names:
             found[names[folder]][rest] = use
@@ -178,7 +177,7 @@ def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
         folder: of the step.
         uses: files of the folder by relative name, where they are known.
     """
-    uses = store.use_below(folder) if uses is None else uses
+    uses = location.use_below(folder) if uses is None else uses
     begun = [path for path in uses if path.endswith(ATTEMPT_NAME)]
     begun_at = max((uses[path].modified for path in begun), default=None)
     commit = uses.get(CONFIG_FNAME) or uses.get(DCP_METADATA_NAME)
@@ -214,7 +213,7 @@ def state_of(folder: Location, uses: Uses) -> StepState:
         return StepState.DAMAGED
     if (LOCK_NAME in uses or isinstance(folder, ObjectPath)) and holder_at(folder) is not None:
         return StepState.SAVING
-    is_begun = attempt_of(folder) is not None or bool(store.names_in(folder / CLAIMS))
+    is_begun = attempt_of(folder) is not None or bool(location.names_in(folder / CLAIMS))
     return StepState.UNFINISHED if is_begun else StepState.FOREIGN
 
 
@@ -237,7 +236,7 @@ def holder_at(folder: Location) -> Holder | None:
 
 def step_folders(root: Location) -> dict[str, Location]:
     """The folders of the steps of a run by name, oldest first; none if it is no run."""
-    folders, files = store.folders_and_files(root)
+    folders, files = location.folders_and_files(root)
     found: dict[str, Location] = {}
     # The folders of a manager or of Megatron come first: "backup-3" must not hide their step 3.
     for name in sorted(folders, key=lambda name: (_OF_A_RUN.fullmatch(name) is None, name)):
@@ -255,18 +254,18 @@ def step_folders(root: Location) -> dict[str, Location]:
 
 
 def _is_marked(root: Location) -> bool:
-    return any(store.is_file(root / name) for name in (MANAGER_RECORD, MEGATRON_POINTER))
+    return any(location.is_file(root / name) for name in (MANAGER_RECORD, MEGATRON_POINTER))
 
 
 def _is_begun(folder: Location) -> bool:
     """Whether a save of this library began there."""
-    return store.is_file(folder / ATTEMPT_NAME) or bool(store.names_in(folder / CLAIMS))
+    return location.is_file(folder / ATTEMPT_NAME) or bool(location.names_in(folder / CLAIMS))
 
 
 def _latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None, str | None]:
     """Name of the latest step, and what is wrong with the pointer to it."""
     remark = None
-    if store.is_file(root / MANAGER_RECORD):
+    if location.is_file(root / MANAGER_RECORD):
         # It brings the pointer up to date after a kill. Not at the top: it imports torch.
         from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
         from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
@@ -274,7 +273,7 @@ def _latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None
         latest = RunFolder(root, Retention()).latest()
         return (None if latest is None else str(latest)), None
     with suppress(FileNotFoundError):
-        text = store.read_bytes(root / MEGATRON_POINTER, _MAX_POINTER_BYTES)
+        text = location.read_bytes(root / MEGATRON_POINTER, _MAX_POINTER_BYTES)
         named = text.decode(errors="replace").strip()
         named = str(int(named)) if named.isdecimal() else named
         if named in folders and is_committed(folders[named]):
@@ -285,7 +284,7 @@ def _latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None
 
 
 def _notes_of(root: Location) -> Callable[[RunStep], tuple[str, ...]]:
-    if not store.is_file(root / MANAGER_RECORD):
+    if not location.is_file(root / MANAGER_RECORD):
         return lambda _: ()
     from dist_checkpointing.manager.run_record import read_record  # noqa: PLC0415 - imports torch
 

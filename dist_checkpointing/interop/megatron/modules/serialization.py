@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dist_checkpointing import serialization as ours
 from dist_checkpointing.comm import SingleProcess, default_comm
 from dist_checkpointing.errors import StateMismatchError
-from dist_checkpointing.filesystem.paths import as_local_folder
+from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, read_config
 from dist_checkpointing.interop.megatron.adoption import adopt
 from dist_checkpointing.interop.megatron.defaults import defaults

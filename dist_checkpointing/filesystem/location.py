@@ -1,4 +1,5 @@
-"""Files of a checkpoint wherever it is: on a mounted file system, or in an object store.
+"""``Location``: the methods of a place where files are (read, write, list, remove, lock, open),
+and how a path or URL of a user becomes one.
 
 What works in both places is here, and nothing above asks which of the two it is. What has ``local``
 for its module works on mounted file systems only. An object store has no folders, no links and no
@@ -8,21 +9,141 @@ half-written objects, and what it has answered is durable.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from dist_checkpointing.filesystem import local, mounts, own_files
-from dist_checkpointing.filesystem.local import Durability
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
+from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.local_folder import Durability
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+
+# One slash: pathlib removes the second.
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+
+
+_MOST_NAMED: Final = 16
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL, such as ``s3://bucket/x`` or, as a Path, ``s3:/bucket/x``."""
+    return isinstance(path, ObjectPath) or _URL.match(os.fspath(path)) is not None
+
+
+def as_location(path: str | os.PathLike[str]) -> Location:
+    """Where a path of a user is: on a mounted file system, without "..", or in an object store.
+
+    Raises:
+        UnsupportedFormatError: for a URL of a scheme that is not known.
+        CheckpointingException: for a URL that names no bucket, an empty path, and for what is
+            no path.
+    """
+    if isinstance(path, ObjectPath):
+        return path
+    given: object = path
+    if not isinstance(given, str | os.PathLike):
+        finding = Finding(
+            "a path is a str or an os.PathLike",
+            found=f"{type(given).__module__}.{type(given).__qualname__}",
+            remedy="The state dict comes first: save(state, path), load(template, path).",
+        )
+        raise CheckpointingException("not a path of a checkpoint", [finding])
+    text = os.fspath(path)
+    if not text:
+        finding = Finding("the path is empty", remedy="Name a folder; '.' is the current one.")
+        raise CheckpointingException("not a path of a checkpoint", [finding])
+    return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
+
+
+def _without_dots(path: str | os.PathLike[str]) -> Path:
+    plain = path if isinstance(path, Path) else Path(path)
+    # TensorStore refuses paths with "..".
+    return plain.resolve() if ".." in os.fspath(path) and ".." in plain.parts else plain
+
+
+def require_local(path: Location, what: str) -> None:
+    """Refuse what works on a mounted file system only.
+
+    Raises:
+        UnsupportedFormatError: if the path is in an object store.
+    """
+    if isinstance(path, ObjectPath):
+        finding = Finding(
+            f"{what} works on a mounted file system only",
+            found=str(path),
+            remedy="Use the backend tensorstore, or a folder of a local or a shared disk.",
+        )
+        raise UnsupportedFormatError("not for an object store", [finding])
+
+
+def as_local_folder(path: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint or file of tensors on a mounted file system, without "..".
+
+    A function that takes such a path from a user calls this or ``location``. Without it,
+    ``s3://bucket/x`` would be the relative path ``./s3:/bucket/x``.
+
+    Raises:
+        UnsupportedFormatError: if the path is a URL.
+    """
+    match = _URL.match(os.fspath(path))
+    if match is None:
+        return _without_dots(path)
+    finding = Finding(
+        f"URLs of scheme {match[1]!r} are not supported",
+        expected="a folder of a mounted file system",
+        found=os.fspath(path),
+        remedy="Save to a local or a shared disk and copy the folder, or mount the object store. "
+        "A local folder of this name is reached by its absolute path.",
+    )
+    raise UnsupportedFormatError("not a local path", [finding])
+
+
+def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
+    """Check that all ranks save into the same folder, in the same format.
+
+    Args:
+        destinations: absolute path and format of each rank, in rank order.
+
+    Raises:
+        CheckpointingException: if they differ.
+    """
+    ranks: dict[str, list[int]] = {}
+    formats: dict[str, list[int]] = {}
+    for rank, (name, saved_as) in enumerate(destinations):
+        ranks.setdefault(os.path.normpath(name), []).append(rank)
+        formats.setdefault(saved_as, []).append(rank)
+    if len(formats) > 1:
+        findings = [
+            Finding(
+                "this is the format on some ranks only",
+                found=saved_as,
+                ranks=tuple(of_format[:_MOST_NAMED]),
+                remedy="Pass the same strategy on every rank.",
+            )
+            for saved_as, of_format in formats.items()
+        ]
+        raise CheckpointingException("the ranks save in different formats", findings)
+    if len(ranks) < 2:
+        return
+    findings = [
+        Finding(
+            "this is the folder on some ranks only",
+            path=name,
+            ranks=tuple(of_name[:_MOST_NAMED]),
+            remedy="Give every rank the same path; broadcast a name that holds the time or date.",
+        )
+        for name, of_name in ranks.items()
+    ]
+    raise CheckpointingException("the ranks name different folders for one checkpoint", findings)
 
 
 def read_bytes(path: Location, max_bytes: int) -> bytes:
     """The content of a file that must not be larger than ``max_bytes``."""
     if isinstance(path, Path):
-        return local.read_bytes(path, max_bytes)
-    return path.store.get(path.key, lambda size: local.check_size(size, path, max_bytes))
+        return local_folder.read_bytes(path, max_bytes)
+    return path.store.get(path.key, lambda size: local_folder.check_size(size, path, max_bytes))
 
 
 def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryview]:
@@ -37,7 +158,7 @@ def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryv
 
 def read_json(path: Location, max_bytes: int) -> Any:
     """What a JSON file says that must not be larger than ``max_bytes``; see ``parse_json``."""
-    return local.parse_json(read_bytes(path, max_bytes))
+    return local_folder.parse_json(read_bytes(path, max_bytes))
 
 
 def read_own(path: Location, max_bytes: int) -> bytes | None:
@@ -48,7 +169,7 @@ def read_own(path: Location, max_bytes: int) -> bytes | None:
         OSError: if it cannot be read.
     """
     if isinstance(path, Path):
-        return own_files.read_own(path, max_bytes)
+        return local_folder.read_own(path, max_bytes)
     try:
         return read_bytes(path, max_bytes)
     except FileNotFoundError:
@@ -58,7 +179,7 @@ def read_own(path: Location, max_bytes: int) -> bytes | None:
 def read_own_start(path: Location, num_bytes: int) -> bytes | None:
     """Like ``read_own``, but the first bytes of a file of any size."""
     if isinstance(path, Path):
-        return own_files.read_own_start(path, num_bytes)
+        return local_folder.read_own_start(path, num_bytes)
     try:
         return bytes(path.store.get_range(path.key, 0, num_bytes)[0])
     except FileNotFoundError:
@@ -72,26 +193,26 @@ def is_there(path: Location) -> bool:
         OSError: if that cannot be told, which is not the same as no.
     """
     if isinstance(path, Path):
-        return local.is_there(path)
+        return local_folder.is_there(path)
     return is_file(path) or is_folder(path)
 
 
 def is_file(path: Location) -> bool:
     """Like ``is_there``, whether the path is a file or a link to one."""
-    return local.is_file(path) if isinstance(path, Path) else size_of(path) is not None
+    return local_folder.is_file(path) if isinstance(path, Path) else size_of(path) is not None
 
 
 def is_folder(path: Location) -> bool:
     """Like ``is_there``, whether the path is a folder or a link to one."""
     if isinstance(path, Path):
-        return local.is_folder(path)
+        return local_folder.is_folder(path)
     return any(True for _ in path.store.list_below(path.prefix))
 
 
 def size_of(path: Location) -> int | None:
     """Bytes of a file; None if there is none."""
     if isinstance(path, Path):
-        return path.stat().st_size if local.is_file(path) else None
+        return path.stat().st_size if local_folder.is_file(path) else None
     info = path.store.head(path.key) if path.key else None
     return None if info is None else info.num_bytes
 
@@ -104,7 +225,7 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
         names: of the files.
         opens: open them, because some network file systems look for changes only then.
     """
-    return local.marks_of(folder, names, opens=opens) if isinstance(folder, Path) else None
+    return local_folder.marks_of(folder, names, opens=opens) if isinstance(folder, Path) else None
 
 
 def folders_with(
@@ -137,7 +258,7 @@ def names_in(folder: Location) -> list[str]:
         OSError: if the folder cannot be read, which is not the same as empty.
     """
     if isinstance(folder, Path):
-        return local.names_in(folder)
+        return local_folder.names_in(folder)
     return sorted({name for names in folders_and_files(folder) for name in names})
 
 
@@ -149,8 +270,8 @@ def folders_in(folder: Location) -> list[str]:
 def folders_and_files(folder: Location) -> tuple[list[str], list[str]]:
     """Like ``names_in``, the names of the folders in it, and those of all else."""
     if isinstance(folder, Path):
-        names = local.names_in(folder)
-        folders = [name for name in names if local.is_folder(folder / name)]
+        names = local_folder.names_in(folder)
+        folders = [name for name in names if local_folder.is_folder(folder / name)]
         return folders, sorted({*names}.difference(folders))
     folders, objects = folder.store.list_folder(folder.prefix)
     return folders, [info.key.rpartition("/")[2] for info in objects]
@@ -184,7 +305,7 @@ def files_below(path: Location, root: Location) -> Iterator[tuple[str, int | Non
             yield info.key.removeprefix(root.prefix), info.num_bytes
         return
     assert isinstance(root, Path)
-    yield from local.files_below(path, root)
+    yield from local_folder.files_below(path, root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +346,7 @@ def use_below(folder: Location) -> dict[str, FileUse]:
             status.st_mtime,
             (status.st_dev, status.st_ino) if status.st_nlink > 1 else None,
         )
-        for name, status in local.statuses_below(folder).items()
+        for name, status in local_folder.statuses_below(folder).items()
     }
 
 
@@ -248,7 +369,7 @@ def sizes_in(
         size = size_of(path)
         if size is not None:
             sizes[name] = size
-        elif names is None or (isinstance(path, Path) and local.is_folder(path)):
+        elif names is None or (isinstance(path, Path) and local_folder.is_folder(path)):
             found = files_below(path, root)
             sizes.update((own, size) for own, size in found if size is not None)
     return sizes
@@ -263,7 +384,7 @@ def make_folder(path: Location) -> None:
 def write(path: Location, data: bytes, durability: Durability = Durability.FSYNC) -> str | None:
     """Write a file such that readers see all of it or none; its ETag in an object store."""
     if isinstance(path, Path):
-        local.write_atomic(path, data, durability)
+        local_folder.write_atomic(path, data, durability)
         return None
     return path.store.put(path.key, data)
 
@@ -271,7 +392,7 @@ def write(path: Location, data: bytes, durability: Durability = Durability.FSYNC
 def write_content(path: Location, data: bytes, durability: Durability) -> None:
     """Like ``write``, but a power cut takes the file until its folder is synced."""
     if isinstance(path, Path):
-        local.write_content(path, data, durability)
+        local_folder.write_content(path, data, durability)
     else:
         path.store.put(path.key, data)
 
@@ -280,7 +401,7 @@ def remove(path: Location, root: Location) -> None:
     """Delete a file or folder below ``root``, and the parents that are empty then."""
     if isinstance(path, Path):
         assert isinstance(root, Path)
-        local.remove(path, root)
+        local_folder.remove(path, root)
         return
     assert isinstance(root, ObjectPath)
     if not path.key.startswith(root.prefix) or path.key == root.key:
@@ -296,28 +417,28 @@ def remove_below(folder: ObjectPath) -> None:
 
 def temporaries(names: Iterable[str], root: Location) -> list[Path]:
     """Temporary files that killed writers of these files below ``root`` have left."""
-    return local.temporaries(names, root) if isinstance(root, Path) else []
+    return local_folder.temporaries(names, root) if isinstance(root, Path) else []
 
 
 def fsync_file(path: Location) -> None:
     """Make the content of a file durable."""
     if isinstance(path, Path):
-        local.fsync_file(path)
+        local_folder.fsync_file(path)
 
 
 def fsync_folders(files: Iterable[Location], root: Location) -> None:
     """Make the names of files durable in every folder from them up to ``root``, but not there."""
     if isinstance(root, Path):
-        local.fsync_folders((file for file in files if isinstance(file, Path)), root)
+        local_folder.fsync_folders((file for file in files if isinstance(file, Path)), root)
 
 
 def fsync_folder(folder: Location) -> None:
     """Make the names in a folder durable."""
     if isinstance(folder, Path):
-        local.fsync_folder(folder)
+        local_folder.fsync_folder(folder)
 
 
 def check_room(folder: Location, num_bytes: int) -> None:
     """Check before a save that ``num_bytes`` can be written below a folder, where that is known."""
     if isinstance(folder, Path):
-        mounts.check_room(folder, num_bytes)
+        local_folder.check_room(folder, num_bytes)

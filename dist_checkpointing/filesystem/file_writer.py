@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.filesystem.mounts import file_system_type
-from dist_checkpointing.filesystem.object_path import Location, ObjectPath
+from dist_checkpointing.filesystem.local_folder import file_system_type
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 
 Int64s = npt.NDArray[np.int64]
 

@@ -18,10 +18,9 @@ from threading import Event, Thread
 from typing import Any, Final
 
 from dist_checkpointing.errors import CheckpointExistsError, Finding
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.conditional_puts import put_if_absent, read_object
-from dist_checkpointing.filesystem.lock_holder import Holder, Kind
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.locks import Holder, Kind
+from dist_checkpointing.filesystem.object_store import ObjectPath, put_if_absent, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +81,8 @@ def parsed_object(data: bytes, path: ObjectPath) -> dict[str, Any]:
     Raises:
         CorruptCheckpointError: if it has none.
     """
-    with local.parsing("an object of the commit protocol cannot be read", path):
-        return dict(local.parse_json(data))
+    with local_folder.parsing("an object of the commit protocol cannot be read", path):
+        return dict(local_folder.parse_json(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +118,8 @@ class Claim:
             CorruptCheckpointError: if they are not those of a claim.
         """
         remedy = "Delete everything below this prefix, or save to another one."
-        with local.parsing("a claim cannot be read", path, remedy=remedy):
-            content = local.parse_json(data)
+        with local_folder.parsing("a claim cannot be read", path, remedy=remedy):
+            content = local_folder.parse_json(data)
             holder = Holder.parsed(json.dumps(content["holder"]).encode())
             period = float(content["period"])
             if holder is None or not 0 < period <= _MAX_PERIOD:

@@ -1,4 +1,6 @@
-"""Where bytes live: atomic and durable writes, size-checked reads, safe removal."""
+"""A folder of a mounted file system: atomic and durable writes, fsync, safe reads of ``.dckpt``,
+removal, free space, file system type.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+)
 
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
+
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
+
+
 _TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__lock)")
+
+
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 
 
@@ -391,3 +404,110 @@ def _fsync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Check before a save that ``num_bytes`` can be written below a folder.
+
+    Quotas are not checked.
+
+    Raises:
+        CheckpointingException: if it is write-protected or a file, or its file system too full.
+    """
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    findings = []
+    if not place.is_dir():
+        findings.append(Finding("a file is in the way", path=str(place)))
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = "this process may not write here"
+        findings.append(Finding(problem, path=str(place), remedy="Change the permissions."))
+    room = os.statvfs(place)
+    # Some file systems do not say how large they are.
+    if room.f_blocks and room.f_bavail * room.f_frsize < num_bytes:
+        findings.append(
+            Finding(
+                "not enough free space",
+                expected=f"{num_bytes} bytes",
+                found=f"{room.f_bavail * room.f_frsize} bytes",
+                path=str(place),
+                remedy="Delete old checkpoints, or keep fewer.",
+            )
+        )
+    if findings:
+        raise CheckpointingException(f"cannot save into {folder}", findings)
+
+
+def file_system_type(path: Path) -> str:
+    """The kernel's name for the type of the file system of ``path``; "" if it is unknown."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text()
+    except FileNotFoundError:
+        return ""
+    device = path.stat().st_dev
+    # Spaces in paths are escaped, so this is the field of the device.
+    _, _, rest = mounts.partition(f" {os.major(device)}:{os.minor(device)} ")
+    return rest.partition("\n")[0].partition(" - ")[2].partition(" ")[0]
+
+
+OWN_FOLDER: Final = ".dckpt"
+
+
+def read_own(path: Path, max_bytes: int) -> bytes | None:
+    """The content of a file that only this library writes; None if there is no regular file.
+
+    Raises:
+        CorruptCheckpointError: if it is larger than ``max_bytes``.
+        OSError: if the file system fails.
+    """
+    file = _opened_own(path)
+    if file is None:
+        return None
+    with file:
+        check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
+        return file.read()
+
+
+def read_own_start(path: Path, num_bytes: int) -> bytes | None:
+    """Like ``read_own``, but the first bytes of a file of any size."""
+    file = _opened_own(path)
+    if file is None:
+        return None
+    with file:
+        return file.read(num_bytes)
+
+
+def _opened_own(path: Path) -> IO[bytes] | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return None
+        raise
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def make_own_folder(folder: Path) -> bool:
+    """Make the folder ``.dckpt`` of a checkpoint; whether there was none.
+
+    Raises:
+        CheckpointExistsError: if a link or a file has this name.
+    """
+    path = folder / OWN_FOLDER
+    with suppress(FileExistsError):
+        path.mkdir()
+        return True
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        finding = Finding(
+            "is not a folder, and no save made it",
+            path=str(path),
+            remedy="Find out what it is, and delete it.",
+        )
+        raise CheckpointExistsError(f"{folder} is not empty", [finding])
+    return False
