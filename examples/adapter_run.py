@@ -20,7 +20,7 @@ from dist_checkpointing import (
     load_plain_tensors,
     verify_checkpoint,
 )
-from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.tools.inspect.inventory import count_files
 from harness import add_folder, output_folder
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dist_checkpointing import Checkpoint
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.filesystem.object_store import ObjectPath
-from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.tools.inspect.inventory import count_files
 from resume_checks import TOLERANCE_UNITS, Check, relative_units
 from training_runs import Run

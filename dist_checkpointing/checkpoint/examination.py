@@ -19,10 +19,9 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import StoredPart, checksum_files, read_table
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.removal import noted_removal
+from dist_checkpointing.format.index import Index, large_tensors
+from dist_checkpointing.format.leftovers import noted_removal
 from dist_checkpointing.format.seal import Seal, check_config, check_files, unnamed_files
-from dist_checkpointing.format.stated_sizes import large_tensors
 from dist_checkpointing.strategies.verification import (
     cause_of,
     in_words,

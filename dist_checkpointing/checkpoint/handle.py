@@ -13,7 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from dist_checkpointing.checkpoint.lazy_values import ObjectHandle, TensorHandle
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
@@ -21,14 +21,12 @@ from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     CheckpointingConfig,
     check_is_distributed_checkpoint,
+    data_folder,
     read_config,
 )
-from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index, read_index
+from dist_checkpointing.format.index import Index, large_objects, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
-from dist_checkpointing.format.near_names import hint
-from dist_checkpointing.format.stated_sizes import large_objects
 
 if TYPE_CHECKING:
     import torch

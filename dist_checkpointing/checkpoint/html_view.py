@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.byte_sizes import bytes_text
 
 if TYPE_CHECKING:
     from dist_checkpointing.checkpoint.handle import Checkpoint

@@ -172,7 +172,7 @@ class TensorHandle:
         """All elements; bfloat16 and the like as dtypes of ml_dtypes."""
         if copy is False:
             raise ValueError(f"{self.key!r} cannot become an array without being read")
-        from dist_checkpointing.format.dtypes import as_numpy  # noqa: PLC0415 - imports torch
+        from dist_checkpointing.mapping.tensor_memory import as_numpy  # noqa: PLC0415 - imports torch
 
         array = as_numpy(self.read())
         return array if dtype is None else array.astype(dtype, copy=False)

@@ -14,12 +14,10 @@ from dist_checkpointing.checkpoint.slicing import Selected
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.stated_sizes import StatedSize, large_tensors
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
+from dist_checkpointing.format.index import Index, StatedSize, StoredTensor, large_tensors
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict, tensor_memory
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
@@ -89,7 +87,7 @@ class PartialReads:
             stored = self.sharded.load_tensors_metadata(self._folder)
         return Index.of(
             StoredTensor.undivided(
-                key, dtypes.from_torch(tensor.dtype, key=key), tensor.global_shape
+                key, tensor_memory.from_torch(tensor.dtype, key=key), tensor.global_shape
             )
             for key, tensor in sorted(stored.items())
         )

@@ -1,187 +1,114 @@
-"""Element types of torch, and how bits get from torch to numpy and back.
+"""Every element type that a checkpoint can hold: a table with numpy's and zarr's names.
 
-They get there through views: no value is converted on its way to or from a file.
+It does not import torch, so that a checkpoint can be listed without torch; see ``dtypes``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter, methodcaller
-from typing import Any
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
-import numpy.typing as npt
-import torch
+import numpy as np
 
-from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format.element_types import ELEMENT_TYPES, DType, from_name, from_zarr_v2
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
 
-__all__ = [
-    "DTYPES",
-    "DType",
-    "are_plain_memory",
-    "as_numpy",
-    "as_tensor",
-    "fillable",
-    "from_name",
-    "from_torch",
-    "from_zarr_v2",
-    "is_lossless",
-    "is_plain_memory",
-    "plain_addresses",
-]
-
-# float8_e8m0fnu came with torch 2.7.
-DTYPES = tuple(row for row in ELEMENT_TYPES if hasattr(torch, row.name))
-_BY_TORCH = {row.torch: row for row in DTYPES}
+if TYPE_CHECKING:
+    import torch
 
 
-def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
-    """The dtype for a torch dtype.
+FLOATING = frozenset(
+    {"float16", "bfloat16", "float32", "float64"}
+    | {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+)
+"""The dtypes that a cast applies to; float8_e8m0fnu holds scales of others, not values."""
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type that can be stored.
+
+    Attributes:
+        name: The name in zarr v3, in the index, and in torch.
+        numpy: The numpy dtype, of ml_dtypes where numpy has none.
+        zarr_v2: The name in zarr v2, as Megatron and TensorStore write it.
+        bits: A dtype of numpy itself with the same size, which it copies at full speed.
+    """
+
+    name: str
+    numpy: np.dtype[Any]
+    zarr_v2: str
+    bits: np.dtype[Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.numpy.itemsize
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype.
+
+        Raises:
+            UnsupportedFormatError: if the installed torch is too old to have it.
+        """
+        found = _torch_dtype(self.name)
+        if found is None:
+            finding = Finding(
+                "the installed torch has no such dtype", found=self.name, remedy="Update torch."
+            )
+            raise UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])
+        return found
+
+
+@cache
+def _torch_dtype(name: str) -> torch.dtype | None:
+    return getattr(importlib.import_module("torch"), name, None)
+
+
+def _table() -> tuple[DType, ...]:
+    plain = (
+        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+        "float16 float32 float64 complex64 complex128"
+    )
+    rows = [
+        DType(name, own, own.newbyteorder("<").str, own)
+        for name, own in ((name, np.dtype(name)) for name in plain.split())
+    ]
+    extended = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+    rows += [
+        DType(name, own, name, np.dtype(f"i{own.itemsize}"))
+        for name, own in ((name, np.dtype(getattr(ml_dtypes, name))) for name in extended.split())
+    ]
+    return tuple(rows)
+
+
+ELEMENT_TYPES = _table()
+_BY_NAME = {row.name: row for row in ELEMENT_TYPES}
+_BY_ZARR_V2 = {row.zarr_v2: row for row in ELEMENT_TYPES}
+
+
+def from_name(name: str) -> DType:
+    """The dtype with this zarr v3 name.
 
     Raises:
-        InvalidShardingError: if it cannot be stored.
+        UnsupportedFormatError: if it cannot be stored.
     """
     try:
-        return _BY_TORCH[dtype]
+        return _BY_NAME[name]
     except KeyError:
-        finding = Finding(
-            problem="this dtype cannot be stored",
-            key=key,
-            expected=", ".join(row.name for row in DTYPES),
-            found=str(dtype),
-            remedy="Convert the tensor, or wrap it in a ShardedObject.",
-        )
-        raise InvalidShardingError("unsupported dtype", [finding]) from None
+        raise _unsupported(name, _BY_NAME) from None
 
 
-def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether every value of ``stored``, signed zeros and infinities included, is in ``wanted``.
-
-    This is stricter than numpy's "safe" casting, which allows int64 to float64.
-    """
-    source, target = from_torch(stored), from_torch(wanted)
-    if source == target:
-        return True
-    if wanted.is_complex:
-        return is_lossless(stored.to_real(), wanted.to_real())
-    if stored == torch.bool:
-        return target.name != "float8_e8m0fnu"  # it has no zero
-    if wanted.is_floating_point and not stored.is_complex:
-        return _fits_float(stored, wanted)
-    if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
-        return False
-    own, other = torch.iinfo(stored), torch.iinfo(wanted)
-    return other.min <= own.min and own.max <= other.max
+def from_zarr_v2(name: object) -> DType:
+    """The dtype with this zarr v2 name; no big-endian dtype can be stored."""
+    if not isinstance(name, str) or name not in _BY_ZARR_V2:
+        raise _unsupported(name, _BY_ZARR_V2)
+    return _BY_ZARR_V2[name]
 
 
-def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    # The 8-bit floats differ in their special values: no other type fits into one.
-    if wanted.itemsize == 1:
-        return False
-    target: Any = ml_dtypes.finfo(from_torch(wanted).numpy)  # type: ignore[no-untyped-call]
-    if not stored.is_floating_point:
-        # The most negative integer is a power of two, so the sign costs no precision.
-        bits = torch.iinfo(stored).max.bit_length()
-        return bits <= int(target.nmant) + 1 and bits <= int(target.maxexp)
-    source: Any = ml_dtypes.finfo(from_torch(stored).numpy)  # type: ignore[no-untyped-call]
-    return bool(
-        source.nmant <= target.nmant
-        and float(source.max) <= float(target.max)
-        and float(source.smallest_subnormal) >= float(target.smallest_subnormal)
-    )
-
-
-_BITS_BY_ITEMSIZE = {1: torch.int8, 2: torch.int16}
-_BITS_BY_TORCH = {
-    row.torch: _BITS_BY_ITEMSIZE[row.itemsize] for row in DTYPES if row.bits is not row.numpy
-}
-
-
-def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """A numpy array over the memory of a CPU tensor: same shape, same strides, same bits.
-
-    A conjugate or negative view is copied first, because its memory holds other values.
-    """
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    dtype = from_torch(tensor.dtype)
-    if dtype.bits is dtype.numpy:
-        return tensor.numpy()
-    array: npt.NDArray[Any] = tensor.view(_BITS_BY_ITEMSIZE[dtype.itemsize]).numpy()
-    return array.view(dtype.numpy)
-
-
-def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] | None:
-    """A numpy array over the memory of a tensor, if bits of ``dtype`` can be written there.
-
-    None if torch must copy them: to another device, to another dtype, or into a conjugate or
-    negative view, whose memory holds other values than the view.
-    """
-    if destination.dtype is not dtype or not destination.is_cpu:
-        return None
-    if destination.is_conj() or destination.is_neg():
-        return None
-    bits = _BITS_BY_TORCH.get(dtype)
-    return destination.numpy() if bits is None else destination.view(bits).numpy()
-
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor are its CPU memory from ``data_ptr`` on, in C order."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
-
-
-def are_plain_memory(tensors: Sequence[object]) -> bool:
-    """Whether all of them are tensors that are plain memory, see ``is_plain_memory``."""
-    # Column by column, because this is for very many.
-    return (
-        _PLAIN.issuperset(map(type, tensors))
-        and all(map(attrgetter("is_cpu"), tensors))
-        and {torch.strided}.issuperset(map(attrgetter("layout"), tensors))
-        and all(map(methodcaller("is_contiguous"), tensors))
-        and not any(map(methodcaller("is_neg"), tensors))
-        and not any(map(methodcaller("is_conj"), tensors))
-    )
-
-
-def plain_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """Address of the first value of each tensor for which ``is_plain_memory`` holds; else -1."""
-    strided = torch.strided
-    return [
-        tensor.data_ptr()
-        if tensor is not None
-        and type(tensor) in _PLAIN
-        and tensor.is_cpu
-        and tensor.layout is strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-        else -1
-        for tensor in tensors
-    ]
-
-
-def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor of ``dtype`` over the memory of a numpy array with the same bits."""
-    known = from_torch(dtype)
-    return torch.from_numpy(array.view(known.bits)).view(dtype)
-
-
-def overlaps_itself(data: torch.Tensor) -> bool:
-    """Whether several elements surely have the same place in memory."""
-    if data.layout is not torch.strided or data.is_contiguous():
-        return False
-    strides = [step for step, extent in zip(data.stride(), data.shape, strict=True) if extent > 1]
-    return 0 in strides or len({*strides}) < len(strides)
+def _unsupported(name: object, known: dict[str, DType]) -> UnsupportedFormatError:
+    finding = Finding(problem="unknown stored dtype", expected=", ".join(known), found=repr(name))
+    return UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])

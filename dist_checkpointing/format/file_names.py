@@ -1,20 +1,30 @@
-"""How keys become file names."""
+"""Names of files in a checkpoint: keys as file names, reserved names, which keys are optimizer state."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 
 _MAX_NAME_BYTES = 200
+
+
 _MAX_COMPONENT_BYTES = 255
+
+
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
+
+
 _PLAIN_BYTES = (string.ascii_letters + string.digits + "._-").encode()
+
+
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
+
+
 _OWN_NAMES = frozenset({".dckpt", ".dckpt.lock"})
 
 
@@ -70,3 +80,29 @@ def check_raw_key(key: str) -> None:
     if problem is not None:
         finding = Finding(problem, key, remedy="Rename the key, or use a backend that encodes it.")
         raise InvalidShardingError("a key cannot be a file name", [finding])
+
+
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optim(?:izer)?s?(?:[^a-z]|$)")
+
+
+"""Megatron numbers chained optimizers. "optimal" and "optimism" do not match."""
+
+
+def is_of_optimizer(key: str) -> bool:
+    """Whether a key belongs to an optimizer: ``optim.exp_avg``, ``chained_0.optimizer.0``.
+
+    ``dckpt stats``, retention and the tensorstore backend use this.
+    """
+    return _OPTIMIZER.match(key) is not None
+
+
+def optimizer_prefixes(keys: Iterable[str]) -> list[str]:
+    """The prefixes of the keys of optimizers, with which no other key begins."""
+    known = list(keys)
+    found = {match.group() for match in map(_OPTIMIZER.match, known) if match is not None}
+    # A key that is only the word is a prefix of other words too: "optim" of "optimal".
+    return sorted(
+        prefix
+        for prefix in found
+        if all(is_of_optimizer(key) for key in known if key.startswith(prefix))
+    )

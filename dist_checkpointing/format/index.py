@@ -1,54 +1,54 @@
-"""The index: what a checkpoint holds, and the file that says so.
+"""The index: keys, global shapes, dtypes and chunks that a checkpoint holds,
+``.dckpt/index.json``, and whether the files there can hold what it claims.
 
 One small JSON file of columns, whatever the number of ranks. It is read by rank 0, and only the
 rows that a load asks for become objects.
+
+A line of an index may ask for any amount of memory or work. What it says of a large tensor is
+believed when the files have the bytes, and the chunks, that it speaks of.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cache, cached_property
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import element_types
-from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints
-from dist_checkpointing.format.index_columns import (
-    extents,
-    fingerprints_of_json,
-    json_text,
-    optional_string,
-    pieces_of_json,
-    pieces_text,
-    shapes,
-    strings,
-    without_pieces,
-)
-from dist_checkpointing.format.pieces import (
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import (
     MAX_AXES,
+    MAX_EXTENT,
+    Box,
+    ChunkGrid,
     Int64s,
+    Ints,
     PieceColumns,
     Pieces,
     ints_from_json,
     padded_rows,
+    rows_from_lists,
 )
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.threads import paused_collector
 
 __all__ = [
     "FORMAT",
     "FORMAT_MINOR",
     "INDEX_NAME",
-    "MAX_AXES",
     "Index",
+    "MAX_AXES",
     "PieceColumns",
     "Pieces",
     "StoredTensor",
@@ -57,11 +57,163 @@ __all__ = [
     "write_index",
 ]
 
+
+def json_text(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def pieces_text(pieces: Mapping[str, Pieces]) -> str:
+    """The pieces of all tensors as JSON. Columns of tensors that are cut alike become text once."""
+    known: dict[tuple[bytes, tuple[int, ...]], str] = {}
+
+    def text(column: Int64s) -> str:
+        content = column.tobytes(), column.shape
+        if content not in known:
+            known[content] = _rows_text(column)
+        return known[content]
+
+    tables = (
+        f'{json_text(key)}:{{"offsets":{text(table.offsets)},'
+        f'"shapes":{text(table.shapes)},"flat":{text(table.flat)}}}'
+        for key, table in pieces.items()
+    )
+    return f"{{{','.join(tables)}}}"
+
+
+def _rows_text(rows: Int64s) -> str:
+    """Rows of ints as JSON. Flattened pieces of one box have the same offset and shape."""
+    if len(rows) > 1 and (rows == rows[0]).all():
+        return f"[{','.join([json_text(rows[0].tolist())] * len(rows))}]"
+    return json_text(rows.tolist())
+
+
+def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
+    """The text of an index with a number for each table of pieces, and the tables by number.
+
+    Their lists are most of a large index. They become arrays without a Python object for each row,
+    and what is the same for many tensors does so once.
+    """
+    rows = cache(_parsed_rows)
+
+    @cache
+    def table(columns: bytes) -> Pieces:
+        offsets, rest = columns.split(b',"shapes":')
+        return Pieces.checked(rows(offsets), *map(rows, rest.split(b',"flat":')))
+
+    # A quotation mark in a string has a backslash before it, so that no key contains this.
+    first, *texts = data.split(b'{"offsets":')
+    parts, tables = [first], []
+    for number, text in enumerate(texts):
+        columns, _, rest = text.partition(b"}")
+        tables.append(table(columns))
+        parts += [b"%d" % number, rest]
+    return b"".join(parts), tables
+
+
+def _parsed_rows(text: bytes) -> Int64s:
+    """Rows of ints of a JSON text: ``[rows, ints]``."""
+    inner = text[2:-2]
+    if inner.strip(b"[],") and b"[[%b]]" % inner == text:
+        num_rows = inner.count(b"],[") + 1
+        first = inner.partition(b"],[")[0]
+        if num_rows > 1 and inner == b"],[".join([first] * num_rows):
+            return _parsed_rows(b"[[%b]]" % first).repeat(num_rows, axis=0)
+        numbers = local_folder.parse_json(b"[%b]" % inner.replace(b"],[", b","))
+        width = len(numbers) // num_rows
+        # All rows have so many numbers, and nothing is in them but digits.
+        bare = b"],[".join([b"," * (width - 1)] * num_rows)
+        if width <= MAX_AXES and inner.translate(None, b"-0123456789") == bare:
+            return np.array(numbers, dtype=np.int64).reshape(num_rows, width)
+    return rows_from_lists(local_folder.parse_json(text))
+
+
+def pieces_of_json(content: Any, tables: Sequence[Pieces]) -> PieceColumns:
+    """The pieces of all tensors, of what ``without_pieces`` has left and found."""
+    if not isinstance(content, dict) or [*content.values()] != [*range(len(tables))]:
+        raise ValueError("expected pieces by key")
+    return PieceColumns.of(dict(zip(content, tables, strict=True)))
+
+
+def strings(values: Any) -> list[str]:
+    """A list of strings, checked."""
+    if not isinstance(values, list) or not {str}.issuperset(map(type, values)):
+        raise ValueError("expected a list of strings")
+    return values
+
+
+def shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[Any]:
+    """A column of shapes, one a key; None stays if it is optional."""
+    if not isinstance(column, list) or len(column) != len(keys):
+        raise ValueError("columns of different length")
+    given = [shape for shape in column if shape is not None] if optional else column
+    if not _are_extents(given):
+        for key, shape in zip(keys, column, strict=True):
+            if shape is not None or not optional:
+                extents(key, shape)
+    rows = [None if shape is None else tuple(shape) for shape in column]
+    # Many tensors have few shapes: equal ones are one object.
+    known: dict[Any, Any] = {}
+    return list(map(known.setdefault, rows, rows))
+
+
+def _are_extents(shapes: list[Any]) -> bool:
+    """Whether all are lists of extents, which takes a look at each number but no Python for it."""
+    if not {list}.issuperset(map(type, shapes)):
+        return False
+    numbers = [*itertools.chain.from_iterable(shapes)]
+    return (
+        {int}.issuperset(map(type, numbers))
+        and min(numbers, default=0) >= 0
+        and max(numbers, default=0) < MAX_EXTENT
+        and max(map(len, shapes), default=0) <= MAX_AXES
+    )
+
+
+def extents(key: str, shape: Any) -> list[int]:
+    """The shape of one key, checked."""
+    try:
+        return ints_from_json(shape)
+    except ValueError as error:
+        raise ValueError(f"{key!r}: {error}") from None
+
+
+def optional_string(value: Any) -> str | None:
+    """A string or None, checked."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"expected a string, found {value!r}")
+    return value
+
+
+_is_fingerprint = re.compile("[0-9a-f]{32}").fullmatch
+
+
+def fingerprints_of_json(keys: Sequence[str], content: Any) -> dict[str, str]:
+    """The fingerprints by key; older writers, and saves without them, have none."""
+    if content is None:
+        return {}
+    if not isinstance(content, list) or len(content) != len(keys):
+        raise ValueError("fingerprints are not a column of their own length")
+    known = {key: text for key, text in zip(keys, content, strict=True) if text is not None}
+    if not all(isinstance(text, str) and _is_fingerprint(text) for text in known.values()):
+        raise ValueError("a fingerprint is not 32 hex digits")
+    return known
+
+
 INDEX_NAME = ".dckpt/index.json"
+
+
 FORMAT = "dist_checkpointing.index"
+
+
 FORMAT_MINOR = 0
+
+
 _MAX_INDEX_BYTES = 1 << 32
+
+
 T = TypeVar("T")
+
+
 _CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
 
@@ -70,7 +222,7 @@ class StoredTensor:
     """One global tensor as stored: either on a chunk grid, or as pieces."""
 
     key: str
-    dtype: element_types.DType
+    dtype: dtypes.DType
     global_shape: Ints
     chunk_shape: Ints | None
     pieces: Pieces | None = None
@@ -101,7 +253,7 @@ class StoredTensor:
             yield grid.box(place), None
 
     @classmethod
-    def undivided(cls, key: str, dtype: element_types.DType, shape: Sequence[int]) -> StoredTensor:
+    def undivided(cls, key: str, dtype: dtypes.DType, shape: Sequence[int]) -> StoredTensor:
         """A tensor that is stored as one chunk."""
         return cls(key, dtype, tuple(shape), tuple(max(1, extent) for extent in shape))
 
@@ -162,7 +314,7 @@ class Index(Mapping[str, StoredTensor]):
             chunk_shape = self.chunk_shape_column[row]
             tensor = self._asked_for[key] = StoredTensor(
                 key,
-                element_types.from_name(self.dtype_column[row]),
+                dtypes.from_name(self.dtype_column[row]),
                 tuple(self.global_shape_column[row]),
                 None if chunk_shape is None else tuple(chunk_shape),
                 self.pieces.get(key),
@@ -219,19 +371,19 @@ class Index(Mapping[str, StoredTensor]):
         row = self._row.get(key)
         return None if row is None else self.chunk_shape_column[row]
 
-    def dtype_of(self, key: str) -> element_types.DType:
+    def dtype_of(self, key: str) -> dtypes.DType:
         """Dtype of a tensor that it holds."""
-        return element_types.from_name(self.dtype_column[self._row[key]])
+        return dtypes.from_name(self.dtype_column[self._row[key]])
 
-    def dtypes_of(self, keys: Iterable[str]) -> tuple[Int64s, list[element_types.DType | None]]:
+    def dtypes_of(self, keys: Iterable[str]) -> tuple[Int64s, list[dtypes.DType | None]]:
         """Dtype of each key as a position in the list; that of None for a key that is not there."""
 
-        def find() -> tuple[Int64s, list[element_types.DType | None]]:
+        def find() -> tuple[Int64s, list[dtypes.DType | None]]:
             rows, column = self.rows_of(keys).tolist(), self.dtype_column
             names = [column[row] if row >= 0 else None for row in rows]
             number = {name: i for i, name in enumerate(dict.fromkeys(names))}
             numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
-            types = [None if name is None else element_types.from_name(name) for name in number]
+            types = [None if name is None else dtypes.from_name(name) for name in number]
             return numbers, types
 
         return self._remembered("dtypes", keys, find)
@@ -332,7 +484,7 @@ class Index(Mapping[str, StoredTensor]):
         if len(self._row) != len(self):
             raise ValueError("a key appears twice")
         for name in set(self.dtype_column):
-            element_types.from_name(name)
+            dtypes.from_name(name)
         rows = zip(self.keys_column, self.global_shape_column, self.chunk_shape_column, strict=True)
         if self._is_plain():
             return
@@ -383,3 +535,93 @@ def read_index(folder: Location) -> Index | None:
     if not location.is_there(path):
         return None
     return Index.from_json(location.read_bytes(path, _MAX_INDEX_BYTES), str(path))
+
+
+LARGE_BYTES: Final = 1 << 28
+
+
+MANY_PARTS: Final = 1 << 16
+
+
+"""A tensor with more bytes than ``LARGE_BYTES`` or more chunks than this is looked at, and so is a
+sharded object with more cells."""
+
+
+MOST_COMPRESSION: Final = 1 << 16
+
+
+"""How many times larger than its file a compressed chunk may be; zeros reach half of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatedSize:
+    """What an index says of one tensor or object: its bytes, and its chunks, pieces or cells."""
+
+    key: str
+    num_bytes: int
+    num_parts: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is worth a look at the files."""
+        return self.num_bytes > LARGE_BYTES or self.num_parts > MANY_PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """The bytes and parts that files can hold, and the path of the file that states the size."""
+
+    num_bytes: int
+    num_parts: int
+    path: str
+
+
+def stated_size(tensor: StoredTensor) -> StatedSize:
+    return StatedSize(tensor.key, tensor.num_bytes, tensor.num_parts)
+
+
+def large_tensors(index: Index, keys: Iterable[str]) -> list[StatedSize]:
+    """The sizes of those of the tensors that are large."""
+    return [size for size in (stated_size(index[key]) for key in keys) if size.is_large]
+
+
+def large_objects(grids: Mapping[str, Ints]) -> list[StatedSize]:
+    """The sizes of those of the sharded objects, by key, that have many cells."""
+    stated = [StatedSize(key, 0, math.prod(shape)) for key, shape in grids.items()]
+    return [size for size in stated if size.is_large]
+
+
+def meets_many(tensor: StoredTensor, box: Box) -> bool:
+    """Whether a box of a tensor may meet so many chunks of its grid that they are worth a look."""
+    if tensor.chunk_shape is None:
+        return False
+    met = (n // c + 2 for n, c in zip(box.shape, tensor.chunk_shape, strict=False))
+    return math.prod(met) > MANY_PARTS
+
+
+def require_backing(
+    stated: Iterable[StatedSize], backing_of: Callable[[StatedSize], Backing]
+) -> None:
+    """Refuse sizes that the files cannot hold."""
+    findings = []
+    for size in stated:
+        backing = backing_of(size)
+        if size.num_bytes > backing.num_bytes or size.num_parts > backing.num_parts:
+            findings.append(
+                Finding(
+                    "it would not fit into the files that are there",
+                    size.key,
+                    expected=f"{size.num_bytes} bytes in {size.num_parts} parts",
+                    found=f"room for {backing.num_bytes} bytes, {backing.num_parts} parts",
+                    path=backing.path,
+                    remedy="Use another checkpoint: parts are lost, or this file is damaged.",
+                )
+            )
+    if findings:
+        raise CorruptCheckpointError("the checkpoint is not as large as it says", findings)
+
+
+def size_of_files(folder: Location) -> tuple[int, int]:
+    """``(bytes, files)`` of all regular files below a folder; links are not followed."""
+    sizes = [size for _, size in location.files_below(folder, folder) if size is not None]
+    return sum(sizes), len(sizes)

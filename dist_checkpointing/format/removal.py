@@ -1,76 +1,179 @@
-"""Tensors on their way out of a checkpoint: what that frees, and what a crash in between leaves.
+"""Crash-safe deletion of whole checkpoints, on a disk and in an object store.
 
-A format whose index is one file stops naming the tensors in one step. What else there is to delete
-is noted before, so that a removal that was cut off is brought to its end by the next one.
+Objects are not changed in place. A copy of the checkpoint without the values of its tensors is made
+on the local disk and changed there; then a new save commits what it has become. The store copies
+the values by itself.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
+from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import make_own_folder
-from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.filesystem.locks import FolderLock
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS
+from dist_checkpointing.format.commit import data_folder, end_commit, is_committed, read_config
+from dist_checkpointing.format.leftovers import (
+    ATTEMPT_NAME,
+    CONFIG_FNAME,
+    attempt_of,
+    clear,
+    is_spent,
+    leftovers,
+)
+from dist_checkpointing.format.object_store_commit import StoreAttempt, remove_from_store
+from dist_checkpointing.format.seal import SEAL_NAME, read_seal
+from dist_checkpointing.threads import in_threads
 
-REMOVAL_NAME = ".dckpt/removal.json"
-_MAX_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRemoval:
-    """What a removal would do, found out without touching anything.
-
-    Attributes:
-        keys: Keys of the tensors that go.
-        files: Paths relative to the checkpoint of the files that go with them.
-        shared: Bytes of removed values that stay on the disk, by the file that they share with
-            values that are kept.
-        is_unfinished: Whether a removal was cut off here, which another brings to its end.
-    """
-
-    keys: tuple[str, ...]
-    files: tuple[str, ...]
-    shared: Mapping[str, int] = field(default_factory=dict)
-    is_unfinished: bool = False
+logger: logging.Logger = logging.getLogger(__name__)
 
 
-def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
-    """Write down, durably, which tensors go, and in which folders their files lie.
+def remove_checkpoint(folder: Location) -> None:
+    """Delete what the last save into a folder created, and the folder if that leaves it empty.
+
+    The commit goes first: a crash in between leaves an uncommitted save.
 
     Raises:
-        CheckpointExistsError: if there can be no note, because its folder is a link.
+        CheckpointExistsError: if a save is writing there.
+        CheckpointingException: if no save of this library noted what it created there.
+        OSError: if the file system fails; what is left is an uncommitted save.
     """
-    make_own_folder(folder)
-    content = {key: list(names) for key, names in folders.items()}
-    local_folder.write_atomic(folder / REMOVAL_NAME, json.dumps(content).encode())
+    if isinstance(folder, ObjectPath):
+        remove_from_store(folder)
+        return
+    with FolderLock.acquire(folder):
+        names = leftovers(folder)
+        if attempt_of(folder) is None and not is_spent(folder):
+            finding = Finding("nothing says what is ours", path=str(folder / ATTEMPT_NAME))
+            raise CheckpointingException(f"{folder} is not deleted", [finding])
+        end_commit(folder)
+        clear(folder, names)
+        local_folder.remove(folder / ATTEMPT_NAME, folder)
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or is_spent(folder):
+            raise
+        logger.warning("%s is not empty: it holds files that no save of ours made", folder)
 
 
-def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
-    """What an unfinished removal has noted; empty without one.
+def is_leftover(folder: Location) -> bool:
+    """Whether what is in a folder is of a save of ours that has not committed, or was removed.
 
     Raises:
-        CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.
+        OSError: if that cannot be found out.
     """
-    path = folder / REMOVAL_NAME
-    data = location.read_own(path, _MAX_BYTES)
-    if data is None:
-        return {}
-    with local_folder.parsing("an unfinished removal cannot be read", path):
-        content = local_folder.parse_json(data)
-        noted = {str(key): tuple(map(str, names)) for key, names in content.items()}
-        for name in (name for names in noted.values() for name in names):
-            parts = PurePosixPath(name).parts
-            if not parts or name.startswith("/") or ".." in parts:
-                raise ValueError(f"{name!r} is no folder of a checkpoint")
-    return noted
+    if is_committed(folder):
+        return False
+    if isinstance(folder, ObjectPath):
+        return bool(location.names_in(folder / CLAIMS))
+    return attempt_of(folder) is not None or is_spent(folder)
 
 
-def end_removal(folder: Path) -> None:
-    """Forget what was written down."""
-    path = folder / REMOVAL_NAME
-    if local_folder.is_there(path):
-        local_folder.remove(path, folder)
-        local_folder.fsync_folder(path.parent if local_folder.is_folder(path.parent) else folder)
+_BACKENDS: Final = ("tensorstore", "zarr")
+
+
+"""Their removals read nothing of the files that hold values."""
+
+
+_THREADS: Final = 16
+
+
+_UNTOUCHED: Final = (0, 0)
+
+
+"""Times of use and change of a file that no step of a removal has written: so long ago that a
+change shows, however coarse the clock of the file system is."""
+
+
+@contextmanager
+def without_values(folder: Location) -> Iterator[Path]:
+    """The folder of a checkpoint on a disk, whose tensors may have lost their values.
+
+    Args:
+        folder: of its files. On a disk it is that folder itself; of one in a store a copy, in
+            which the files of values are holes of the same size.
+
+    Raises:
+        UnsupportedFormatError: if it cannot be told which files hold values.
+    """
+    if isinstance(folder, Path):
+        yield folder
+        return
+    seal = read_seal(folder)
+    if seal is None or read_config(folder).sharded_backend not in _BACKENDS:
+        finding = Finding(
+            "nothing can be removed from a checkpoint of this format in an object store",
+            expected=f"a sealed one of {' or '.join(_BACKENDS)}",
+            path=str(folder),
+            remedy="Convert it into a new one without them: dckpt convert --exclude REGEX.",
+        )
+        raise UnsupportedFormatError("tensors cannot be removed from this checkpoint", [finding])
+    holes = {file.name: file.num_bytes for file in seal.files.values() if file.digest is None}
+    whole = {*seal.files, SEAL_NAME, CONFIG_FNAME, ATTEMPT_NAME} - {*holes}
+    with tempfile.TemporaryDirectory(prefix="dckpt-") as place:
+        root = Path(place)
+        for parent in {(root / name).parent for name in (*holes, *whole)}:
+            parent.mkdir(parents=True, exist_ok=True)
+        for name, num_bytes in holes.items():
+            (root / name).touch()
+            os.truncate(root / name, num_bytes)
+
+        def get(name: str) -> None:
+            place = folder / name
+            (root / name).write_bytes(place.store.get(place.key))
+
+        in_threads(get, sorted(whole), _THREADS)
+        yield root
+
+
+@contextmanager
+def changed(location: ObjectPath) -> Iterator[Path]:
+    """Let the body change a copy of a checkpoint ``without_values``, and commit what it becomes.
+
+    The checkpoint stays as it is until then, also if the body or the store fails.
+
+    Raises:
+        CheckpointExistsError: if a save, or another change, is going on there.
+        UnsupportedFormatError: see ``without_values``.
+        OSError: if the store does not answer.
+    """
+    attempt = StoreAttempt.begin(location, (), overwrite=True)
+    try:
+        config, source = read_config(location), data_folder(location)
+        assert isinstance(source, ObjectPath)
+        with without_values(source) as root:
+            for name in local_folder.statuses_below(root):
+                os.utime(root / name, ns=_UNTOUCHED)
+            yield root
+            seal = read_seal(root)
+            if seal is not None:
+                # A copy of an object has an ETag of its own.
+                files = {name: replace(file, etag=None) for name, file in seal.files.items()}
+                (root / SEAL_NAME).write_bytes(replace(seal, files=files).to_json())
+
+            def put(name: str) -> None:
+                target = attempt.folder / name
+                if (root / name).lstat().st_mtime_ns == _UNTOUCHED[1]:
+                    target.store.copy((source / name).key, target.key)
+                else:
+                    target.store.put(target.key, (root / name).read_bytes())
+
+            in_threads(put, sorted(local_folder.statuses_below(root)), _THREADS)
+        attempt.commit(config)
+    except Exception:
+        attempt.abandon()
+        raise
+    except BaseException:
+        attempt.release()
+        raise

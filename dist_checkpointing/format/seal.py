@@ -26,11 +26,11 @@ from dist_checkpointing.format.commit import CheckpointingConfig, read_config
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
+    REMOVAL_NAME,
     attempt_of,
     is_in_attempt,
     leftovers,
 )
-from dist_checkpointing.format.removal import REMOVAL_NAME
 
 SEAL_NAME: Final = ".dckpt/seal.json"
 FORMAT: Final = "dist_checkpointing.seal"

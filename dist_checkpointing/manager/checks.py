@@ -17,8 +17,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import checksum_files, read_table
-from dist_checkpointing.format.commit import read_config
-from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.commit import data_folder, read_config
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful
 from dist_checkpointing.mapping.partition import partition

@@ -23,7 +23,7 @@ from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointE
 from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, read_object
 from dist_checkpointing.filesystem.object_store_locks import delete_below, parsed_object
-from dist_checkpointing.format.data_folder import DATA
+from dist_checkpointing.format.commit import DATA
 from dist_checkpointing.format.leftovers import is_in_attempt
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.format.optimizer_keys import optimizer_prefixes
+from dist_checkpointing.format.file_names import optimizer_prefixes
 
 
 @dataclass(frozen=True, slots=True)

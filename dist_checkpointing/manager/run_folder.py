@@ -15,15 +15,15 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.location import check_room, folders_in, is_there
-from dist_checkpointing.format.checkpoint_removal import is_leftover, remove_checkpoint
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
+    data_folder,
     is_committed,
 )
-from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
-from dist_checkpointing.format.store_commit import finish_commit
+from dist_checkpointing.format.object_store_commit import finish_commit
+from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_record import (
     RunRecord,

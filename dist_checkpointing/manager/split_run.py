@@ -20,8 +20,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
 from dist_checkpointing.filesystem.object_store import ObjectPath
-from dist_checkpointing.format.commit import is_committed
-from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.commit import data_folder, is_committed
 from dist_checkpointing.format.leftovers import attempt_of, number_of_attempt, number_of_save
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks, is_part, whole_steps

@@ -22,11 +22,10 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
-from dist_checkpointing.format.commit import CheckpointingConfig, is_committed
-from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.commit import CheckpointingConfig, data_folder, is_committed
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, number_of_save
+from dist_checkpointing.format.object_store_commit import begin_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
-from dist_checkpointing.format.store_commit import begin_attempt
 from dist_checkpointing.manager.disks import FastDisks
 from dist_checkpointing.manager.drain import Orders
 from dist_checkpointing.manager.long_work import after_rank0

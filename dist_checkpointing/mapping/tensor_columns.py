@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.format.dtypes import plain_addresses
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.mapping.tensor import ShardedTensor
+from dist_checkpointing.mapping.tensor_memory import plain_addresses
 
 Int64s = npt.NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dist_checkpointing.format.pieces import changes
+from dist_checkpointing.format.geometry import changes
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, Integers, ShardTable
 
 ShardId = TypeVar("ShardId", bound=Hashable)

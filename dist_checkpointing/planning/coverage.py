@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.pieces import changes, sorted_rows
+from dist_checkpointing.format.geometry import Box, changes, sorted_rows
 from dist_checkpointing.planning.layout import KeyGroups
 from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, ShardTable
 from dist_checkpointing.planning.tiling import miscounted_parts

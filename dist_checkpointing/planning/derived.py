@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.format.element_types import DType
+from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints
 
 _FEW = 32

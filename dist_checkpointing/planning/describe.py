@@ -10,10 +10,14 @@ import numpy as np
 import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.pieces import MAX_EXTENT
-from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from dist_checkpointing.format.geometry import MAX_EXTENT, Box
+from dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+    tensor_memory,
+)
 from dist_checkpointing.mapping.tensor_rules import fields_of
 from dist_checkpointing.planning.shard_table import (
     OBJECT,
@@ -74,7 +78,9 @@ def _columns(leaves: Sequence[ShardedBase], rank: int) -> ShardTable | None:
             and all(map(_fits, data, types, local, ranges))
         ):
             return None
-        name_of = {t: OBJECT if t is OBJECT else dtypes.from_torch(t).name for t in set(types)}
+        name_of = {
+            t: OBJECT if t is OBJECT else tensor_memory.from_torch(t).name for t in set(types)
+        }
         dtype_names = [name_of[dtype] for dtype in types]
         boxes: Sequence[Any] = local
         if any(prepended):
@@ -158,7 +164,11 @@ def _row(leaf: ShardedBase, source: int) -> ShardRow:
     leaf.validate_metadata_integrity()
     main = is_main_replica(leaf.replica_id)
     if isinstance(leaf, ShardedTensor):
-        box, flat, dtype = leaf.box, leaf.flat_range, dtypes.from_torch(leaf.dtype, key=key).name
+        box, flat, dtype = (
+            leaf.box,
+            leaf.flat_range,
+            tensor_memory.from_torch(leaf.dtype, key=key).name,
+        )
     elif isinstance(leaf, ShardedObject):
         cell = (1,) * len(leaf.global_shape)
         box, flat, dtype = Box(tuple(leaf.global_offset), cell), None, OBJECT

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.shard_table import (
     OBJECT,
     ShardRow,
@@ -88,7 +88,7 @@ class WriteItem:
         count = data.chunk.num_elements
         if data.flat_range is not None:
             count = data.flat_range[1] - data.flat_range[0]
-        return count * dtypes.from_name(data.dtype).itemsize
+        return count * tensor_memory.from_name(data.dtype).itemsize
 
 
 @dataclass(frozen=True, eq=False, init=False)

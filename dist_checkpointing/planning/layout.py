@@ -8,9 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
-from dist_checkpointing.format.geometry import Ints, largest_divisor_block
+from dist_checkpointing.format.geometry import (
+    Ints,
+    PieceColumns,
+    largest_divisor_block,
+    sorted_rows,
+)
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.pieces import PieceColumns, sorted_rows
 from dist_checkpointing.planning.cutting import (
     CutRows,
     concatenate_cuts,

@@ -15,8 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from dist_checkpointing.format.int_columns import column_end, pack_column, unpack_column
-from dist_checkpointing.planning.shard_table import COLUMNS, Int64s, ShardTable
+from dist_checkpointing.planning.shard_table import (
+    COLUMNS,
+    Int64s,
+    ShardTable,
+    column_end,
+    pack_column,
+    unpack_column,
+)
 
 _HEAD = struct.Struct("<QQQ")
 _COLUMNS = ("keys", "dtypes", "ndim", "main", "sources")

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.fingerprints import (
+from dist_checkpointing.format.geometry import Box, Ints, split_rows
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import ShardedTensor, tensor_memory
+from dist_checkpointing.storage.fingerprints import (
     NOTHING,
     Sums,
     added,
     fingerprint_of,
     sums_of_part,
 )
-from dist_checkpointing.format.geometry import Box, Ints, split_rows
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, batches, stream
-from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, stream
 
 _MOST_BYTES = 1 << 24
 """Of a tensor on another device are in memory at a time."""
@@ -29,7 +28,7 @@ def sums_of_tensor(
     """The sums of a part of a tensor, which may be on any device; see ``sums_of_part``."""
     values = values.detach()
     if values.is_cpu:
-        return sums_of_part(dtypes.as_numpy(values), box, flat_range, global_shape)
+        return sums_of_part(tensor_memory.as_numpy(values), box, flat_range, global_shape)
     return _sums_of_blocks(values, box, flat_range, global_shape, _MOST_BYTES)
 
 
@@ -44,7 +43,7 @@ def _sums_of_blocks(
     start = 0 if flat_range is None else flat_range[0]
     parts = []
     for block in split_rows(Box.whole(tuple(values.shape)), most_bytes // values.itemsize):
-        own = dtypes.as_numpy(values[block.slices()].cpu())
+        own = tensor_memory.as_numpy(values[block.slices()].cpu())
         if flat_range is None:
             parts.append(sums_of_part(own, block.moved(box.offset), None, global_shape))
         else:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dist_checkpointing.format.pieces import Pieces, changes
+from dist_checkpointing.format.geometry import Pieces, changes
 from dist_checkpointing.planning.segments import (
     Overlaps,
     Segments,

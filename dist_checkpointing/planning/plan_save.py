@@ -15,7 +15,6 @@ import xxhash
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.location import check_one_destination
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.tensor_rules import fields_of
@@ -29,6 +28,7 @@ from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.metadata import Metadata, whole_items
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate
+from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
 LATER: Final = -1

@@ -10,9 +10,8 @@ from typing import Any, overload
 import numpy as np
 
 from dist_checkpointing.errors import StateMismatchError
-from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.geometry import Box, Ints, Window, padded
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.pieces import padded
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning.items import MetadataIndex
 from dist_checkpointing.planning.read_items import NOWHERE, LoadItemType, ReadItem, placed_items

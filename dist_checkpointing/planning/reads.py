@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Box, Ints, padded_rows
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.pieces import padded_rows
 from dist_checkpointing.planning.piece_reads import WantedParts, with_pieces
 from dist_checkpointing.planning.read_table import ReadTable
 from dist_checkpointing.planning.segments import (

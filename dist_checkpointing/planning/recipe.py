@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.dtypes import is_lossless
 from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.planning.derived import DerivedTensor
 from dist_checkpointing.planning.recipe_file import rules_of_file
 from dist_checkpointing.planning.recipe_rules import (

@@ -10,8 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.format.near_names import hint
+from dist_checkpointing.errors import CheckpointingException, Finding, hint
 from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename, Rule
 from dist_checkpointing.planning.recipe_shapes import (
     Concat,

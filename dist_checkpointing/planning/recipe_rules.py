@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, get_args
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.format.element_types import FLOATING, DType, from_name
+from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.planning.derived import DerivedTensor, Fill
 

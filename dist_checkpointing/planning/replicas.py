@@ -14,10 +14,9 @@ import xxhash
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import bytes_of
-from dist_checkpointing.format.pieces import changes
-from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.format.geometry import changes
+from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning.agreed_cache import AgreedCache
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
@@ -264,7 +263,7 @@ def digest_of_values(values: torch.Tensor) -> bytes:
     step = len(values) if values.is_cpu else _BLOCK_BYTES // values.itemsize
     for start in range(0, len(values), step):
         block = values[start : start + step].cpu().contiguous()
-        digest.update(bytes_of(dtypes.as_numpy(block)))
+        digest.update(bytes_of(tensor_memory.as_numpy(block)))
     return digest.digest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dist_checkpointing.format.pieces import Int64s, padded
+from dist_checkpointing.format.geometry import Int64s, padded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,7 @@
-"""The table of shards: what every rank holds, as columns, without the data.
+"""The table of shards: leaves of a rank checked and turned into columns, rows selected and joined,
+packed into bytes.
+
+Neighbours in a model look alike, so that a number takes a byte, and almost none once compressed.
 
 One row is one shard. A rank describes its own leaves once; the tables of all ranks together are the
 catalog, on which everything that concerns all ranks (coverage, layout, who writes what) is array
@@ -10,29 +13,70 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.format.element_types import ELEMENT_TYPES
-from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.pieces import padded_rows
+from dist_checkpointing.format.dtypes import ELEMENT_TYPES
+from dist_checkpointing.format.geometry import Box, Ints, padded_rows
 
 if TYPE_CHECKING:
     from dist_checkpointing.planning.packing import PackedTable
 
+
+_CODES: Final = "bhiq"
+
+
+_INT_SIZES: Final = {ord(code): np.dtype(code).itemsize for code in _CODES}
+
+
+def pack_column(column: Int64s) -> bytes:
+    """The bytes of a column of int64, which do not tell how many rows it has."""
+    steps = np.diff(column, prepend=0)
+    low, high = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
+    for code in _CODES:
+        limits = np.iinfo(np.dtype(code))
+        if limits.min <= low and high <= limits.max:
+            return code.encode() + steps.astype(np.dtype(code)).tobytes()
+    raise AssertionError("an int64 fits into an int64")
+
+
+def column_end(data: bytes, begin: int, rows: int) -> int:
+    """Where the bytes of a packed column end."""
+    return begin + 1 + rows * _INT_SIZES[data[begin]]
+
+
+def unpack_column(data: bytes, begin: int, rows: int) -> Int64s:
+    """The packed column that begins there."""
+    steps = np.frombuffer(data, chr(data[begin]), rows, begin + 1)
+    return np.cumsum(steps, dtype=np.int64)
+
+
 OBJECT = "object"
+
+
 """Stands in the dtype column for a ShardedObject."""
+
 
 _ITEMSIZES = {row.name: row.itemsize for row in ELEMENT_TYPES}
 
+
 Int32s = npt.NDArray[np.int32]
+
+
 Int64s = npt.NDArray[np.int64]
+
+
 Integers = Int32s | Int64s
+
+
 Bools = npt.NDArray[np.bool_]
 
+
 _MANY_ROWS = 1 << 22
+
+
 _MOST_HOLDERS = 64
 
 
@@ -201,6 +245,8 @@ class ShardTable:
 
 
 COLUMNS = tuple(f.name for f in fields(ShardTable) if f.name not in ("names", "holders"))
+
+
 """The arrays of a table."""
 
 

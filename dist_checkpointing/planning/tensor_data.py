@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.mapping import tensor_memory
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -121,9 +121,9 @@ def _dtype_name(given: Any) -> str:
     if not isinstance(given, str | torch.dtype):
         given = _part(given, "dtype")
     if isinstance(given, torch.dtype):
-        return dtypes.from_torch(given).name
+        return tensor_memory.from_torch(given).name
     name = str(given).removeprefix("torch.")
-    known = [row.name for row in dtypes.DTYPES]
+    known = [row.name for row in tensor_memory.DTYPES]
     if name not in known:
         problem = "this dtype cannot be stored"
         raise unusable_tensor_data(problem, expected=", ".join(known), found=name)

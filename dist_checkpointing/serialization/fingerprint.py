@@ -12,11 +12,14 @@ from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.fingerprints import NOTHING, Sums, added, fingerprint_of
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, read_index
-from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
+from dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedStateful,
+    ShardedTensor,
+    tensor_memory,
+)
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import partition
@@ -33,6 +36,7 @@ from dist_checkpointing.planning.replicas import Copies, copies_of
 from dist_checkpointing.planning.shard_table import Bools, ShardTable
 from dist_checkpointing.serialization.save_checks import check_data
 from dist_checkpointing.storage.driver import read
+from dist_checkpointing.storage.fingerprints import NOTHING, Sums, added, fingerprint_of
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 
@@ -194,7 +198,7 @@ def _misfits(index: Index, shards: Sequence[ShardedTensor]) -> tuple[str, ...]:
     misfits = []
     for shard in shards:
         stored = index.get(shard.key)
-        kind = (dtypes.from_torch(shard.dtype).name, tuple(shard.global_shape))
+        kind = (tensor_memory.from_torch(shard.dtype).name, tuple(shard.global_shape))
         if stored is None or (stored.dtype.name, stored.global_shape) != kind:
             misfits.append(shard.key)
     return tuple(dict.fromkeys(misfits))

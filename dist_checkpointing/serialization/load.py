@@ -14,12 +14,10 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.data_folder import data_folder
-from dist_checkpointing.format.gc_pause import paused_collector
+from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.index import LARGE_BYTES, Index, large_tensors
 from dist_checkpointing.format.leftovers import number_of_save
-from dist_checkpointing.format.stated_sizes import LARGE_BYTES, large_tensors
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedStateDict,
@@ -61,6 +59,7 @@ from dist_checkpointing.strategies.selection import (
     Selection,
     open_checkpoint,
 )
+from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.compare import (
     Cast,
     StoredTensors,

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    Finding,
+    StateMismatchError,
+    UnsupportedFormatError,
+    near_names,
+)
 from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.near_names import near_names
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     StoredState,
+    tensor_memory,
 )
 from dist_checkpointing.mapping.base import shallow_copy
 from dist_checkpointing.mapping.nesting import Path as TreePath
@@ -38,6 +41,7 @@ from dist_checkpointing.strategies.selection import (
     handles_objects,
     open_checkpoint,
 )
+from dist_checkpointing.threads import paused_collector
 
 _REMEDY_OF_OBJECTS = (
     "Remove it from the template, or keep the template's by the rule missing with fill='template'."
@@ -103,12 +107,14 @@ def _derived(
     return derive(recipe, index, objects, shapes_of(parts.tensors.values()), wanted_objects)
 
 
-def shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, dtypes.DType]]:
+def shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, tensor_memory.DType]]:
     """Global shape and dtype of what a template wants, by key."""
     return {
         leaf.key: (
             tuple(leaf.global_shape),
-            dtypes.from_torch(leaf.dtype if leaf.data is None else leaf.data.dtype, key=leaf.key),
+            tensor_memory.from_torch(
+                leaf.dtype if leaf.data is None else leaf.data.dtype, key=leaf.key
+            ),
         )
         for leaf in leaves
     }
@@ -119,7 +125,7 @@ def made_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
     if recipe is None:
         return stored
     index = Index.of(
-        StoredTensor.undivided(key, dtypes.from_torch(dtype, key=key), shape)
+        StoredTensor.undivided(key, tensor_memory.from_torch(dtype, key=key), shape)
         for key, (shape, dtype) in stored.tensors.items()
     )
     made = derive(recipe, index).tensors

@@ -16,13 +16,12 @@ from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
+    data_folder,
     read_config,
 )
-from dist_checkpointing.format.data_folder import data_folder
-from dist_checkpointing.format.leftovers import clear_temporaries
-from dist_checkpointing.format.removal import PlannedRemoval
+from dist_checkpointing.format.leftovers import PlannedRemoval, clear_temporaries
+from dist_checkpointing.format.removal import changed, without_values
 from dist_checkpointing.format.seal import read_seal, resealing
-from dist_checkpointing.format.store_removal import changed, without_values
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.strategies.base import (

@@ -20,8 +20,8 @@ from dist_checkpointing.format.commit import (
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME
+from dist_checkpointing.format.object_store_commit import StoreAttempt, begin_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
-from dist_checkpointing.format.store_commit import StoreAttempt, begin_attempt
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan

@@ -11,7 +11,6 @@ from typing import Unpack
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.filesystem.location import check_one_destination
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
 from dist_checkpointing.mapping.stateful import as_state_dict
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
@@ -32,6 +31,7 @@ from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.common_state import CommonDigests, compare_common_state
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -14,16 +14,14 @@ import numpy.typing as npt
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME, ChecksumColumns, make_tables
-from dist_checkpointing.format.digests import upper_file
-from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.format.stated_sizes import (
-    StatedSize,
-    meets_many,
-    stated_size,
+from dist_checkpointing.format.checksums import (
+    CHECKSUMS_NAME,
+    ChecksumColumns,
+    make_tables,
+    upper_file,
 )
+from dist_checkpointing.format.index import Index, StatedSize, meets_many, stated_size
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
@@ -43,6 +41,7 @@ from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerp
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.storage.results import WriteResult, WriteResults, results_for_finish
+from dist_checkpointing.threads import paused_collector
 
 
 @dataclass(frozen=True, slots=True)

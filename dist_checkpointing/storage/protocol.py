@@ -19,18 +19,16 @@ from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import (
     INDEX_NAME,
+    Backing,
     Index,
+    StatedSize,
     StoredTensor,
     read_index,
+    require_backing,
+    size_of_files,
     write_index,
 )
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.format.stated_sizes import (
-    Backing,
-    StatedSize,
-    require_backing,
-    size_of_files,
-)
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,

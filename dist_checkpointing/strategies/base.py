@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any, Self, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.format.removal import PlannedRemoval
+from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.storage.options import Durability

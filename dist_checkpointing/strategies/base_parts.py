@@ -20,21 +20,22 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.checksums import ChecksumColumns, bytes_of
-from dist_checkpointing.format.digests import (
+from dist_checkpointing.format.checksums import (
+    ChecksumColumns,
     Digest,
     Uint64s,
+    bytes_of,
     columns_of,
     digest_of,
     digest_of_array,
     read_digests,
     upper_name,
 )
+from dist_checkpointing.format.geometry import row_bytes
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, is_in_attempt
-from dist_checkpointing.format.pieces import row_bytes
 from dist_checkpointing.format.seal import Seal, check_files, read_seal
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import HostBlocks
@@ -178,7 +179,7 @@ class PlanDigests:
         data = self._data_of(row)
         assert isinstance(data, torch.Tensor)
         values = data.detach().contiguous().reshape(-1)[: len(head) // data.dtype.itemsize]
-        return bytes_of(dtypes.as_numpy(values.cpu().resolve_conj().resolve_neg())) == head
+        return bytes_of(tensor_memory.as_numpy(values.cpu().resolve_conj().resolve_neg())) == head
 
     def _digest(self, row: int) -> bytes | None:
         """The digest of a row; None if its values must be copied from elsewhere first."""
@@ -187,7 +188,7 @@ class PlanDigests:
             value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
             return digest_of(value, len(value))
         assert isinstance(data, torch.Tensor)
-        array = dtypes.fillable(data.detach().contiguous(), data.dtype)
+        array = tensor_memory.fillable(data.detach().contiguous(), data.dtype)
         return None if array is None else digest_of_array(array)
 
     def _digests_of_copies(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes]]:
@@ -204,5 +205,5 @@ class PlanDigests:
             digest = Digest()
             for _, block in blocks:
                 values = block.detach().resolve_conj().resolve_neg().contiguous()
-                digest.update(bytes_of(dtypes.as_numpy(values)))
+                digest.update(bytes_of(tensor_memory.as_numpy(values)))
             yield rows[number], digest.digest()

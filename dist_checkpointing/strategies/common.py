@@ -19,8 +19,8 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Backing, large_objects, require_backing
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.format.stated_sizes import Backing, large_objects, require_backing
 from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning.default import other_grid

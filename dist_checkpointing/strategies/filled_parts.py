@@ -13,25 +13,22 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import (
     ChecksumColumns,
     StoredPart,
     checksum_of,
     checksums_at,
 )
-from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.format.geometry import Box, Window, split_rows
+from dist_checkpointing.format.geometry import Box, Window, padded, padded_rows, split_rows
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.pieces import padded, padded_rows
-from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning.read_table import contiguous_ranges
 from dist_checkpointing.planning.shard_table import Bools, Int64s
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.raw_chunks import SMALL_BYTES
-from dist_checkpointing.threads import in_threads
+from dist_checkpointing.threads import in_threads, paused_collector
 
 _BLOCK_ROWS: Final = 1024
 _MOST_ELEMENTS: Final = 2.0**40
@@ -262,8 +259,8 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
 def _blocks(values: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
     """The values of a tensor on any device, as contiguous arrays in C order."""
     values = values.detach()
-    if dtypes.is_plain_memory(values):
-        yield dtypes.as_numpy(values)
+    if tensor_memory.is_plain_memory(values):
+        yield tensor_memory.as_numpy(values)
         return
     for block in split_rows(Box.whole(tuple(values.shape)), _BLOCK_BYTES // values.itemsize):
-        yield np.ascontiguousarray(dtypes.as_numpy(values[block.slices()].cpu()))
+        yield np.ascontiguousarray(tensor_memory.as_numpy(values[block.slices()].cpu()))

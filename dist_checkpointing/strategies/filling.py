@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.filesystem.ranged_reads import OpenFile, ReadLimits
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Window
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
 from dist_checkpointing.planning.read_table import contiguous_ranges
 from dist_checkpointing.planning.shard_table import Int64s
@@ -90,7 +90,7 @@ class Filler:
             begin >= 0
             and begin + num_bytes <= size
             and destination.dtype is self._torch_types[int(self._type_of[row])]
-            and dtypes.is_plain_memory(destination)
+            and tensor_memory.is_plain_memory(destination)
             and destination.nbytes == num_bytes
         ):
             source = block.ctypes.data + start + begin
@@ -113,7 +113,7 @@ class Filler:
     def _copy(self, row: int, chunk: Array, destination: torch.Tensor) -> None:
         dtype = self.dtype(row)
         values = chunk.view(dtype.bits)
-        target = dtypes.fillable(destination, dtype.torch)
+        target = tensor_memory.fillable(destination, dtype.torch)
         if target is None:
             self._staged(row, destination, _PART_BYTES, partial(copy_window, values))
         else:
@@ -123,7 +123,7 @@ class Filler:
     def read(self, row: int, file: OpenFile, start: int) -> int:
         """Fill a row from its chunk in a long enough file; returns the bytes of the row."""
         destination, dtype = self._destinations.acquire(row), self.dtype(row)
-        target = dtypes.fillable(destination, dtype.torch)
+        target = tensor_memory.fillable(destination, dtype.torch)
         # What is staged may have to be gathered from rows that are read whole: both need memory.
         most_bytes = self._most_bytes if target is not None else max(1, self._most_bytes // 2)
         most_copied = None if self._maps_files else most_bytes
@@ -159,7 +159,7 @@ class Filler:
         parts = list(item.parts(max(1, blocks.block_bytes // dtype.itemsize)))
 
         def read_into(part: ReadItem, block: torch.Tensor) -> None:
-            read(part.storage, dtypes.as_numpy(block))
+            read(part.storage, tensor_memory.as_numpy(block))
 
         work = [(self._planner.acquire_tensor(part), partial(read_into, part)) for part in parts]
         blocks.fill(work, dtype.torch)
@@ -176,4 +176,4 @@ def apply_staged(
     for part in item.parts(max(1, most_bytes // dtype.itemsize)):
         staged = np.empty(part.lengths, dtype=dtype.bits)
         read(part.storage, staged)
-        planner.apply_tensor(part, dtypes.as_tensor(staged, dtype.torch))
+        planner.apply_tensor(part, tensor_memory.as_tensor(staged, dtype.torch))

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dist_checkpointing.format.gc_pause import paused_collector
+from dist_checkpointing.threads import paused_collector
 
 MOST_LEVELS = 256
 """Limit for containers inside each other, because every walk over a state dict is recursive."""

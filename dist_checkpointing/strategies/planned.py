@@ -14,9 +14,7 @@ from dist_checkpointing.errors import Finding, InvalidShardingError, Unsupported
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.shared_index import SharedIndex
-from dist_checkpointing.format.stated_sizes import large_objects
+from dist_checkpointing.format.index import Index, large_objects
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -28,6 +26,7 @@ from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import DefaultSavePlanner, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, SavePlanning
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.table_exchange import SharedIndex
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.driver import PlanReader, read, read_plan
 from dist_checkpointing.storage.options import StorageOptions

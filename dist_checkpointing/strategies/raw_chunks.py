@@ -25,12 +25,11 @@ from dist_checkpointing.filesystem.ranged_reads import (
     WrongSizeError,
     open_file,
 )
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Window
 from dist_checkpointing.planning.shard_table import Bools, Int64s
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.windows import read_window
-from dist_checkpointing.threads import in_threads
+from dist_checkpointing.threads import in_threads, paused_collector
 
 Array = npt.NDArray[Any]
 

@@ -15,8 +15,7 @@ from enum import Enum
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from dist_checkpointing.errors import CheckpointingException, Finding, StrategyNotFoundError
-from dist_checkpointing.format.near_names import hint
+from dist_checkpointing.errors import CheckpointingException, Finding, StrategyNotFoundError, hint
 
 ENTRY_POINT_GROUP = "dist_checkpointing.strategies"
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -20,8 +21,6 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumTable,
@@ -32,11 +31,10 @@ from dist_checkpointing.format.checksums import (
     concatenate_tables,
     read_table,
 )
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import Seal, check_config, check_files
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
@@ -50,6 +48,7 @@ from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedSt
 from dist_checkpointing.strategies.filled_parts import Filled, FilledRows, filled_rows, split_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
+from dist_checkpointing.threads import paused_collector
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -272,7 +271,7 @@ def _verify(
             path=reader.location(stored_chunk(part, index)),
         )
         for part, value in zip(batch, values, strict=True)
-        for found in [checksum(dtypes.as_numpy(value))]
+        for found in [checksum(tensor_memory.as_numpy(value))]
         if part.digest is not None and found != part.digest
     ]
 

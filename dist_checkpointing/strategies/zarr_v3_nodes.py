@@ -9,12 +9,11 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.file_names import disk_name, disk_names
-from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.geometry import Ints, Pieces, padded_rows
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.pieces import Pieces, padded_rows
+from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning.read_table import ReadTable, stored_ranges
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, ShardTable
 
@@ -170,8 +169,8 @@ def parse(name: str, node: Mapping[str, Any]) -> StoredTensor:
     key = ours.get("key", unquote(name))
     if node["node_type"] == "array":
         chunk = tuple(node["chunk_grid"]["configuration"]["chunk_shape"])
-        dtype = dtypes.from_name(node["data_type"])
+        dtype = tensor_memory.from_name(node["data_type"])
         return StoredTensor(key, dtype, tuple(node["shape"]), chunk)
     pieces = Pieces.from_lists(ours["offsets"], ours["shapes"], ours["flat"])
-    dtype = dtypes.from_name(ours["data_type"])
+    dtype = tensor_memory.from_name(ours["data_type"])
     return StoredTensor(key, dtype, tuple(ours["global_shape"]), None, pieces)

@@ -11,17 +11,16 @@ import numpy as np
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.dtypes import is_lossless, overlaps_itself
+from dist_checkpointing.errors import Finding, StateMismatchError, hint
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.mapping.base import shallow_copy
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
+from dist_checkpointing.mapping.tensor_memory import is_lossless, overlaps_itself
 from dist_checkpointing.validation.strictness import StrictHandling
 from dist_checkpointing.validation.unwrapped import is_there
 

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
-from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import (
     MISSING,

@@ -23,8 +23,8 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
+from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.storage import WriteResults

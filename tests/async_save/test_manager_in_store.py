@@ -15,7 +15,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.object_store import ObjectPath
-from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.mapping import ShardedStateDict
 from stores import new_url
 
@@ -92,7 +92,7 @@ def test_what_was_never_committed_is_cleared_away(monkeypatch: pytest.MonkeyPatc
     with CheckpointManager(root, retention=Retention(keep_last=1)) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "dist_checkpointing.format.store_commit.StoreAttempt.abandon",
+                "dist_checkpointing.format.object_store_commit.StoreAttempt.abandon",
                 lambda attempt: attempt.release(),
             )
             patch.setattr(

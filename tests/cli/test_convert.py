@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dist_checkpointing import load_plain_tensors, save
-from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.convert.safetensors_files import header_bytes
 from scripts import TELL_PEAK, run_forked, run_fresh, told_peak

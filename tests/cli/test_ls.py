@@ -12,7 +12,7 @@ import torch
 
 import dist_checkpointing
 from dist_checkpointing import save
-from dist_checkpointing.format import element_types
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from samples import Run, Sample, Samples
 from scripts import TELL_PEAK, run_fresh, told_peak
@@ -171,7 +171,7 @@ finally:
 
 
 def many(folder: Path, count: int) -> Path:
-    dtype = element_types.from_name("bfloat16")
+    dtype = dtypes.from_name("bfloat16")
     folder.mkdir()
     tensors = (
         StoredTensor(f"decoder.layers.{i // 10}.expert.{i % 10}.weight", dtype, (512, 64), (64, 64))

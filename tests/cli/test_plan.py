@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.commit import CheckpointingConfig
-from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy

@@ -164,7 +164,7 @@ def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: 
 
 @BACKEND
 def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend: Any) -> None:
-    from dist_checkpointing.format.removal import note_removal, noted_removal
+    from dist_checkpointing.format.leftovers import note_removal, noted_removal
 
     folder = saved(tmp_path / "c", backend)
     note_removal(folder, {key: (key,) for key in ("optimizer.a", "optimizer.b")})

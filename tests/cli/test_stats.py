@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_checkpointing import save
-from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.byte_sizes import bytes_text
 from samples import Run, Sample, Samples
 from states import shard, wholes
 

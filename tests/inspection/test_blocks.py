@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format import element_types
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
-from dist_checkpointing.format.read_blocks import batches, blocks
+from dist_checkpointing.storage.streaming import batches, blocks
 
-FLOAT = element_types.from_name("float32")
+FLOAT = dtypes.from_name("float32")
 
 
 @st.composite

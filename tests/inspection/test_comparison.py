@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing.conformance.shards import random_bits
 from dist_checkpointing.tools.inspect import comparison, plain_state, values

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing.format import element_types
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.tools.inspect.listing import (
@@ -15,7 +15,7 @@ from dist_checkpointing.tools.inspect.listing import (
     tensor_entries,
 )
 
-FLOAT = element_types.from_name("float32")
+FLOAT = dtypes.from_name("float32")
 KEYS = ["model.layers.0.w", "model.layers.10.w", "optimizer.w", "a[0]/b"]
 
 
@@ -64,7 +64,7 @@ def index() -> Index:
         [
             StoredTensor("m.a", FLOAT, (4, 6), (2, 6)),
             StoredTensor("m.b", FLOAT, (7,), None, pieces),
-            StoredTensor("o/s", element_types.from_name("bfloat16"), (), ()),
+            StoredTensor("o/s", dtypes.from_name("bfloat16"), (), ()),
         ]
     )
 

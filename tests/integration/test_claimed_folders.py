@@ -30,9 +30,9 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.filesystem import local_folder, locks
 from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock
-from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.commit import Attempt
 from dist_checkpointing.format.leftovers import leftovers
+from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy, writer
 from dist_checkpointing.testing import run_ranks

@@ -23,10 +23,10 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, StoredPart, checksum
-from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.storage.options import Checksum, StorageOptions

@@ -17,8 +17,8 @@ from zarr.storage import ObjectStore as ZarrStore
 from dist_checkpointing import ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.errors import RankFailedError
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
-from dist_checkpointing.format.data_folder import data_folder
-from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.format.commit import data_folder
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.shards import random_bits
 from s3_proxy import Fault, proxy_before

@@ -24,9 +24,9 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import as_numpy
-from dist_checkpointing.format.ocdbt.tree_reader import Tree
 from dist_checkpointing.mapping import ShardedBase
+from dist_checkpointing.mapping.tensor_memory import as_numpy
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from dist_checkpointing.testing import run_ranks
 from ocdbt_databases import read_by_tensorstore
 

@@ -23,7 +23,7 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.format import dtypes
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.storage import host_blocks
 from dist_checkpointing.storage.host_blocks import DeviceBlocks, HostBlocks
 from dist_checkpointing.storage.options import Checksum, StorageOptions
@@ -49,8 +49,8 @@ class StandIn:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self._held: set[int] = set()
-        own_fillable, own_copy = dtypes.fillable, host_blocks.CopyStreams.copy
-        own_plain = dtypes.are_plain_memory
+        own_fillable, own_copy = tensor_memory.fillable, host_blocks.CopyStreams.copy
+        own_plain = tensor_memory.are_plain_memory
 
         def fillable(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
             return None if self.holds(tensor) else own_fillable(tensor, dtype)
@@ -62,8 +62,8 @@ class StandIn:
             self.done.append("copy")
             own_copy(streams, source, target)
 
-        monkeypatch.setattr(dtypes, "fillable", fillable)
-        monkeypatch.setattr(dtypes, "are_plain_memory", are_plain_memory)
+        monkeypatch.setattr(tensor_memory, "fillable", fillable)
+        monkeypatch.setattr(tensor_memory, "are_plain_memory", are_plain_memory)
         monkeypatch.setattr(host_blocks.CopyStreams, "copy", copy)
         for module in (host_blocks, row_writer, data_files, folders, filling):
             monkeypatch.setattr(module, "is_on_gpu", self.holds, raising=False)

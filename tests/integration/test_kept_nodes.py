@@ -24,10 +24,9 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.checkpoint import reads
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.ocdbt import manifest, nodes
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy, ocdbt_nodes
 from states import shard
 
 COUNT = 3000
@@ -52,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     """How often each node and manifest has been decoded."""
     counts: Counter[bytes] = Counter()
-    for module in (nodes, manifest):
+    for module in (ocdbt_nodes, ocdbt_nodes):
         opened = module.opened
 
         def counting(magic: int, record: bytes, opened: Any = opened) -> Any:

@@ -23,7 +23,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
 from states import FORMAT, between, shard

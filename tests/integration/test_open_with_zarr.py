@@ -17,7 +17,7 @@ import zarr
 import dist_checkpointing as dc
 from dist_checkpointing import ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import DTYPES, DType
+from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.shards import random_bits

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import Recipe, ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.element_types import ELEMENT_TYPES, FLOATING
+from dist_checkpointing.format.dtypes import ELEMENT_TYPES, FLOATING
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.planning import derived
 from dist_checkpointing.planning.recipe import Derivation

@@ -567,7 +567,7 @@ def test_a_tensor_without_elements_is_as_stored(tmp_path: Path) -> None:
 
 
 def test_deriving_does_not_grow_with_what_no_rule_matches() -> None:
-    from dist_checkpointing.format.element_types import from_name
+    from dist_checkpointing.format.dtypes import from_name
     from dist_checkpointing.format.index import Index, StoredTensor
 
     index = Index.of(StoredTensor.undivided(f"t{n}", from_name("float32"), (4,)) for n in range(50))

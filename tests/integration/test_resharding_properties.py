@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import dist_checkpointing as dc
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.mapping import ReplicaId
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer

@@ -36,7 +36,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
-from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.seal import SealedFile, read_seal
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy

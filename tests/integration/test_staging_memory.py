@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedTensor, load, save
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
@@ -43,7 +43,7 @@ def loader(
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors as if they were on a GPU: no array of numpy's reaches their memory."""
-    monkeypatch.setattr(dtypes, "fillable", lambda *_: None)
+    monkeypatch.setattr(tensor_memory, "fillable", lambda *_: None)
 
 
 def peak_of_load(template: dict[str, Any], folder: Path, strategy: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from dist_checkpointing import CorruptCheckpointError, ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks

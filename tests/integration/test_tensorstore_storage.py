@@ -30,7 +30,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import DTYPES, DType, as_numpy
+from dist_checkpointing.mapping.tensor_memory import DTYPES, DType, as_numpy
 from dist_checkpointing.storage.options import Checksum, Durability, ReadMode, StorageOptions
 from dist_checkpointing.storage.progress import Progress
 from dist_checkpointing.strategies.tensorstore import (

@@ -41,10 +41,10 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.format.index import read_index
 from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.storage.options import StorageOptions

@@ -12,7 +12,7 @@ import torch
 from dist_checkpointing import ShardedObject, ShardedTensor, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem.object_store import ObjectPath
-from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.shards import random_bits
 from real_ranks import run_script

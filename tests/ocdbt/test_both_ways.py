@@ -12,8 +12,8 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.ocdbt import manifest, records, tree_writer
-from dist_checkpointing.format.ocdbt.tree_reader import INLINE, Tree
+from dist_checkpointing.strategies.tensorstore import ocdbt_nodes, ocdbt_tree
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import INLINE, Tree
 from ocdbt_databases import (
     contents,
     height,
@@ -57,8 +57,8 @@ def test_tensorstore_reads_and_extends_what_we_wrote(
 ) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         # The writer of the manifest and that of the tree.
-        patch.setattr(manifest, "NODE_BYTES", node_bytes)
-        patch.setattr(tree_writer, "NODE_BYTES", node_bytes)
+        patch.setattr(ocdbt_nodes, "NODE_BYTES", node_bytes)
+        patch.setattr(ocdbt_tree, "NODE_BYTES", node_bytes)
         folder = Path(name)
         write(folder, values, num_files)
         assert read_by_tensorstore(folder) == values
@@ -152,18 +152,18 @@ def test_a_tree_in_a_folder_of_its_own(tmp_path: Path) -> None:
     """A base path of a node holds for all paths in it."""
     values = {b"key%d" % i: b"value %d" % i for i in range(300)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_writer, "NODE_BYTES", 500)
+        patch.setattr(ocdbt_tree, "NODE_BYTES", 500)
         write(tmp_path / "part", values)
-    record = (tmp_path / "part" / manifest.MANIFEST_NAME).read_bytes()
-    root = manifest.decode(record).root
+    record = (tmp_path / "part" / ocdbt_nodes.MANIFEST_NAME).read_bytes()
+    root = ocdbt_nodes.decode_manifest(record).root
     assert root is not None
     assert root.height > 1
-    body = records.opened(records.MANIFEST, record)
+    body = ocdbt_nodes.opened(ocdbt_nodes.MANIFEST, record)
     # No base path, and the path; then a base path of five bytes.
     old, new = b"\x01\x07\x00d/nodes", b"\x01\x0c\x05part/d/nodes"
     assert body.count(old) == 1
-    forged = records.sealed(records.MANIFEST, body.replace(old, new), compressed=False)
-    (tmp_path / manifest.MANIFEST_NAME).write_bytes(forged)
+    forged = ocdbt_nodes.sealed(ocdbt_nodes.MANIFEST, body.replace(old, new), compressed=False)
+    (tmp_path / ocdbt_nodes.MANIFEST_NAME).write_bytes(forged)
     assert read_by_tensorstore(tmp_path) == values
     assert read(tmp_path) == values
     find_each(tmp_path, values)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.ocdbt.columns import (
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
     MOST_U64,
     Body,
     Malformed,

@@ -17,18 +17,20 @@ from hypothesis import strategies as st
 from numcodecs import zstd
 
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.format.ocdbt import manifest, records, tree_writer
-from dist_checkpointing.format.ocdbt.columns import encoded, shared_lengths
-from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Root
-from dist_checkpointing.format.ocdbt.nodes import (
+from dist_checkpointing.strategies.tensorstore import ocdbt_nodes, ocdbt_tree
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
+    MANIFEST_NAME,
     Extents,
     FileRef,
+    Root,
     TreeStatistics,
     encode_interior,
     encode_leaf,
+    encoded,
     files_table,
+    shared_lengths,
 )
-from dist_checkpointing.format.ocdbt.tree_reader import Tree
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from ocdbt_databases import NODES, read, write
 
 VALUES = {b"model.layers.%d.weight/c.0" % i: b"%d" % i for i in range(8)}
@@ -41,9 +43,9 @@ MOST_BYTES = 200 << 20
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_writer, "NODE_BYTES", 300)
+        patch.setattr(ocdbt_tree, "NODE_BYTES", 300)
         write(folder, VALUES)
-    assert manifest.decode((folder / MANIFEST_NAME).read_bytes()).root.height == 1  # type: ignore[union-attr]
+    assert ocdbt_nodes.decode_manifest((folder / MANIFEST_NAME).read_bytes()).root.height == 1  # type: ignore[union-attr]
     return folder
 
 
@@ -91,18 +93,18 @@ def test_every_flipped_bit_and_every_cut_is_found(small: Path, tmp_path: Path, n
 @given(st.data())
 def test_a_wrong_body_below_a_right_checksum(small: Path, data: st.DataObject) -> None:
     """Whoever makes up a record can also compute its checksum."""
-    root = manifest.decode((small / MANIFEST_NAME).read_bytes()).root
+    root = ocdbt_nodes.decode_manifest((small / MANIFEST_NAME).read_bytes()).root
     assert root is not None
     nodes = (small / NODES).read_bytes()
     leaf_bytes = int.from_bytes(nodes[7:15], "little")
     record = nodes[3 : 3 + leaf_bytes]
     name = data.draw(st.sampled_from(["manifest", "leaf", "root"]))
     if name == "manifest":
-        magic, record = records.MANIFEST, (small / MANIFEST_NAME).read_bytes()
+        magic, record = ocdbt_nodes.MANIFEST, (small / MANIFEST_NAME).read_bytes()
     else:
-        magic = records.NODE
+        magic = ocdbt_nodes.NODE
         record = record if name == "leaf" else nodes[root.offset :]
-    body = bytearray(records.opened(magic, record))
+    body = bytearray(ocdbt_nodes.opened(magic, record))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(body) - 1))
         change = data.draw(st.integers(0, 3))
@@ -115,7 +117,7 @@ def test_a_wrong_body_below_a_right_checksum(small: Path, data: st.DataObject) -
             body += b"\0"
         else:
             body[place:place] = encoded([data.draw(st.integers(0, 2**64 - 1))])
-    forged = records.sealed(magic, bytes(body), compressed=data.draw(st.booleans()))
+    forged = ocdbt_nodes.sealed(magic, bytes(body), compressed=data.draw(st.booleans()))
     folder = small.parent / "forged"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(small, folder)
@@ -126,7 +128,7 @@ def test_a_wrong_body_below_a_right_checksum(small: Path, data: st.DataObject) -
         (folder / NODES).write_bytes(nodes + forged)
         below = TreeStatistics(len(VALUES), 1, 1)
         forged_root = Root(int(name == "root"), FileRef(NODES, ""), leaf, len(forged), below)
-        (folder / MANIFEST_NAME).write_bytes(manifest.encode(forged_root))
+        (folder / MANIFEST_NAME).write_bytes(ocdbt_nodes.encode_manifest(forged_root))
     for ask in WAYS:
         with suppress(CorruptCheckpointError):
             ask(Tree(folder))
@@ -137,7 +139,7 @@ def test_a_wrong_body_below_a_right_checksum(small: Path, data: st.DataObject) -
 
 def put(folder: Path, *bodies: bytes, height: int = 0, num_keys: int = 1, path: str = "n") -> None:
     """Nodes with these bodies, the last of which is the root."""
-    nodes = [records.sealed(records.NODE, body, compressed=False) for body in bodies]
+    nodes = [ocdbt_nodes.sealed(ocdbt_nodes.NODE, body, compressed=False) for body in bodies]
     put_nodes(folder, nodes, height, num_keys, path)
 
 
@@ -147,7 +149,7 @@ def put_nodes(
     (folder / "n").write_bytes(b"".join(nodes))
     place = (sum(map(len, nodes[:-1])), len(nodes[-1]))
     root = Root(height, FileRef(path, ""), *place, TreeStatistics(num_keys, 1, 1))
-    (folder / MANIFEST_NAME).write_bytes(manifest.encode(root))
+    (folder / MANIFEST_NAME).write_bytes(ocdbt_nodes.encode_manifest(root))
 
 
 def leaf(
@@ -203,7 +205,7 @@ def test_hostile_leaves(tmp_path: Path, body: bytes, match: str) -> None:
 def test_records_that_are_not_what_they_say(tmp_path: Path) -> None:
     def sealed(rest: bytes) -> bytes:
         length = 12 + len(rest) + 4
-        data = records.NODE.to_bytes(4, "big") + length.to_bytes(8, "little") + rest
+        data = ocdbt_nodes.NODE.to_bytes(4, "big") + length.to_bytes(8, "little") + rest
         return data + int(google_crc32c.value(data)).to_bytes(4, "little")
 
     body = leaf(rest=OUTSIDE)
@@ -338,7 +340,7 @@ def test_a_lost_file_of_nodes(tmp_path: Path, forge: Callable[[Path], object]) -
 def test_hostile_manifests(tmp_path: Path) -> None:
     write(tmp_path, VALUES)
     path = tmp_path / MANIFEST_NAME
-    body = records.opened(records.MANIFEST, path.read_bytes())
+    body = ocdbt_nodes.opened(ocdbt_nodes.MANIFEST, path.read_bytes())
     table = files_table([NODES])
     assert body.count(table) == 1
     config, versions = body.split(table)
@@ -359,7 +361,7 @@ def test_hostile_manifests(tmp_path: Path) -> None:
         (empty + b"\xff" * 9 + b"\x01" + b"\x01\x00\x00" + bytes(8) + b"\x00", "empty tree"),
         (body + b"\0", "left"),
     ]:
-        path.write_bytes(records.sealed(records.MANIFEST, forged, compressed=False))
+        path.write_bytes(ocdbt_nodes.sealed(ocdbt_nodes.MANIFEST, forged, compressed=False))
         assert match in refused(tmp_path), forged
     path.unlink()
     assert "missing" in refused(tmp_path)

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTensor
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.pieces import Pieces
+from dist_checkpointing.format.geometry import Box, Pieces
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning.coverage import check_coverage, find_coverage_problems
 from dist_checkpointing.planning.describe import describe

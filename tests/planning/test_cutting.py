@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import ShardedObject, ShardedTensor
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, largest_divisor_block, split_rows
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout, index_of
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate
@@ -96,7 +96,7 @@ def parts_of(layout: RowBlockLayout, tensor: StoredTensor, part: Part) -> Iterat
 
 def stored(layout: RowBlockLayout, key: str, rows: ShardTable) -> StoredTensor:
     """The layout of one tensor of these rows, all with elements."""
-    shape, dtype = rows.global_shape(0), dtypes.from_name(rows.dtype(0))
+    shape, dtype = rows.global_shape(0), tensor_memory.from_name(rows.dtype(0))
     boxes = [rows.box(row) for row in range(len(rows))]
     chunk = tuple(map(max, zip(*(box.shape for box in boxes), strict=True)))
     is_grid = (rows.flat[:, 0] < 0).all() and all(

@@ -23,7 +23,6 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import (
     FORMAT,
@@ -35,6 +34,7 @@ from dist_checkpointing.format.index import (
     read_index,
     write_index,
 )
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from states import shard
 
 EXTENTS = st.integers(0, 2**48)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning import (
     DefaultSavePlanner,
     MetadataIndex,

@@ -23,9 +23,9 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import from_torch
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.mapping.tensor_memory import from_torch
 from dist_checkpointing.planning import (
     BalancedSavePlanner,
     DefaultLoadPlanner,

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadTable, piece_reads, plan_load
 from dist_checkpointing.planning.reads import WantedShard
 from reference_reads import planned_by_item
@@ -25,7 +25,7 @@ from reference_reads import planned_by_item
 Ints = tuple[int, ...]
 Array = npt.NDArray[np.int64]
 Part = tuple[Box, tuple[int, int] | None]
-INT64 = dtypes.from_name("int64")
+INT64 = tensor_memory.from_name("int64")
 
 
 def numbered(shape: Ints) -> Array:
@@ -282,7 +282,7 @@ def test_thousands_of_ranks_that_do_not_exist(stored: Ints, wanted: Ints) -> Non
     """Bytes planned are bytes needed, for ranks all over a world of 4096."""
     shape = (24576, 16384)
     chunk = tuple(n // c for n, c in zip(shape, stored, strict=True))
-    index = Index.of([StoredTensor("w", dtypes.from_name("bfloat16"), shape, chunk)])
+    index = Index.of([StoredTensor("w", tensor_memory.from_name("bfloat16"), shape, chunk)])
     planned = needed = 0
     for shard in list(grid_shards(shape, wanted))[::16]:
         items, findings = plan_load(index, [shard])
@@ -295,7 +295,7 @@ def test_thousands_of_ranks_that_do_not_exist(stored: Ints, wanted: Ints) -> Non
 def test_a_whole_tensor_larger_than_any_memory() -> None:
     """A petabyte, planned in no time: only the chunks that are met are ever looked at."""
     shape = (2**25, 2**24)
-    index = Index.of([StoredTensor("w", dtypes.from_name("float16"), shape, (2**10, 2**10))])
+    index = Index.of([StoredTensor("w", tensor_memory.from_name("float16"), shape, (2**10, 2**10))])
     corner = Box((2**25 - 5, 2**24 - 7), (5, 7))
     items, findings = plan_load(index, [WantedShard("w", corner, None, 0)])
     assert not findings

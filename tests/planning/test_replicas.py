@@ -24,7 +24,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning import replicas
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
@@ -33,7 +33,9 @@ class NpyWriter(StorageWriter):
             flat = item.tensor_data.flat_range if item.tensor_data else None
             path = npy_path(self.checkpoint_dir, index.fqn, index.offset, flat)
             path.parent.mkdir(exist_ok=True)
-            np.save(buffer := io.BytesIO(), dtypes.as_numpy(data.cpu()).view(f"V{data.itemsize}"))
+            np.save(
+                buffer := io.BytesIO(), tensor_memory.as_numpy(data.cpu()).view(f"V{data.itemsize}")
+            )
             local_folder.write_atomic(path, buffer.getvalue())
             results.append(WriteResult(index, data.nbytes))
         local_folder.fsync_folder(self.checkpoint_dir)
@@ -54,7 +56,7 @@ class NpyReader(StorageReader):
             if flat is not None:
                 values = values[window.start :][: window.array_size].reshape(window.shape)
             part = values[(*window.box.slices(), ...)].view(tensor.dtype.numpy)
-            planner.apply_tensor(item, dtypes.as_tensor(part, tensor.dtype.torch))
+            planner.apply_tensor(item, tensor_memory.as_tensor(part, tensor.dtype.torch))
         return done(None)
 
 

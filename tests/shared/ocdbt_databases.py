@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from dist_checkpointing.format.ocdbt import manifest
-from dist_checkpointing.format.ocdbt.nodes import Extents
-from dist_checkpointing.format.ocdbt.tree_reader import ABSENT, INLINE, Tree, Values
-from dist_checkpointing.format.ocdbt.tree_writer import encode_tree
+from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import (
+    ABSENT,
+    INLINE,
+    Tree,
+    Values,
+    encode_tree,
+)
 
 NODES = "d/nodes"
 
@@ -42,7 +47,7 @@ def write(folder: Path, values: Mapping[bytes, bytes], num_files: int = 1) -> No
         (folder / name).write_bytes(content)
     nodes, root = encode_tree(keys, files, Extents(file, offset, length), NODES, offset=3)
     (folder / NODES).write_bytes(b"gap" + b"".join(nodes))
-    (folder / manifest.MANIFEST_NAME).write_bytes(manifest.encode(root))
+    (folder / ocdbt_nodes.MANIFEST_NAME).write_bytes(ocdbt_nodes.encode_manifest(root))
 
 
 def contents(folder: Path, found: Values) -> list[bytes | None]:

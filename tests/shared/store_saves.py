@@ -12,9 +12,8 @@ import torch
 from dist_checkpointing import ShardedTensor
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
 from dist_checkpointing.filesystem.object_store_locks import THREAD
-from dist_checkpointing.format.commit import CheckpointingConfig
-from dist_checkpointing.format.data_folder import read_commit
-from dist_checkpointing.format.store_commit import StoreAttempt
+from dist_checkpointing.format.commit import CheckpointingConfig, read_commit
+from dist_checkpointing.format.object_store_commit import StoreAttempt
 
 CONFIG = CheckpointingConfig("tensorstore")
 OTHER_CONFIG = CheckpointingConfig("zarr", 2)

@@ -15,7 +15,7 @@ import pytest
 from dist_checkpointing.filesystem import object_store
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
 from dist_checkpointing.filesystem.object_store_locks import COMMITS
-from dist_checkpointing.format.data_folder import DATA, data_folder
+from dist_checkpointing.format.commit import DATA, data_folder
 from samples import Sample
 
 Url = TypeVar("Url", str, ObjectPath)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing.filesystem import file_writer
-from dist_checkpointing.format.digests import Digest, digest_of
+from dist_checkpointing.format.checksums import Digest, digest_of
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore.data_files import DataFiles
 

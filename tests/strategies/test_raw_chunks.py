@@ -18,9 +18,9 @@ from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import ranged_reads
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, ObjectStoreOptions
 from dist_checkpointing.filesystem.ranged_reads import LocalFile, open_file, reads_below
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     LoadItemType,
@@ -69,7 +69,7 @@ def read_all(
     items: list[ReadItem],
     extents: list[tuple[int, int]],
     path: Path,
-    dtype: dtypes.DType,
+    dtype: tensor_memory.DType,
     tensors: list[torch.Tensor],
     *,
     options: StorageOptions | None = None,
@@ -107,7 +107,7 @@ def windows(draw: st.DrawFn) -> Window:
 @given(
     parts=st.lists(windows(), min_size=1, max_size=6),
     gaps=st.lists(st.sampled_from([0, 1, 40, 70_000, 300_000]), min_size=6, max_size=6),
-    dtype=st.sampled_from([row for row in dtypes.DTYPES if row.name != "bool"]),
+    dtype=st.sampled_from([row for row in tensor_memory.DTYPES if row.name != "bool"]),
     kind=st.sampled_from(["mapped", "read", "in a store"]),
     buffer_bytes=st.sampled_from([1, 64, 2**20]),
     most_gap=st.sampled_from([0, 8, 2**16]),
@@ -117,7 +117,7 @@ def test_every_window_arrives(
     tmp_path_factory: pytest.TempPathFactory,
     parts: list[Window],
     gaps: list[int],
-    dtype: dtypes.DType,
+    dtype: tensor_memory.DType,
     kind: str,
     buffer_bytes: int,
     most_gap: int,
@@ -132,7 +132,7 @@ def test_every_window_arrives(
         count = window.start + window.array_size + 2
         # Powers of two, which every dtype holds.
         values = torch.from_numpy(2.0 ** rng.integers(0, 4, count)).to(dtype.torch)
-        raw = dtypes.as_numpy(values).tobytes()
+        raw = tensor_memory.as_numpy(values).tobytes()
         items.append(item(number, window))
         extents.append((len(content), len(raw)))
         content += raw
@@ -178,7 +178,7 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path, columns: int, maps_file
     path = tmp_path / "data"
     path.write_bytes(bytes(4 * 256))
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
-    kind, tensors = dtypes.from_torch(torch.float32), [torch.empty(16, columns)]
+    kind, tensors = tensor_memory.from_torch(torch.float32), [torch.empty(16, columns)]
     with pytest.raises(CorruptCheckpointError, match="ends before it") as caught:
         read_all([item(0, window)], [(4, 4 * 256)], path, kind, tensors, maps_files=maps_files)
     assert caught.value.findings[0].path == str(path)
@@ -190,7 +190,7 @@ def test_more_small_chunks_than_one_read_takes(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(values.tobytes())
     window = Window(0, (2**16,), Box((0,), (2**16,)))
-    kind = dtypes.from_torch(torch.float32)
+    kind = tensor_memory.from_torch(torch.float32)
     items = [item(i, window) for i in range(24)]
     tensors = [torch.empty(2**16) for _ in items]
     done = read_all(items, [(i * 2**18, 2**18) for i in range(24)], path, kind, tensors)
@@ -325,7 +325,7 @@ def test_columns_are_read_without_what_lies_between(
     extra = 1 if destination == "rows of a wider one" else 0
     full = torch.zeros((*box.shape[:-1], box.shape[-1] + extra))
     tensor = full[..., : box.shape[-1]]
-    kind = dtypes.from_torch(torch.float32)
+    kind = tensor_memory.from_torch(torch.float32)
     read_all([item(0, Window(0, shape, box))], [(0, values.nbytes)], path, kind, [tensor])
     assert torch.equal(tensor, torch.from_numpy(values)[box.slices()])
     assert sum(bytes_read) <= most_bytes
@@ -339,7 +339,7 @@ def test_runs_far_apart_are_mapped_only_if_they_are_cached(
     path.write_bytes(values.tobytes())
     own = LocalFile.is_cached
     monkeypatch.setattr(LocalFile, "is_cached", lambda *where: is_cached and own(*where))
-    kind = dtypes.from_torch(torch.float32)
+    kind = tensor_memory.from_torch(torch.float32)
     for columns, is_mapped in ((2**18 - 2**13, True), (2**17 + 2**16, is_cached), (2**10, False)):
         bytes_read.clear()
         tensor = torch.zeros(8, columns)
@@ -355,7 +355,7 @@ def test_small_chunks_of_which_little_is_wanted_are_not_read_whole(
 ) -> None:
     path, values = tmp_path / "data", np.random.default_rng(3).random((8, 4, 2**14), np.float32)
     path.write_bytes(values.tobytes())
-    kind, num_bytes = dtypes.from_torch(torch.float32), 4 * 2**16
+    kind, num_bytes = tensor_memory.from_torch(torch.float32), 4 * 2**16
     tensors = [torch.zeros(4, 2**10) for _ in values]
     window = Window(0, (4, 2**14), Box((0, 2**10), (4, 2**10)))
     extents = [(i * num_bytes, num_bytes) for i in range(len(values))]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing.format.byte_sizes import bytes_text, parse_bytes
+from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_checkpointing import load, save
-from dist_checkpointing.format.dtypes import DTYPES, DType
+from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from states import shard
 

@@ -15,8 +15,8 @@ import torch
 from dist_checkpointing import ShardedObject, load, save
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.comm.rank_failures import Failure
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.threads import paused_collector
 from states import shard
 
 T = TypeVar("T")

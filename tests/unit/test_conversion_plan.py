@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.format.geometry import Box, ravel_offset
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.tools.convert import Rules, plan_conversion

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.tools.convert import Rules
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from dist_checkpointing.format.digests import (
+from dist_checkpointing.format.checksums import (
     Digest,
     columns_of,
     digest_of,

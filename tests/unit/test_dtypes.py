@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dist_checkpointing.errors import InvalidShardingError, UnsupportedFormatError
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.dtypes import DTYPES, DType, as_numpy, as_tensor, is_lossless
+from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.mapping.tensor_memory import DTYPES, DType, as_numpy, as_tensor, is_lossless
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 each_dtype = pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)
@@ -66,9 +66,9 @@ def test_all_names_of_a_row_mean_the_same(row: DType) -> None:
     assert row.torch == getattr(torch, row.name)
     assert row.numpy.name == row.name
     assert row.itemsize == row.torch.itemsize == row.numpy.itemsize
-    assert dtypes.from_name(row.name) is row
-    assert dtypes.from_torch(row.torch) is row
-    assert dtypes.from_zarr_v2(row.zarr_v2) is row
+    assert tensor_memory.from_name(row.name) is row
+    assert tensor_memory.from_torch(row.torch) is row
+    assert tensor_memory.from_zarr_v2(row.zarr_v2) is row
     assert pickle.loads(pickle.dumps(row)) == row
 
 
@@ -88,7 +88,7 @@ def test_zarr_v2_names_are_those_of_the_format() -> None:
 @pytest.mark.parametrize("name", ["", "float", "f4", "<f4", "Float32", "float128", "object", "|O"])
 def test_unknown_names_say_what_is_known(name: str) -> None:
     with pytest.raises(UnsupportedFormatError) as caught:
-        dtypes.from_name(name)
+        tensor_memory.from_name(name)
     assert repr(name) in str(caught.value)
     assert "bfloat16" in str(caught.value)
 
@@ -96,7 +96,7 @@ def test_unknown_names_say_what_is_known(name: str) -> None:
 @pytest.mark.parametrize("name", ["", ">f4", ">i8", "float32", "|O", "<U4", "|V2", "=f4"])
 def test_unknown_zarr_v2_names_say_what_is_known(name: str) -> None:
     with pytest.raises(UnsupportedFormatError) as caught:
-        dtypes.from_zarr_v2(name)
+        tensor_memory.from_zarr_v2(name)
     assert repr(name) in str(caught.value)
     assert "<f4" in str(caught.value)
 
@@ -104,14 +104,14 @@ def test_unknown_zarr_v2_names_say_what_is_known(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.quint8, torch.qint32])
 def test_an_unknown_torch_dtype_names_the_key_and_a_way_out(dtype: torch.dtype) -> None:
     with pytest.raises(InvalidShardingError) as caught:
-        dtypes.from_torch(dtype, key="layer.weight")
+        tensor_memory.from_torch(dtype, key="layer.weight")
     (finding,) = caught.value.findings
     assert finding.key == "layer.weight"
     assert finding.found == str(dtype)
     assert finding.remedy
     assert "float32" in str(caught.value)
     with pytest.raises(InvalidShardingError):
-        dtypes.from_torch(dtype)
+        tensor_memory.from_torch(dtype)
     with pytest.raises(InvalidShardingError):
         is_lossless(dtype, torch.float32)
     with pytest.raises(InvalidShardingError):
@@ -349,5 +349,5 @@ def test_a_dtype_holds_its_own_values(row: DType) -> None:
 
 
 def test_ml_dtypes_rows_are_the_ml_dtypes_types() -> None:
-    assert dtypes.from_name("bfloat16").numpy == np.dtype(ml_dtypes.bfloat16)
-    assert dtypes.from_name("float8_e4m3fn").numpy == np.dtype(ml_dtypes.float8_e4m3fn)
+    assert tensor_memory.from_name("bfloat16").numpy == np.dtype(ml_dtypes.bfloat16)
+    assert tensor_memory.from_name("float8_e4m3fn").numpy == np.dtype(ml_dtypes.float8_e4m3fn)

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format import fingerprints
-from dist_checkpointing.format.element_types import ELEMENT_TYPES
-from dist_checkpointing.format.fingerprints import (
+from dist_checkpointing.format.dtypes import ELEMENT_TYPES
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.storage import fingerprints
+from dist_checkpointing.storage.fingerprints import (
     NOTHING,
     Sums,
     added,
     fingerprint_of,
     sums_of_part,
 )
-from dist_checkpointing.format.geometry import Box, Ints
 from tiers import examples
 
 Array = npt.NDArray[Any]

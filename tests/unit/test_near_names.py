@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing.format.near_names import hint, near_names
+from dist_checkpointing.errors import hint, near_names
 
 KEYS = ["decoder.layers.0.weight", "decoder.layers.0.bias", "embedding.word", "Norm.Weight"]
 

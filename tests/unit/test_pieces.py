@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format import element_types
-from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, PieceColumns, Pieces, ints_from_json
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.pieces import PieceColumns, Pieces, ints_from_json
 
 Part = tuple[Box, tuple[int, int] | None]
-FLOAT32 = element_types.from_name("float32")
+FLOAT32 = dtypes.from_name("float32")
 
 
 @st.composite

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format import element_types
-from dist_checkpointing.format import shared_index as module
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
-from dist_checkpointing.format.int_columns import column_end, pack_column, unpack_column
-from dist_checkpointing.format.shared_index import SharedIndex
+from dist_checkpointing.planning import table_exchange as module
+from dist_checkpointing.planning.shard_table import column_end, pack_column, unpack_column
+from dist_checkpointing.planning.table_exchange import SharedIndex
 
-DTYPES = [element_types.from_name(name) for name in ("float32", "int8", "bfloat16")]
+DTYPES = [dtypes.from_name(name) for name in ("float32", "int8", "bfloat16")]
 
 
 @st.composite

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.tools.forecast.topology import (

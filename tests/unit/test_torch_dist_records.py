@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing.format import dtypes
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.record_search import FoundTensor, find_tensor
 from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
 from dist_checkpointing.testing.conformance.shards import assert_same_bits, random_bits
 
 SHAPES = pytest.mark.parametrize("shape", [(2, 3), (), (1,), (0, 3), (300, 1, 2), (70_000,)])
-DTYPES = pytest.mark.parametrize("dtype", [row.torch for row in dtypes.DTYPES], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [row.torch for row in tensor_memory.DTYPES], ids=str)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.plan_save import checked_plans
@@ -120,7 +120,7 @@ def _announced(plan: dcp.SavePlan, rank: int) -> SavePlan:
         data = item.tensor_data
         if data is None:
             continue
-        dtype = dtypes.from_torch(data.properties.dtype, key=item.index.fqn).name
+        dtype = tensor_memory.from_torch(data.properties.dtype, key=item.index.fqn).name
         place = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         # All are main replicas: DCP has chosen among them.
         rows.append(ShardRow(item.index.fqn, dtype, *place, None, main=True, source=position))

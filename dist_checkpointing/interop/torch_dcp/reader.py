@@ -22,14 +22,13 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.format.commit import check_is_distributed_checkpoint
-from dist_checkpointing.format.data_folder import data_folder
-from dist_checkpointing.format.dtypes import overlaps_itself
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint, data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, dcp_names_in
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import Position
+from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy

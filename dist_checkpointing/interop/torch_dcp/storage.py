@@ -25,9 +25,9 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     StrategyNotFoundError,
 )
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, split_flat_range
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -304,7 +304,7 @@ def _dcp_items(
     for item in items:
         part = item.tensor_data
         assert part is not None
-        dtype = dtypes.from_name(part.dtype).torch
+        dtype = tensor_memory.from_name(part.dtype).torch
         if part.flat_range is None:
             yield _write_item(item.index.fqn, part.chunk, dtype, part.size), item, None
             continue
@@ -363,7 +363,7 @@ def _stored_tensors(metadata: dcp_metadata.Metadata) -> Iterator[StoredTensor]:
         if isinstance(stored, dcp_metadata.BytesStorageMetadata):
             continue
         shape = tuple(stored.size)
-        dtype = dtypes.from_torch(stored.properties.dtype, key=key)
+        dtype = tensor_memory.from_torch(stored.properties.dtype, key=key)
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
         pieces = [(box, None) for box in boxes if box.num_elements]
         if pieces:

@@ -12,7 +12,7 @@ import torch
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.removal import PlannedRemoval
+from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner

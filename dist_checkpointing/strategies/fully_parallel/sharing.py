@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dist_checkpointing.format.pieces import row_bytes
+from dist_checkpointing.format.geometry import row_bytes
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning.balance import share_out
 from dist_checkpointing.planning.read_table import ReadTable

@@ -16,7 +16,7 @@ from typing import ClassVar
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
 from dist_checkpointing.format.index import write_index
-from dist_checkpointing.format.removal import (
+from dist_checkpointing.format.leftovers import (
     PlannedRemoval,
     end_removal,
     note_removal,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.digests import Digest
+from dist_checkpointing.format.checksums import Digest
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.options import Durability, StorageOptions
 

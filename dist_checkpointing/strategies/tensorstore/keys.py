@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Final
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.file_names import disk_name, disk_names
+from dist_checkpointing.format.file_names import disk_name, disk_names, is_of_optimizer
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
-from dist_checkpointing.format.optimizer_keys import is_of_optimizer
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.read_table import ReadTable
 from dist_checkpointing.planning.shard_table import Bools, ShardTable
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import MANIFEST_NAME
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
     array_json,
@@ -125,6 +124,6 @@ def _array_text(shape: Ints, chunk: Ints, dtype: str) -> str:
 @lru_cache(maxsize=64)
 def _template(dtype: str) -> tuple[str, str, str]:
     """The text around the two shapes."""
-    node = array_json((), (), dtypes.from_name(dtype))
+    node = array_json((), (), tensor_memory.from_name(dtype))
     head, middle, tail = json.dumps(node, separators=(",", ":")).split("[]")
     return head, middle, tail

@@ -13,13 +13,10 @@ import torch
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import location as store
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.file_names import disk_name
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
-from dist_checkpointing.format.ocdbt.tree_reader import ABSENT, INLINE, Tree, Values
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.read_table import reads_of, stored_bytes
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
@@ -35,7 +32,10 @@ from dist_checkpointing.strategies.raw_chunks import (
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import keys
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import MANIFEST_NAME
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, INLINE, Tree, Values
 from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
+from dist_checkpointing.threads import paused_collector
 
 
 class Places:
@@ -126,7 +126,7 @@ class TensorStoreReader(StorageReader):
         if place is None or place[2] != num_bytes:
             return None
         part = torch.empty(shape, dtype=tensor.dtype.torch)
-        target = dtypes.fillable(part, part.dtype)
+        target = tensor_memory.fillable(part, part.dtype)
         assert target is not None
         extent = Extent(self.checkpoint_dir, place[0], place[1], num_bytes)
         read_part(extent, tensor.key, window, target, num_bytes)

@@ -16,12 +16,11 @@ import numpy as np
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.ocdbt.columns import I64
-from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
-from dist_checkpointing.format.ocdbt.tree_reader import INLINE, Tree, Values
-from dist_checkpointing.format.removal import PlannedRemoval
+from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.strategies.raw_chunks import Extent, read_extent
 from dist_checkpointing.strategies.tensorstore import keys
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import I64, MANIFEST_NAME
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import INLINE, Tree, Values
 from dist_checkpointing.strategies.tensorstore.tree_file import write_tree
 
 _MOST_TEXT_BYTES = 2**16

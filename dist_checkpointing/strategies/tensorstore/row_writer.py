@@ -12,15 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.digests import (
-    NO_DIGEST,
-    Digest,
-    columns_of,
-    digest_of,
-    digests_at,
-)
+from dist_checkpointing.format.checksums import NO_DIGEST, Digest, columns_of, digest_of, digests_at
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
@@ -111,7 +105,7 @@ class RowWriter:
 
     def _write_memory(self, rows: Int64s, data: Sequence[Any], files: DataFiles) -> bool:
         """Write tensors from where they are in memory, without a look at each; False if in vain."""
-        if not dtypes.are_plain_memory(data):
+        if not tensor_memory.are_plain_memory(data):
             return False
         addresses = np.fromiter(map(torch.Tensor.data_ptr, data), np.int64, len(data))
         lengths = np.fromiter(map(attrgetter("nbytes"), data), np.int64, len(data))
@@ -236,12 +230,12 @@ def _in_place(data: torch.Tensor) -> Array | None:
     """The bits of a tensor in C order; None if they must be copied from elsewhere first."""
     if data.requires_grad:
         data = data.detach()
-    return dtypes.fillable(data.contiguous(), data.dtype)
+    return tensor_memory.fillable(data.contiguous(), data.dtype)
 
 
 def _contiguous(data: torch.Tensor) -> Array:
     """The bits of a tensor on the CPU in C order, in its own memory where that is possible."""
-    array = dtypes.as_numpy(data.detach().resolve_conj().resolve_neg().contiguous())
+    array = tensor_memory.as_numpy(data.detach().resolve_conj().resolve_neg().contiguous())
     # The memory of a dtype that numpy does not have itself can only be handed on as integers.
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
 

@@ -16,12 +16,10 @@ import numpy as np
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.filesystem.hard_links import share_file
-from dist_checkpointing.format.digests import Digest, columns_of, digest_of_array
+from dist_checkpointing.format.checksums import Digest, columns_of, digest_of_array
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.ocdbt.nodes import Extents
-from dist_checkpointing.format.ocdbt.tree_reader import Tree
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
@@ -30,6 +28,8 @@ from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, open_base
 from dist_checkpointing.strategies.raw_chunks import Extent, read_extent
 from dist_checkpointing.strategies.tensorstore import keys
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
 from dist_checkpointing.threads import in_threads

@@ -15,13 +15,12 @@ from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.ocdbt import manifest
-from dist_checkpointing.format.ocdbt.nodes import Extents
-from dist_checkpointing.format.ocdbt.tree_reader import INLINE
-from dist_checkpointing.format.ocdbt.tree_writer import encode_tree
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.strategies.tensorstore import keys as names_of
+from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import INLINE, encode_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +75,10 @@ def write_tree(
     places = Extents(file, offset, length)
     nodes, root = encode_tree(keys, [name, *files], places, name, int(sizes.sum()))
     location.make_folder(folder / names_of.NODES_FOLDER)
-    tree, top = b"".join([*texts, *nodes]), manifest.encode(root)
+    tree, top = b"".join([*texts, *nodes]), ocdbt_nodes.encode_manifest(root)
     location.write(folder / name, tree, durability)
-    location.write_content(folder / manifest.MANIFEST_NAME, top, durability)
-    return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(manifest.MANIFEST_NAME, top)]
+    location.write_content(folder / ocdbt_nodes.MANIFEST_NAME, top, durability)
+    return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(ocdbt_nodes.MANIFEST_NAME, top)]
 
 
 def merged_values(

@@ -12,9 +12,7 @@ import numpy as np
 
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
-from dist_checkpointing.format.ocdbt.nodes import Extents
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
@@ -25,6 +23,7 @@ from dist_checkpointing.storage.results import WriteResult, WriteResults
 from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.data_files import LARGE_BYTES, DataFiles
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
 from dist_checkpointing.strategies.tensorstore.row_writer import RowWriter
 from dist_checkpointing.strategies.tensorstore.shared_values import SharedValues, share_values
 from dist_checkpointing.strategies.tensorstore.sparse_files import settle
@@ -33,6 +32,7 @@ from dist_checkpointing.strategies.tensorstore.tree_file import (
     merged_values,
     write_tree,
 )
+from dist_checkpointing.threads import paused_collector
 
 _MOST_THREADS = 2
 _LEAST_BYTES_A_THREAD = 64 * 2**20

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
-from dist_checkpointing.format.removal import PlannedRemoval
+from dist_checkpointing.format.leftovers import DCP_METADATA_NAME, PlannedRemoval
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.common import TorchDistCommonLoadStrategy

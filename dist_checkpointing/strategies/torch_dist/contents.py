@@ -18,12 +18,11 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
-from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.mapping import ShardedObject, tensor_memory
 from dist_checkpointing.planning import MetadataIndex, ReadTable
 from dist_checkpointing.strategies.torch_dist.flattened import piece_of_chunk
 from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, DcpTensor, Place
@@ -84,7 +83,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
         UnsupportedFormatError: if it holds a dtype that is not read.
     """
     path = str(folder / DCP_METADATA_NAME)
-    known = {row.torch for row in dtypes.DTYPES}
+    known = {row.torch for row in tensor_memory.DTYPES}
     unknown = [
         Finding("unknown stored dtype", key, found=tensor.dtype, path=path)
         for key, tensor in metadata.tensors.items()
@@ -135,7 +134,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
 
 def _stored(key: str, tensor: DcpTensor) -> tuple[StoredTensor, list[Ints]]:
     """A tensor, and the offsets by which DCP knows its chunks, in the order of the index."""
-    dtype = dtypes.from_torch(tensor.dtype)
+    dtype = tensor_memory.from_torch(tensor.dtype)
     # Some writers list empty chunks; they hold nothing and may share the offset of a real one.
     chunks = [(offsets, sizes) for offsets, sizes in tensor.chunks if 0 not in sizes]
     if tensor.flattened_from is not None:

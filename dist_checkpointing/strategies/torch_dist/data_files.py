@@ -13,10 +13,10 @@ import xxhash
 
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.torch_dist.metadata import Place
 from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
@@ -87,7 +87,7 @@ class DataFile:
         # The memory of the copies from a GPU is used again.
         self._stays &= not is_on_gpu(data)
         blocks = (
-            (_bytes_of(dtypes.as_numpy(block)) for _, block in self._host_blocks.of([data]))
+            (_bytes_of(tensor_memory.as_numpy(block)) for _, block in self._host_blocks.of([data]))
             if is_on_gpu(data)
             else _blocks(data, self._buffer_bytes)
         )
@@ -125,11 +125,11 @@ def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
     if data.requires_grad:
         data = data.detach()
     if data.is_cpu and data.is_contiguous():
-        yield _bytes_of(dtypes.as_numpy(data))
+        yield _bytes_of(tensor_memory.as_numpy(data))
         return
     most = max(1, buffer_bytes // data.dtype.itemsize)
     for box in split_rows(Box.whole(tuple(data.shape)), most):
-        yield _bytes_of(dtypes.as_numpy(data[box.slices()].to("cpu")))
+        yield _bytes_of(tensor_memory.as_numpy(data[box.slices()].to("cpu")))
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:

@@ -11,10 +11,9 @@ import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.ranged_reads import OpenFile, open_file
-from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.geometry import Ints, padded_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
-from dist_checkpointing.format.pieces import padded_rows
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import (
     Destinations,

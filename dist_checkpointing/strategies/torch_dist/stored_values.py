@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_archive import BadRecord
@@ -117,6 +117,6 @@ class RecordValues:
             if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
                 raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
             self._check(tensor.dtype, tuple(tensor.shape))
-            array = dtypes.as_numpy(tensor.detach().contiguous()).reshape(-1)
+            array = tensor_memory.as_numpy(tensor.detach().contiguous()).reshape(-1)
             self._copy = array.view(np.uint8)
         return self._copy

@@ -13,10 +13,10 @@ import torch
 
 from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.strategies.raw_chunks import damaged
 from dist_checkpointing.strategies.zarr.codecs import Codec, unpacked
 
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 def chunk_array(data: torch.Tensor, chunk_shape: Ints) -> Array:
     """The C-contiguous array to store for a chunk; padded with zeros where the tensor ends."""
-    array = dtypes.as_numpy(data.detach().to("cpu"))
+    array = tensor_memory.as_numpy(data.detach().to("cpu"))
     if array.shape == chunk_shape:
         return np.ascontiguousarray(array).reshape(chunk_shape)
     padded = np.zeros(chunk_shape, dtype=array.dtype)

@@ -15,17 +15,18 @@ import torch
 
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.filesystem import location as store
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.digests import columns_of, digest_of_array
-from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.format.stated_sizes import (
+from dist_checkpointing.format.checksums import columns_of, digest_of_array
+from dist_checkpointing.format.index import (
     MOST_COMPRESSION,
     Backing,
+    Index,
     StatedSize,
+    StoredTensor,
     require_backing,
     size_of_files,
 )
+from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -132,7 +133,7 @@ class ZarrFolderWriter(StorageWriter):
                 data = on_cpu(data.detach())
             if with_checksums:
                 data = data.detach().to("cpu").contiguous()
-                digests.columns[row] = columns_of([digest_of_array(dtypes.as_numpy(data))])
+                digests.columns[row] = columns_of([digest_of_array(tensor_memory.as_numpy(data))])
             written = write_part(row, data)
             self.report(int(sizes[row]))
             return written

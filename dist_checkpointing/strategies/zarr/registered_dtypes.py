@@ -13,7 +13,7 @@ from zarr.core.dtype.common import DataTypeValidationError, HasEndianness, HasIt
 from zarr.core.dtype.wrapper import ZDType
 from zarr.dtype import data_type_registry
 
-from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 
 _SPECIAL = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 

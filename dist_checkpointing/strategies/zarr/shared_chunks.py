@@ -11,7 +11,7 @@ import numpy as np
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.filesystem.hard_links import share_file
-from dist_checkpointing.format.digests import columns_of, digest_of_array
+from dist_checkpointing.format.checksums import columns_of, digest_of_array
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan

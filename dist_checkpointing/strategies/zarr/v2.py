@@ -24,19 +24,19 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import Box, Ints, values_of_part
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
-from dist_checkpointing.format.leftovers import leftovers
-from dist_checkpointing.format.removal import (
+from dist_checkpointing.format.leftovers import (
     PlannedRemoval,
     end_removal,
+    leftovers,
     note_removal,
     noted_removal,
 )
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import ReadTable, SavePlan
 from dist_checkpointing.planning.layout import WholeShardLayout
 from dist_checkpointing.planning.shard_table import ShardTable
@@ -250,7 +250,7 @@ def _parse(folder: Location, key: str) -> StoredTensor:
     if findings:
         raise UnsupportedFormatError("an array is stored in a way Megatron never does", findings)
     try:
-        dtype = dtypes.from_zarr_v2(name)
+        dtype = tensor_memory.from_zarr_v2(name)
     except UnsupportedFormatError as error:
         findings = [replace(f, key=key, path=str(path)) for f in error.findings]
         raise UnsupportedFormatError(error.message, findings) from error

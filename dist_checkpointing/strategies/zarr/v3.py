@@ -22,17 +22,17 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
-from dist_checkpointing.format.removal import (
+from dist_checkpointing.format.leftovers import (
     PlannedRemoval,
     end_removal,
     note_removal,
     noted_removal,
 )
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.shard_table import ShardTable

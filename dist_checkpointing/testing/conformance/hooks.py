@@ -13,8 +13,8 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
-from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.readers import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.save import save

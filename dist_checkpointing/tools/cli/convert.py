@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.format.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
     counted,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.tools.cli.screen import (
     CheckpointArgument,
     check_page,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.tools.cli.screen import (
     counted,
     in_columns,

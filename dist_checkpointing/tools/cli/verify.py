@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
     CheckpointArgument,

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
-from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.tools.cli.screen import one_line, painted, progress_bar, say
 from dist_checkpointing.tools.inspect.opening import explaining

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.byte_sizes import in_batches
-from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import RowBlockLayout

@@ -18,11 +18,11 @@ from dist_checkpointing.errors import (
     Finding,
     RankFailedError,
     StrategyNotFoundError,
+    hint,
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.planning.recipe import Derivation, Recipe
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies

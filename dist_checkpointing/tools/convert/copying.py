@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, ravel_offset
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.plan import PlannedTensor, runs
 from dist_checkpointing.tools.convert.sources import Source
@@ -131,7 +131,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def write_tensor(descriptor: int, tensor: torch.Tensor, position: int) -> None:
     """Write the values of a tensor, in C order, to a place in a file."""
-    array = np.ascontiguousarray(dtypes.as_numpy(tensor)).reshape(-1)
+    array = np.ascontiguousarray(tensor_memory.as_numpy(tensor)).reshape(-1)
     view = memoryview(array.view(np.uint8))  # type: ignore[arg-type]
     while view:
         count = os.pwrite(descriptor, view, position)

@@ -16,9 +16,9 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nesting import MISSING, flatten, unflatten_part
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.tools.convert.deepspeed_partitions import (
@@ -308,7 +308,7 @@ class DeepSpeedSource(MappedSource[_Opened]):
             raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
         for key, (shape, _) in sorted(self._placed.items()):
             dtype = dtype_of.get(key, torch.float32)
-            yield StoredTensor.undivided(key, dtypes.from_torch(dtype), shape)
+            yield StoredTensor.undivided(key, tensor_memory.from_torch(dtype), shape)
 
     def _open(self) -> _Opened:
         return _Opened(self._load)

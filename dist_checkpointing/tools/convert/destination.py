@@ -15,10 +15,9 @@ from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
 from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS
-from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
-from dist_checkpointing.format.commit import check_is_distributed_checkpoint
-from dist_checkpointing.format.data_folder import DATA
+from dist_checkpointing.format.commit import DATA, check_is_distributed_checkpoint
 from dist_checkpointing.format.leftovers import attempt_of, leftovers
+from dist_checkpointing.format.removal import remove_checkpoint
 
 
 def check_apart(sources: Iterable[Location], destination: Location) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.format.dtypes import is_lossless
-from dist_checkpointing.format.element_types import DType
+from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import (
     Box,
     ChunkGrid,
@@ -20,6 +19,7 @@ from dist_checkpointing.format.geometry import (
     split_rows,
 )
 from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.tools.convert.rules import Rules
 
 _LOW = 2**20

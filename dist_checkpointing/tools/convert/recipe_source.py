@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.derived import Piece

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.format.element_types import FLOATING, DType, from_name
+from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
 from dist_checkpointing.format.geometry import Ints
 
 _CUT = re.compile(r"\s*axis\s*=\s*(\d+)\s*,\s*parts\s*=\s*(\d+)\s*")

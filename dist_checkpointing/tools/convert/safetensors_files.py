@@ -26,7 +26,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.element_types import DType, from_name
+from dist_checkpointing.format.dtypes import DType, from_name
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
 from dist_checkpointing.tools.convert.model_files import MODEL_FILES_KEY, model_files

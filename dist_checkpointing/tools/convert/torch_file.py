@@ -12,9 +12,9 @@ from zipfile import is_zipfile
 import torch
 
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nesting import MISSING, DictKey, flatten, unflatten_part
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
@@ -74,7 +74,7 @@ class TorchFileSource(MappedSource[_FileContent]):
         content = self._mapped(0)
         self.cells, self._common = content.cells, content.common
         self._index = Index.of(
-            StoredTensor.undivided(key, dtypes.from_torch(tensor.dtype), tensor.shape)
+            StoredTensor.undivided(key, tensor_memory.from_torch(tensor.dtype), tensor.shape)
             for key, tensor in sorted(content.tensors.items())
         )
 
@@ -160,4 +160,4 @@ def can_be_stored(leaf: object) -> bool:
     """Whether a leaf is a tensor that a checkpoint can hold; others stay in the common state."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return False
-    return any(leaf.dtype is row.torch for row in dtypes.DTYPES) and not leaf.is_meta
+    return any(leaf.dtype is row.torch for row in tensor_memory.DTYPES) and not leaf.is_meta

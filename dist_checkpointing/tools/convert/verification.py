@@ -12,10 +12,10 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_checksums
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.strategies.verification import not_covered
 
 KeyBoxes = Sequence[tuple[str, Box]]
@@ -159,7 +159,7 @@ def _read_blocks(part: StoredPart, read: ReadBoxes, most: int) -> Iterator[torch
 
 
 def _elements(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
-    return np.ascontiguousarray(dtypes.as_numpy(tensor))
+    return np.ascontiguousarray(tensor_memory.as_numpy(tensor))
 
 
 def _column(rows: Sequence[tuple[int, ...]]) -> npt.NDArray[np.int64]:

@@ -16,7 +16,7 @@ import torch
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.checkpoint.lazy_values import ObjectHandle
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES
+from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.tools.convert.convert import SAFETENSORS
 from dist_checkpointing.tools.inspect import plain_state
 from dist_checkpointing.tools.inspect.tensor_files import held_by

@@ -6,13 +6,13 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
+from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.index import StoredTensor
-from dist_checkpointing.format.optimizer_keys import is_of_optimizer
 from dist_checkpointing.format.seal import SEAL_NAME
 
 

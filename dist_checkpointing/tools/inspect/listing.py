@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dist_checkpointing.format import element_types
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.index import Index
 
 _MOST_LEVELS = 100
@@ -90,7 +90,7 @@ def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], 
 
 def tensor_entries(index: Index, wanted: Callable[[str], bool]) -> Iterator[Entry]:
     """The tensors of an index whose keys are wanted, in the order of the index."""
-    itemsizes = {row.name: row.itemsize for row in element_types.ELEMENT_TYPES}
+    itemsizes = {row.name: row.itemsize for row in dtypes.ELEMENT_TYPES}
     seen: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, str]] = {}
     columns = zip(
         index.keys_column,

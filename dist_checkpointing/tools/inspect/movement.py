@@ -13,7 +13,7 @@ import torch
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES
+from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.tools.inspect.values import (
     slabs,
     stream_pairs,

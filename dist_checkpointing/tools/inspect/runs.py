@@ -11,21 +11,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding
+from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
 from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS, seeming_holder
-from dist_checkpointing.format.commit import is_committed, read_config
-from dist_checkpointing.format.data_folder import read_commit
+from dist_checkpointing.format.commit import is_committed, read_commit, read_config
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
     DCP_METADATA_NAME,
     attempt_of,
 )
-from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.threads import in_threads
 from dist_checkpointing.tools.inspect.inventory import Files, totals

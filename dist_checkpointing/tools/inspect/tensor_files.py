@@ -12,8 +12,7 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.checkpoint.reads import PartialReads
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.stated_sizes import StatedSize
+from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
 from dist_checkpointing.mapping import StateDict
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.tools.convert import open_source

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.checkpoint.lazy_values import TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, split_rows
-from dist_checkpointing.format.read_blocks import (
+from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.storage.streaming import (
     DEFAULT_MEMORY_BYTES,
     MOST_BOXES,
     batches,
@@ -100,8 +100,8 @@ def as_numbers(tensor: torch.Tensor) -> Array:
     if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             return tensor.float().numpy()
-        return dtypes.as_numpy(tensor).astype(np.float32)
-    return dtypes.as_numpy(tensor)
+        return tensor_memory.as_numpy(tensor).astype(np.float32)
+    return tensor_memory.as_numpy(tensor)
 
 
 def slabs(tensor: torch.Tensor) -> Iterator[Array]:

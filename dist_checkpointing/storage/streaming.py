@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from dist_checkpointing.format.byte_sizes import in_batches
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 

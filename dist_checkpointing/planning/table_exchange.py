@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.geometry import Int64s, Ints, PieceColumns
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.int_columns import column_end, pack_column, unpack_column
-from dist_checkpointing.format.pieces import Int64s, PieceColumns
+from dist_checkpointing.planning.shard_table import column_end, pack_column, unpack_column
 
 _HEAD = struct.Struct("<QQQQQ")
 _KEYS_A_BLOCK = 256

@@ -28,12 +28,18 @@ from dist_checkpointing.filesystem.object_store_locks import (
     PERIOD,
     HeldClaim,
 )
-from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, refuse_committed
-from dist_checkpointing.format.data_folder import DATA, Commit, read_commit
+from dist_checkpointing.format.commit import (
+    DATA,
+    Attempt,
+    CheckpointingConfig,
+    Commit,
+    read_commit,
+    refuse_committed,
+)
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 

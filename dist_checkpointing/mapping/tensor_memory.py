@@ -1,0 +1,187 @@
+"""Element types of torch, and how bits get from torch to numpy and back.
+
+They get there through views: no value is converted on its way to or from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import ml_dtypes
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.format.dtypes import ELEMENT_TYPES, DType, from_name, from_zarr_v2
+
+__all__ = [
+    "DTYPES",
+    "DType",
+    "are_plain_memory",
+    "as_numpy",
+    "as_tensor",
+    "fillable",
+    "from_name",
+    "from_torch",
+    "from_zarr_v2",
+    "is_lossless",
+    "is_plain_memory",
+    "plain_addresses",
+]
+
+# float8_e8m0fnu came with torch 2.7.
+DTYPES = tuple(row for row in ELEMENT_TYPES if hasattr(torch, row.name))
+_BY_TORCH = {row.torch: row for row in DTYPES}
+
+
+def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
+    """The dtype for a torch dtype.
+
+    Raises:
+        InvalidShardingError: if it cannot be stored.
+    """
+    try:
+        return _BY_TORCH[dtype]
+    except KeyError:
+        finding = Finding(
+            problem="this dtype cannot be stored",
+            key=key,
+            expected=", ".join(row.name for row in DTYPES),
+            found=str(dtype),
+            remedy="Convert the tensor, or wrap it in a ShardedObject.",
+        )
+        raise InvalidShardingError("unsupported dtype", [finding]) from None
+
+
+def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether every value of ``stored``, signed zeros and infinities included, is in ``wanted``.
+
+    This is stricter than numpy's "safe" casting, which allows int64 to float64.
+    """
+    source, target = from_torch(stored), from_torch(wanted)
+    if source == target:
+        return True
+    if wanted.is_complex:
+        return is_lossless(stored.to_real(), wanted.to_real())
+    if stored == torch.bool:
+        return target.name != "float8_e8m0fnu"  # it has no zero
+    if wanted.is_floating_point and not stored.is_complex:
+        return _fits_float(stored, wanted)
+    if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
+        return False
+    own, other = torch.iinfo(stored), torch.iinfo(wanted)
+    return other.min <= own.min and own.max <= other.max
+
+
+def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    # The 8-bit floats differ in their special values: no other type fits into one.
+    if wanted.itemsize == 1:
+        return False
+    target: Any = ml_dtypes.finfo(from_torch(wanted).numpy)  # type: ignore[no-untyped-call]
+    if not stored.is_floating_point:
+        # The most negative integer is a power of two, so the sign costs no precision.
+        bits = torch.iinfo(stored).max.bit_length()
+        return bits <= int(target.nmant) + 1 and bits <= int(target.maxexp)
+    source: Any = ml_dtypes.finfo(from_torch(stored).numpy)  # type: ignore[no-untyped-call]
+    return bool(
+        source.nmant <= target.nmant
+        and float(source.max) <= float(target.max)
+        and float(source.smallest_subnormal) >= float(target.smallest_subnormal)
+    )
+
+
+_BITS_BY_ITEMSIZE = {1: torch.int8, 2: torch.int16}
+_BITS_BY_TORCH = {
+    row.torch: _BITS_BY_ITEMSIZE[row.itemsize] for row in DTYPES if row.bits is not row.numpy
+}
+
+
+def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A numpy array over the memory of a CPU tensor: same shape, same strides, same bits.
+
+    A conjugate or negative view is copied first, because its memory holds other values.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    dtype = from_torch(tensor.dtype)
+    if dtype.bits is dtype.numpy:
+        return tensor.numpy()
+    array: npt.NDArray[Any] = tensor.view(_BITS_BY_ITEMSIZE[dtype.itemsize]).numpy()
+    return array.view(dtype.numpy)
+
+
+def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] | None:
+    """A numpy array over the memory of a tensor, if bits of ``dtype`` can be written there.
+
+    None if torch must copy them: to another device, to another dtype, or into a conjugate or
+    negative view, whose memory holds other values than the view.
+    """
+    if destination.dtype is not dtype or not destination.is_cpu:
+        return None
+    if destination.is_conj() or destination.is_neg():
+        return None
+    bits = _BITS_BY_TORCH.get(dtype)
+    return destination.numpy() if bits is None else destination.view(bits).numpy()
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor are its CPU memory from ``data_ptr`` on, in C order."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def are_plain_memory(tensors: Sequence[object]) -> bool:
+    """Whether all of them are tensors that are plain memory, see ``is_plain_memory``."""
+    # Column by column, because this is for very many.
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and all(map(attrgetter("is_cpu"), tensors))
+        and {torch.strided}.issuperset(map(attrgetter("layout"), tensors))
+        and all(map(methodcaller("is_contiguous"), tensors))
+        and not any(map(methodcaller("is_neg"), tensors))
+        and not any(map(methodcaller("is_conj"), tensors))
+    )
+
+
+def plain_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Address of the first value of each tensor for which ``is_plain_memory`` holds; else -1."""
+    strided = torch.strided
+    return [
+        tensor.data_ptr()
+        if tensor is not None
+        and type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        else -1
+        for tensor in tensors
+    ]
+
+
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor of ``dtype`` over the memory of a numpy array with the same bits."""
+    known = from_torch(dtype)
+    return torch.from_numpy(array.view(known.bits)).view(dtype)
+
+
+def overlaps_itself(data: torch.Tensor) -> bool:
+    """Whether several elements surely have the same place in memory."""
+    if data.layout is not torch.strided or data.is_contiguous():
+        return False
+    strides = [step for step, extent in zip(data.stride(), data.shape, strict=True) if extent > 1]
+    return 0 in strides or len({*strides}) < len(strides)

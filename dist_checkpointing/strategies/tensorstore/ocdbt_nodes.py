@@ -1,0 +1,733 @@
+"""OCDBT, bytes: manifest, nodes and their columns, encoded and decoded.
+
+A B+tree says in which file, and at which byte, the value of each key lies. All numbers below are
+those of the format; nothing here knows what the keys and values mean.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+
+I64 = npt.NDArray[np.int64]
+
+
+MOST_U16: Final = (1 << 16) - 1
+
+
+MOST_U32: Final = (1 << 32) - 1
+
+
+MOST_I64: Final = (1 << 63) - 1
+
+
+MOST_U64: Final = (1 << 64) - 1
+
+
+_MOST_VARINT_BYTES: Final = 10
+
+
+_BYTES: Final = np.uint64(1) << np.arange(8, 64, 8, dtype=np.uint64)
+
+
+"""The first number that takes two bytes, three, ..., eight."""
+
+
+class Malformed(ValueError):
+    """A record that is not what the format allows."""
+
+
+class Body:
+    """The body of a record, read column by column."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.position = 0
+        self._bytes = np.frombuffer(data, dtype=np.uint8)
+
+    def varint(self, most: int) -> int:
+        """One unsigned integer of variable length."""
+        value = shift = 0
+        for byte in self.data[self.position : self.position + _MOST_VARINT_BYTES]:
+            self.position += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                if value > most:
+                    raise Malformed(f"the integer {value} is above {most}")
+                return value
+        raise Malformed("an integer has no end")
+
+    def varints(self, count: int, most: int = MOST_I64) -> I64:
+        """A column of unsigned integers of at most 63 bits."""
+        return self.wide_varints(count, most).astype(np.int64)
+
+    def wide_varints(self, count: int, most: int = MOST_U64) -> U64:
+        """A column of unsigned integers."""
+        # Before anything of this size is made.
+        if count > len(self.data) - self.position:
+            raise Malformed(f"a column of {count} integers runs over the end")
+        if count <= 0:
+            return np.zeros(0, dtype=np.uint64)
+        begin = self.position
+        for width in (1, 3, _MOST_VARINT_BYTES):
+            window = self._bytes[begin : begin + width * count]
+            stops = np.flatnonzero(window < 0x80)[:count]
+            if len(stops) == count:
+                break
+        else:
+            raise Malformed(f"{count} integers have no end, or more than 64 bits")
+        self.position = begin + int(stops[-1]) + 1
+        values = window.astype(np.uint64) if width == 1 else _joined_digits(window, stops)
+        if most < MOST_U64 and int(values.max()) > most:
+            raise Malformed(f"the integer {values.max()} is above {most}")
+        return values
+
+    def fixed(self, count: int, dtype: str) -> npt.NDArray[Any]:
+        """A column of integers of fixed size."""
+        kind = np.dtype(dtype)
+        return np.frombuffer(self.take(count * kind.itemsize), dtype=kind)
+
+    def take(self, num_bytes: int) -> bytes:
+        stop = self.position + num_bytes
+        if stop > len(self.data):
+            raise Malformed(f"{num_bytes} bytes from {self.position} run over the end")
+        taken = self.data[self.position : stop]
+        self.position = stop
+        return taken
+
+    def finish(self) -> None:
+        """Make sure that nothing is left."""
+        if self.position != len(self.data):
+            raise Malformed(f"{len(self.data) - self.position} bytes are left")
+
+
+def _joined_digits(data: npt.NDArray[np.uint8], stops: I64) -> U64:
+    """The integers whose last bytes are at ``stops``."""
+    sizes = np.diff(stops, prepend=-1)
+    longest = int(sizes.max())
+    # The tenth byte of an integer has one bit of its 64.
+    if longest > _MOST_VARINT_BYTES or (
+        longest == _MOST_VARINT_BYTES and (data[stops[sizes == longest]] > 1).any()
+    ):
+        raise Malformed("an integer has more than 64 bits")
+    starts = stops - sizes + 1
+    values = np.zeros(len(stops), dtype=np.uint64)
+    shortest = int(sizes.min())
+    for place in range(longest):
+        has = slice(None) if place < shortest else np.flatnonzero(sizes > place)
+        digits = (data[starts[has] + place] & 0x7F).astype(np.uint64)
+        values[has] |= digits << np.uint64(7 * place)
+    return values
+
+
+def total(lengths: I64, most: int, what: str) -> int:
+    """The sum of lengths, each of at most 32 bits or with a sum that cannot overflow."""
+    if len(lengths) and (int(lengths.max()) > most or int(lengths.sum()) > most):
+        raise Malformed(f"{what} take more than {most} bytes")
+    return int(lengths.sum())
+
+
+def encoded(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
+    """Unsigned integers of variable length, one after the other."""
+    column = np.asarray(values, dtype=np.uint64)
+    if not len(column) or int(column.max()) < 0x80:
+        return column.astype(np.uint8).tobytes()
+    sizes = np.ones(len(column), dtype=np.int64)
+    for place in range(1, _MOST_VARINT_BYTES):
+        longer = column >> np.uint64(7 * place) != 0
+        if not longer.any():
+            break
+        sizes += longer
+    ends = np.cumsum(sizes)
+    data = np.empty(int(ends[-1]), dtype=np.uint8)
+    starts = ends - sizes
+    for place in range(int(sizes.max())):
+        has = np.flatnonzero(sizes > place)
+        digits = column[has] >> np.uint64(7 * place) & np.uint64(0x7F)
+        more = (sizes[has] > place + 1).astype(np.uint64) << np.uint64(7)
+        data[starts[has] + place] = digits | more
+    return data.tobytes()
+
+
+def shared_lengths(strings: Sequence[bytes]) -> I64:
+    """How many bytes each of the strings shares with the one before; 0 for the first."""
+    count = len(strings)
+    shared = np.zeros(count, dtype=np.int64)
+    if count < 2:
+        return shared
+    lengths = np.fromiter(map(len, strings), dtype=np.int64, count=count)
+    joined = b"".join(strings) + bytes(8)
+    # Eight bytes from each place on, as one number: most neighbours differ within a few of these.
+    words = np.ndarray((len(joined) - 7,), dtype="<u8", buffer=joined, strides=(1,))
+    starts = np.cumsum(lengths) - lengths
+    both = np.minimum(lengths[1:], lengths[:-1])
+    rows = np.arange(count - 1)
+    place = 0
+    while len(rows):
+        differ = words[starts[rows] + place] ^ words[starts[rows + 1] + place]
+        lowest_bit = differ & (~differ + np.uint64(1))
+        alike = np.where(differ == 0, 8, np.searchsorted(_BYTES, lowest_bit, side="right"))
+        shared[rows + 1] = np.minimum(place + alike, both[rows])
+        place += 8
+        rows = rows[(differ == 0) & (both[rows] > place)]
+    return shared
+
+
+MANIFEST: Final = 0x0CDB3A2A
+
+
+NODE: Final = 0x0CDB20DE
+
+
+MOST_BODY_BYTES: Final = 1 << 26
+
+
+"""Eight times what TensorStore puts into a node unless told otherwise."""
+
+
+_HEAD: Final = struct.Struct(">I")
+
+
+_LENGTH: Final = struct.Struct("<Q")
+
+
+_CHECKSUM: Final = struct.Struct("<I")
+
+
+_VERSION: Final = 0
+
+
+_RAW, _ZSTD_METHOD = 0, 1
+
+
+_HEAD_BYTES: Final = _HEAD.size + _LENGTH.size
+
+
+_WORTH_COMPRESSING: Final = 1 << 12
+
+
+_ZSTD_LEVEL: Final = 1
+
+
+_FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+
+
+_MOST_BLOCK_BYTES: Final = 1 << 17
+
+
+_ID_BYTES: Final = (0, 1, 2, 4)
+
+
+def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
+    method = _RAW
+    if compressed and len(body) >= _WORTH_COMPRESSING:
+        from numcodecs import zstd  # noqa: PLC0415 - it takes longer than to read small databases
+
+        method, body = _ZSTD_METHOD, zstd.compress(body, _ZSTD_LEVEL)
+    rest = encoded([_VERSION, method]) + body
+    length = _HEAD_BYTES + len(rest) + _CHECKSUM.size
+    data = b"".join([_HEAD.pack(magic), _LENGTH.pack(length), rest])
+    return data + _CHECKSUM.pack(google_crc32c.value(data))
+
+
+def opened(magic: int, record: bytes) -> bytes:
+    if len(record) < _HEAD_BYTES + _CHECKSUM.size or _HEAD.unpack_from(record) != (magic,):
+        raise Malformed(f"no record of kind {magic:#010x}")
+    if _LENGTH.unpack_from(record, _HEAD.size) != (len(record),):
+        raise Malformed("its length differs from what it says")
+    data = record[: -_CHECKSUM.size]
+    if _CHECKSUM.unpack(record[len(data) :]) != (google_crc32c.value(data),):
+        raise Malformed("its checksum differs")
+    head = Body(data[_HEAD_BYTES:])
+    version, method = head.varint(MOST_U32), head.varint(MOST_U32)
+    if version != _VERSION:
+        raise Malformed(f"format version {version} is not known")
+    body = head.data[head.position :]
+    if method == _RAW:
+        return body
+    if method != _ZSTD_METHOD:
+        raise Malformed(f"compression method {method} is not known")
+    return _decompressed(body)
+
+
+def _decompressed(frame: bytes) -> bytes:
+    _check_frame(frame)
+    from numcodecs import zstd  # noqa: PLC0415 - as above
+
+    try:
+        body: bytes = zstd.decompress(frame)
+    except (RuntimeError, ValueError) as error:
+        raise Malformed(f"it cannot be decompressed: {error}") from error
+    if len(body) > MOST_BODY_BYTES:
+        raise Malformed(f"it is larger than {MOST_BODY_BYTES} bytes")
+    return body
+
+
+def _check_frame(frame: bytes) -> None:
+    """Refuse what is not exactly one zstd frame (RFC 8878), or too large, before it takes memory.
+
+    Frames need not say how large their content is, so the blocks are looked through.
+    """
+    if len(frame) < 6 or frame[:4] != _FRAME_MAGIC:
+        raise Malformed("its body is no zstd frame")
+    described = frame[4]
+    is_single = described >> 5 & 1
+    size_bytes = (is_single, 2, 4, 8)[described >> 6]
+    at = 5 + (1 - is_single) + _ID_BYTES[described & 3]
+    content = int.from_bytes(frame[at : at + size_bytes], "little")
+    at += size_bytes
+    most, is_last = 0, False
+    while not is_last:
+        block = int.from_bytes(frame[at : at + 3], "little")
+        is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
+        at += 3 + (1 if kind == 1 else size)
+        most += _MOST_BLOCK_BYTES if kind == 2 else size
+        if at > len(frame) or kind == 3:
+            raise Malformed("a zstd frame is cut off or damaged")
+        if max(most, content) > MOST_BODY_BYTES + _MOST_BLOCK_BYTES:
+            raise Malformed(f"it is larger than {MOST_BODY_BYTES} bytes")
+    if at + 4 * (described >> 2 & 1) != len(frame):
+        raise Malformed("its body is more than a zstd frame")
+
+
+Columns = list[Sequence[int] | I64]
+
+
+MOST_HEIGHT: Final = 255
+
+
+MOST_ENTRIES: Final = 1 << 20
+
+
+_MOST_INLINE_BYTES: Final = 1 << 20
+
+
+_OUTSIDE: Final = 1
+
+
+_OBJECT_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A file that a record refers to, and the folder that paths in its nodes are relative to."""
+
+    path: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Where values or nodes lie, as columns; ``file`` is a position in a list of files."""
+
+    file: I64
+    offset: I64
+    length: I64
+
+    def rows(self, rows: slice | I64) -> Extents:
+        return Extents(self.file[rows], self.offset[rows], self.length[rows])
+
+    @property
+    def columns(self) -> tuple[I64, I64, I64]:
+        return self.file, self.offset, self.length
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStatistics:
+    """What lies below a node, and in it: keys, encoded nodes, and values outside of the tree."""
+
+    num_keys: int
+    num_tree_bytes: int
+    num_value_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A node at the bottom: whole keys, sorted, the extents of their values, and files that hold
+    them.
+
+    The file of a value in the node itself is -1, and its offset counts from the first byte of
+    ``inline``. The node takes about ``num_bytes`` of memory.
+    """
+
+    keys: Sequence[bytes]
+    files: Sequence[FileRef]
+    extents: Extents
+    inline: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interior:
+    """A node above others: extents of the children, and files that hold them.
+
+    Keys are lower bounds of those below each child, whole, sorted; ``prefixes`` are how many bytes
+    of its lower bound all keys below a child begin with.
+    """
+
+    keys: Sequence[bytes]
+    prefixes: I64
+    files: Sequence[FileRef]
+    extents: Extents
+    num_keys: I64
+    num_bytes: int
+
+
+def data_file(base: str, relative: str, folder: str) -> FileRef:
+    """A file of a table that stands in a record below ``folder``.
+
+    Raises:
+        Malformed: if it would lie outside of the database, or where TensorStore does not read it.
+    """
+    path = f"{folder}{base}{relative}"
+    # An empty path is the one of an empty tree, which nobody opens.
+    if path and any(part in ("", ".", "..") for part in path.split("/")):
+        raise Malformed(f"the path {path!r} leads out of the database")
+    if "\0" in path or path.endswith(".__lock"):
+        raise Malformed(f"the path {path!r} cannot be that of a file")
+    return FileRef(path, folder + base)
+
+
+def read_files(body: Body, folder: str) -> list[FileRef]:
+    """The data file table of a record whose paths are relative to ``folder``."""
+    count = body.varint(MOST_ENTRIES)
+    shared = np.concatenate([[0], body.varints(count - 1, MOST_U16)]) if count else np.zeros(0, int)
+    rest = body.varints(count, MOST_U16)
+    base = body.varints(count, MOST_U16)
+    lengths = _checked_lengths(shared, rest, "paths")
+    # Where a path shares more than the base of its neighbour, it must have the same base.
+    if (base > lengths).any() or (
+        (shared[1:] > np.minimum(base[1:], base[:-1])) & (base[1:] != base[:-1])
+    ).any():
+        raise Malformed("the lengths of base paths do not fit")
+    paths = _strings(shared, rest, body, b"")
+    files = []
+    for path, cut in zip(paths, base.tolist(), strict=True):
+        try:
+            files.append(data_file(path[:cut].decode(), path[cut:].decode(), folder))
+        except UnicodeDecodeError as error:
+            raise Malformed(f"the path {path!r} is not UTF-8") from error
+    return files
+
+
+def files_table(paths: Sequence[str]) -> bytes:
+    """The data file table of these paths, with no base path."""
+    names = [path.encode() for path in paths]
+    shared = shared_lengths(names)
+    rests = [name[cut:] for name, cut in zip(names, shared.tolist(), strict=True)]
+    lengths = [len(rest) for rest in rests]
+    columns: Columns = [[len(names)], shared[1:], lengths, [0] * len(names)]
+    return b"".join([*map(encoded, columns), *rests])
+
+
+def _checked_lengths(shared: I64, rest: I64, what: str) -> I64:
+    """The lengths of strings told by what they share with the one before."""
+    lengths = shared + rest
+    if (shared[1:] > lengths[:-1]).any():
+        raise Malformed(f"{what} share more than there is")
+    total(lengths, MOST_BODY_BYTES, what)
+    if len(lengths) and int(lengths.max()) > MOST_U16:
+        raise Malformed(f"{what} are longer than {MOST_U16} bytes")
+    return lengths
+
+
+def _strings(shared: I64, rest: I64, body: Body, first: bytes) -> list[bytes]:
+    """The strings whose rests come next; the first one begins with ``first``."""
+    rests = body.take(total(rest, MOST_BODY_BYTES, "strings"))
+    strings = []
+    string, start = first, 0
+    for kept, length in zip(shared.tolist(), rest.tolist(), strict=True):
+        stop = start + length
+        string = string[:kept] + rests[start:stop]
+        strings.append(string)
+        start = stop
+    return strings
+
+
+def decode_node(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Interior:
+    """The node of this height that a record says.
+
+    Paths in it are relative to ``folder``, and all its keys begin with ``prefix``.
+    """
+    body = Body(opened(NODE, record))
+    if body.take(1) != bytes([height]):
+        raise Malformed(f"its height is {body.data[0]} and not {height}")
+    files = read_files(body, folder)
+    count = body.varint(MOST_ENTRIES)
+    if count == 0:
+        raise Malformed("it has no entries")
+    # Keys are whole: what the first has of the prefix, all have.
+    shared = np.concatenate([[0], body.varints(count - 1, MOST_U16)]) + len(prefix)
+    rest = body.varints(count, MOST_U16)
+    prefixes = body.varints(count, MOST_U16) + len(prefix) if height else np.zeros(count, int)
+    key_bytes = int(_checked_lengths(shared, rest, "keys").sum())
+    if (prefixes > shared + rest).any():
+        raise Malformed("the keys below a child share more than its lower bound")
+    keys = _strings(shared, rest, body, prefix)
+    if not all(map(operator.lt, keys, islice(keys, 1, None))):
+        raise Malformed("its keys do not rise")
+    path_bytes = sum(len(file.path) for file in files)
+    num_bytes = len(body.data) + key_bytes + path_bytes + _OBJECT_BYTES * (count + len(files))
+    if height:
+        extents = _extents(body, count, files)
+        num_keys = body.varints(count)
+        body.wide_varints(2 * count)
+        body.finish()
+        return Interior(keys, prefixes, files, extents, num_keys, num_bytes)
+    lengths = body.varints(count)
+    kinds = body.fixed(count, "u1")
+    if int(kinds.max()) > _OUTSIDE:
+        raise Malformed(f"a value of kind {kinds.max()}")
+    is_outside = kinds == _OUTSIDE
+    file = np.full(count, -1)
+    offset = np.zeros(count, dtype=np.int64)
+    outside = _extents(body, int(is_outside.sum()), files, lengths[is_outside])
+    file[is_outside], offset[is_outside] = outside.file, outside.offset
+    inside = lengths[~is_outside]
+    if len(inside) and int(inside.max()) > _MOST_INLINE_BYTES:
+        raise Malformed(f"a value in the tree has more than {_MOST_INLINE_BYTES} bytes")
+    offset[~is_outside] = np.cumsum(inside) - inside
+    inline = body.take(total(inside, MOST_BODY_BYTES, "values in the tree"))
+    body.finish()
+    return Leaf(keys, files, Extents(file, offset, lengths), inline, num_bytes)
+
+
+def _extents(
+    body: Body, count: int, files: Sequence[FileRef], lengths: I64 | None = None
+) -> Extents:
+    file = body.varints(count)
+    if count and int(file.max()) >= len(files):
+        raise Malformed(f"file {file.max()} of {len(files)}")
+    if any(not files[number].path for number in np.unique(file).tolist()):
+        raise Malformed("a file without a path")
+    offset = body.varints(count)
+    if lengths is None:
+        lengths = body.varints(count)
+    if (offset > MOST_I64 - lengths).any():
+        raise Malformed("a place behind the end of any file")
+    return Extents(file, offset, lengths)
+
+
+def encode_leaf(
+    keys: Sequence[bytes], shared: I64, cut: int, files: Sequence[str], extents: Extents
+) -> bytes:
+    """The record of a leaf whose values are all outside of the tree.
+
+    Keys are whole and sorted. Each has ``shared`` bytes in common with the one before it, and the
+    node above knows the first ``cut`` of all.
+    """
+    used, file = np.unique(extents.file, return_inverse=True)
+    columns = [
+        encoded(extents.length),
+        bytes([_OUTSIDE]) * len(keys),
+        encoded(file),
+        encoded(extents.offset),
+    ]
+    table = files_table([files[number] for number in used.tolist()])
+    body = [b"\0", table, *_key_columns(keys, shared, cut, None), *columns]
+    return sealed(NODE, b"".join(body), compressed=True)
+
+
+def encode_interior(
+    height: int,
+    keys: Sequence[bytes],
+    cut: int,
+    prefixes: I64,
+    path: str,
+    extents: Extents,
+    below: Sequence[TreeStatistics],
+) -> bytes:
+    """The record of a node whose children all lie in one file.
+
+    Keys are lower bounds, whole and sorted, of which the node above knows the first ``cut`` bytes.
+    All keys below a child begin with ``prefixes`` bytes of its own.
+    """
+    statistics: Columns = [
+        [row.num_keys for row in below],
+        [row.num_tree_bytes for row in below],
+        [row.num_value_bytes for row in below],
+    ]
+    places: Columns = [np.zeros(len(keys), dtype=np.int64), extents.offset, extents.length]
+    body = [
+        bytes([height]),
+        files_table([path]),
+        *_key_columns(keys, shared_lengths(keys), cut, prefixes - cut),
+        *map(encoded, [*places, *statistics]),
+    ]
+    return sealed(NODE, b"".join(body), compressed=True)
+
+
+def _key_columns(keys: Sequence[bytes], shared: I64, cut: int, prefixes: I64 | None) -> list[bytes]:
+    starts = shared.copy()
+    starts[0] = cut
+    rests = [key[start:] for key, start in zip(keys, starts.tolist(), strict=True)]
+    lengths = np.fromiter(map(len, rests), dtype=np.int64, count=len(rests))
+    columns: Columns = [[len(keys)], starts[1:] - cut, lengths]
+    if prefixes is not None:
+        columns.append(prefixes)
+    return [*map(encoded, columns), *rests]
+
+
+MANIFEST_NAME: Final = "manifest.ocdbt"
+
+
+_SINGLE, _NUMBERED = 0, 1
+
+
+_NO_COMPRESSION, _ZSTD = 0, 1
+
+
+_INLINE_BYTES: Final = 1024
+
+
+NODE_BYTES: Final = 1 << 18
+
+
+"""Estimated size of a decoded node. A reader of one key decodes one for each level of the tree."""
+
+
+_ARITY_LOG2: Final = 4
+
+
+_MOST_ARITY_LOG2: Final = 16
+
+
+_ZSTD_LEVEL_FIELD: Final = struct.Struct("<i")
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The node where a tree begins, and the statistics of the whole tree."""
+
+    height: int
+    file: FileRef
+    offset: int
+    length: int
+    statistics: TreeStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a manifest says: its settings, encoded, and the root of its newest version, if any.
+
+    If it is numbered, other manifests, with numbers, say where trees begin.
+    """
+
+    config: bytes
+    is_numbered: bool
+    generation: int
+    root: Root | None
+
+
+def encode_manifest(root: Root | None) -> bytes:
+    """The manifest of a database with one version, whose root lies in a file without base path."""
+    config = [
+        uuid.uuid4().bytes,
+        bytes([_SINGLE]),
+        encoded([_INLINE_BYTES, NODE_BYTES]),
+        bytes([_ARITY_LOG2]),
+        encoded([_ZSTD]),
+        _ZSTD_LEVEL_FIELD.pack(0),
+    ]
+    if root is None:
+        path, height, place, numbers = "", 0, [0, MOST_U64, MOST_U64], [0, 0, 0]
+    else:
+        path, height, place = root.file.path, root.height, [0, root.offset, root.length]
+        below = root.statistics
+        numbers = [below.num_keys, below.num_tree_bytes, below.num_value_bytes]
+    version = [
+        encoded([1, 1]),
+        bytes([height]),
+        encoded(np.array([*place, *numbers], dtype=np.uint64)),
+        time.time_ns().to_bytes(8, "little"),
+    ]
+    body = b"".join([*config, files_table([path]), *version, encoded([0])])
+    return sealed(MANIFEST, body, compressed=False)
+
+
+def decode_manifest(record: bytes) -> Manifest:
+    """What the bytes of a manifest say."""
+    body = Body(opened(MANIFEST, record))
+    identity = body.take(16)
+    kind = body.take(1)[0]
+    start = body.position
+    body.varint(MOST_U32)
+    body.varint(MOST_U32)
+    arity = body.take(1)[0]
+    method = body.varint(MOST_U32)
+    if method == _ZSTD:
+        body.take(_ZSTD_LEVEL_FIELD.size)
+    if kind > _NUMBERED or not 1 <= arity <= _MOST_ARITY_LOG2 or method > _ZSTD:
+        raise Malformed("its settings are not known")
+    config = identity + body.data[start : body.position]
+    if kind == _NUMBERED:
+        body.finish()
+        return Manifest(config, is_numbered=True, generation=0, root=None)
+    files = read_files(body, "")
+    generation, root = _newest(body, files, arity)
+    _check_older(body, len(files), arity)
+    body.finish()
+    return Manifest(config, is_numbered=False, generation=generation, root=root)
+
+
+def _newest(body: Body, files: list[FileRef], arity: int) -> tuple[int, Root | None]:
+    """The last of the versions that stand in the manifest itself."""
+    count = body.varint(1 << arity)
+    if count == 0:
+        raise Malformed("it has no version")
+    generations = body.varints(count)
+    heights = body.fixed(count, "u1")
+    file = body.varints(count)
+    offset, length, num_keys, tree_bytes, value_bytes = (body.wide_varints(count) for _ in range(5))
+    body.fixed(count, "<u8")
+    same = generations - 1 >> arity
+    if int(generations[0]) < 1 or (np.diff(generations) <= 0).any() or (same != same[-1]).any():
+        raise Malformed("its versions are not in order")
+    if int(file.max()) >= len(files):
+        raise Malformed(f"file {file.max()} of {len(files)}")
+    newest = files[int(file[-1])]
+    place = (int(offset[-1]), int(length[-1]))
+    below = TreeStatistics(int(num_keys[-1]), int(tree_bytes[-1]), int(value_bytes[-1]))
+    height = int(heights[-1])
+    if place == (MOST_U64, MOST_U64):
+        if newest.path or height or below != TreeStatistics(0, 0, 0):
+            raise Malformed("its empty tree is not empty")
+        return int(generations[-1]), None
+    if not newest.path or place[1] > MOST_BODY_BYTES or sum(place) > MOST_I64:
+        raise Malformed("its tree is nowhere")
+    return int(generations[-1]), Root(height, newest, *place, below)
+
+
+def _check_older(body: Body, num_files: int, arity: int) -> None:
+    """Check the references to nodes of older versions; their content is not read."""
+    count = body.varint(MOST_HEIGHT)
+    generations, file = body.varints(count), body.varints(count)
+    for _ in range(3):
+        body.wide_varints(count)
+    body.fixed(count, "<u8")
+    heights = body.fixed(count, "u1").astype(np.int64)
+    if count == 0:
+        return
+    if (
+        int(generations[0]) < 1
+        or (np.diff(generations) <= 0).any()
+        or (np.diff(heights) >= 0).any()
+        or int(heights[-1]) < 1
+        or int(heights[0]) > min(MOST_HEIGHT, 63 // arity - 1)
+        or int(file.max()) >= num_files
+    ):
+        raise Malformed("its older versions are not in order")
