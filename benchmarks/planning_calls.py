@@ -18,7 +18,7 @@ import torch
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.mapping.nesting import DictKey, Path
+from dist_checkpointing.mapping.nested_dicts import DictKey, Path
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Brought, pack_tables

@@ -18,8 +18,8 @@ from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor, large_tensors
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict, tensor_memory
-from dist_checkpointing.mapping.nesting import DictKey
-from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import DictKey
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read

@@ -26,9 +26,8 @@ from dist_checkpointing.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
-from dist_checkpointing.mapping.base import ReplicaId
-from dist_checkpointing.mapping.dtensor import LocalPart, local_part
-from dist_checkpointing.mapping.nesting import (
+from dist_checkpointing.mapping.dtensor_boxes import LocalPart, local_part
+from dist_checkpointing.mapping.nested_dicts import (
     DictKey,
     Path,
     containers_with,
@@ -36,6 +35,7 @@ from dist_checkpointing.mapping.nesting import (
     path_text,
     unflatten,
 )
+from dist_checkpointing.mapping.objects_and_factories import ReplicaId
 
 
 def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> ShardedStateDict:

@@ -17,7 +17,7 @@ from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.interop.torch_state import TorchState
 from dist_checkpointing.manager.manager import CheckpointManager
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.readers import load_tensors_metadata
 from dist_checkpointing.serialization.save import save

@@ -20,8 +20,8 @@ from dist_checkpointing.format.checksums import checksum_files, read_table
 from dist_checkpointing.format.commit import data_folder, read_config
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful
-from dist_checkpointing.mapping.partition import partition
-from dist_checkpointing.mapping.stateful import as_state_dict
+from dist_checkpointing.mapping.objects_and_factories import as_state_dict
+from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables

@@ -18,7 +18,7 @@ from dist_checkpointing.mapping import (
     is_main_replica,
     tensor_memory,
 )
-from dist_checkpointing.mapping.tensor_rules import fields_of
+from dist_checkpointing.mapping.sharded_tensor import fields_of
 from dist_checkpointing.planning.shard_table import (
     OBJECT,
     Bools,

@@ -17,7 +17,7 @@ from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.tensor_rules import fields_of
+from dist_checkpointing.mapping.sharded_tensor import fields_of
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.agreed_cache import AgreedCache
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows

@@ -18,7 +18,7 @@ import torch
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.mapping.nesting import Path
+from dist_checkpointing.mapping.nested_dicts import Path
 from dist_checkpointing.planning.items import SavePlan, WriteItem, WriteItemType
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout
 from dist_checkpointing.planning.read_items import ReadItem

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.mapping.nesting import Path
-from dist_checkpointing.mapping.tensor_columns import TensorColumns
+from dist_checkpointing.mapping.nested_dicts import Path
+from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.planning.reads import WantedShards
 from dist_checkpointing.planning.shard_table import Int32s
 

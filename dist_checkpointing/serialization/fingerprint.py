@@ -20,10 +20,10 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     tensor_memory,
 )
-from dist_checkpointing.mapping.nesting import DictKey
-from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.partition import partition
-from dist_checkpointing.mapping.stateful import as_state_dict
+from dist_checkpointing.mapping.nested_dicts import DictKey
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.objects_and_factories import as_state_dict
+from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning.coverage import (
     check_coverage,
     find_coverage_problems,

@@ -26,9 +26,9 @@ from dist_checkpointing.mapping import (
     StateDict,
     StoredState,
 )
-from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.partition import Partition, partition
-from dist_checkpointing.mapping.tensor_columns import TensorColumns
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.state_dict_parts import Partition, partition
+from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.planning.recipe import Recipe, require_recipe
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.serialization.load_checks import (

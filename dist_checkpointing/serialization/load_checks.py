@@ -15,11 +15,11 @@ import xxhash
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.mapping import ShardedBase, StateDict
-from dist_checkpointing.mapping.partition import Partition
-from dist_checkpointing.mapping.tensor_columns import TensorColumns
+from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
+from dist_checkpointing.planning.load_plan import TensorColumns
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.mapping.nesting import AtPaths, chained, value_at
-from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.partition import Partition
+from dist_checkpointing.mapping.nested_dicts import AtPaths, chained, value_at
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter

@@ -29,10 +29,10 @@ from dist_checkpointing.mapping import (
     StoredState,
     tensor_memory,
 )
-from dist_checkpointing.mapping.base import shallow_copy
-from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.nesting import Position
-from dist_checkpointing.mapping.partition import Partition, partition
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import Position
+from dist_checkpointing.mapping.objects_and_factories import shallow_copy
+from dist_checkpointing.mapping.state_dict_parts import Partition, partition
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy

@@ -18,7 +18,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.mapping.nesting import Position
+from dist_checkpointing.mapping.nested_dicts import Position
 from dist_checkpointing.planning import DefaultLoadPlanner
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.serialization.fingerprint import verify_restored

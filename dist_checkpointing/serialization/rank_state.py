@@ -14,8 +14,8 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from dist_checkpointing.mapping.nesting import flatten, path_text
-from dist_checkpointing.mapping.partition import Partition, partition
+from dist_checkpointing.mapping.nested_dicts import flatten, path_text
+from dist_checkpointing.mapping.state_dict_parts import Partition, partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage.staging import StagingBuffers, detached_copy, stage_plan

@@ -21,8 +21,8 @@ from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
 from dist_checkpointing.mapping import CommonStateDict, is_main_replica
-from dist_checkpointing.mapping.nesting import path_text
-from dist_checkpointing.mapping.partition import Partition
+from dist_checkpointing.mapping.nested_dicts import path_text
+from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.protocol import StorageWriter

@@ -23,7 +23,7 @@ from dist_checkpointing.format.leftovers import PARTS_NAME
 from dist_checkpointing.format.object_store_commit import StoreAttempt, begin_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.mapping import ShardedStateDict
-from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.planning.cutting import along_grids
 from dist_checkpointing.planning.layout import RowBlockLayout

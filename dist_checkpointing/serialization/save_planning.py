@@ -12,7 +12,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
-from dist_checkpointing.mapping.stateful import as_state_dict
+from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Exchanged, exchange_tables

@@ -22,7 +22,6 @@ from dist_checkpointing.format.checksums import (
 )
 from dist_checkpointing.format.index import Index, StatedSize, meets_many, stated_size
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     LoadPlan,
@@ -32,6 +31,7 @@ from dist_checkpointing.planning import (
     SavePlanner,
 )
 from dist_checkpointing.planning.hook_calls import call_hook
+from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, concatenate

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.mapping.nesting import flatten
+from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
 from dist_checkpointing.storage.host_blocks import CopyStreams, padded
 

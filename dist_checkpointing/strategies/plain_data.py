@@ -25,7 +25,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from dist_checkpointing.mapping.nesting import Path, path_text
+from dist_checkpointing.mapping.nested_dicts import Path, path_text
 from dist_checkpointing.strategies.safe_pickle import (
     SAFE_GLOBALS,
     PlainPickler,

@@ -22,7 +22,7 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import DefaultSavePlanner, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, SavePlanning
 from dist_checkpointing.planning.planners import Leaves

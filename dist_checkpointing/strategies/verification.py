@@ -35,8 +35,8 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import Seal, check_config, check_files
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
-from dist_checkpointing.mapping.nesting import DictKey
-from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import DictKey
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.planning.default import misfits
 from dist_checkpointing.planning.wanted import WantedLeaves

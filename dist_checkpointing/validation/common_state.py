@@ -16,7 +16,7 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.mapping import CommonStateDict
-from dist_checkpointing.mapping.nesting import flatten, path_text
+from dist_checkpointing.mapping.nested_dicts import flatten, path_text
 from dist_checkpointing.threads import paused_collector
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from dist_checkpointing.errors import Finding, StateMismatchError, hint
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.mapping.base import shallow_copy
-from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.nesting import path_text
-from dist_checkpointing.mapping.partition import Partition
-from dist_checkpointing.mapping.tensor_columns import TensorColumns
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import path_text
+from dist_checkpointing.mapping.objects_and_factories import shallow_copy
+from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.mapping.tensor_memory import is_lossless, overlaps_itself
+from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.validation.strictness import StrictHandling
 from dist_checkpointing.validation.unwrapped import is_there
 

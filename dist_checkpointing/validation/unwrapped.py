@@ -16,16 +16,16 @@ import torch
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.nesting import (
+from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
     DictKey,
     Path,
     Position,
     is_container,
+    overlay,
     path_text,
 )
-from dist_checkpointing.mapping.overlay import overlay
-from dist_checkpointing.mapping.partition import Partition
+from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.validation.strictness import StrictHandling
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.interop import TorchState
-from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename, Rule
 from dist_checkpointing.planning.recipe_shapes import (

@@ -16,7 +16,7 @@ from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTenso
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.mapping.nesting import DictKey
+from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning import exchange as exchange_module
 from dist_checkpointing.planning.balance import HolderSets, rows_of_ranks, tensor_replicas

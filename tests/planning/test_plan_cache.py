@@ -22,7 +22,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.mapping.nesting import DictKey
+from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.plan_save import PlanCache, SavePlanning

@@ -29,7 +29,7 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.mapping import is_main_replica
-from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,

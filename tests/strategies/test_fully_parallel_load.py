@@ -27,7 +27,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.geometry import Box, boxes_of_part
 from dist_checkpointing.format.index import Index, read_index
-from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
 from dist_checkpointing.storage.options import StorageOptions

@@ -26,7 +26,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import is_main_replica
-from dist_checkpointing.mapping.nesting import flatten
+from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner, WriteItem
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveShardedStrategy

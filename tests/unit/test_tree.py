@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import StateMismatchError
-from dist_checkpointing.mapping.nesting import (
+from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
     DictKey,
     Path,
@@ -20,12 +20,12 @@ from dist_checkpointing.mapping.nesting import (
     containers_with,
     flatten,
     is_container,
+    overlay,
     path_text,
     unflatten,
     unflatten_part,
     value_at,
 )
-from dist_checkpointing.mapping.overlay import overlay
 from tiers import examples
 
 

@@ -26,8 +26,8 @@ from dist_checkpointing.format.commit import check_is_distributed_checkpoint, da
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, dcp_names_in
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.nesting import Position
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import Position
 from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.protocol import StorageReader

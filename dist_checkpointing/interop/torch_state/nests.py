@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.mapping.nesting import is_container
+from dist_checkpointing.mapping.nested_dicts import is_container
 
 
 def outline(value: object, key: str) -> Any:

@@ -34,7 +34,7 @@ from dist_checkpointing.mapping import (
     StateDict,
     StoredState,
 )
-from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning.replicas import digest_of_values
 from dist_checkpointing.validation.common_state import CommonDigests
 

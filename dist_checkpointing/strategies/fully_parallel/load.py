@@ -14,7 +14,7 @@ from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
-from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.options import StorageOptions

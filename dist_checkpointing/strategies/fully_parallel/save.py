@@ -9,7 +9,7 @@ from typing import Any
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor
-from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlanner
 from dist_checkpointing.planning.balance import choose_writers
 from dist_checkpointing.planning.balanced_planner import check_replicas_have_data

@@ -19,7 +19,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.mapping.nesting import MISSING, flatten, unflatten_part
+from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, unflatten_part
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.tools.convert.deepspeed_partitions import (
     STAGE_3,

@@ -15,8 +15,8 @@ from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.mapping.nesting import MISSING, DictKey, flatten, unflatten_part
-from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import MISSING, DictKey, flatten, unflatten_part
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.tools.convert.sources import MappedSource, require
 

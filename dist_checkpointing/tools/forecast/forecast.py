@@ -11,8 +11,8 @@ from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFo
 from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format.geometry import Ints, Window
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import MetadataIndex, ReadItem
+from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.planning.reads import WantedShard, plan_load
 from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.serialization.load_recipe import source_leaves

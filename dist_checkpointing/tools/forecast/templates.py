@@ -14,9 +14,9 @@ import torch
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.nesting import DictKey
-from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.mapping.nested_dicts import DictKey
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.tools.forecast.topology import KeyCut, part_of
 
 

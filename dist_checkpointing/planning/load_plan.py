@@ -10,14 +10,12 @@ from operator import add, attrgetter, le
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.mapping.tensor import ShardedTensor
+from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
 from dist_checkpointing.mapping.tensor_memory import plain_addresses
-
-Int64s = npt.NDArray[np.int64]
+from dist_checkpointing.planning.shard_table import Int64s
 
 _FIELDS = tuple(
     map(

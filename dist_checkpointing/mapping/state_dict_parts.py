@@ -15,20 +15,22 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from dist_checkpointing.mapping.nesting import (
+from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
+    NO_LEAF,
     AtPaths,
     Path,
     Skeleton,
     containers_with,
     flatten,
+    overlay,
+    overlay_all,
     part_of,
     path_text,
     paths_of,
     take_apart,
     unflatten,
 )
-from dist_checkpointing.mapping.overlay import NO_LEAF, overlay, overlay_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.mapping.base import invalid_sharding
+from dist_checkpointing.mapping.objects_and_factories import invalid_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
