@@ -20,16 +20,16 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import DictKey, Path
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import Brought, pack_tables
-from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.planning.plan_save import (
+from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.planning.save_plan import (
     AgreedPlan,
     PlanCache,
     PlanFacts,
     SavePlanning,
     exchanged_parts,
 )
+from dist_checkpointing.planning.shard_table import describe
+from dist_checkpointing.planning.table_exchange import Brought, pack_tables
 
 T = TypeVar("T")
 

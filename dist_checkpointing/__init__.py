@@ -28,9 +28,9 @@ if typing.TYPE_CHECKING:
         ShardedTensor,
         ShardedTensorFactory,
     )
-    from dist_checkpointing.planning.plan_save import PlanCache
     from dist_checkpointing.planning.recipe import Recipe
-    from dist_checkpointing.planning.replicas import ReplicaCheck
+    from dist_checkpointing.planning.replica_check import ReplicaCheck
+    from dist_checkpointing.planning.save_plan import PlanCache
     from dist_checkpointing.serialization.async_save import async_save
     from dist_checkpointing.serialization.async_saver import AsyncSaver
     from dist_checkpointing.serialization.fingerprint import fingerprint
@@ -115,9 +115,9 @@ _NAMES_BY_MODULE = {
         "ShardedTensor",
         "ShardedTensorFactory",
     ),
-    "planning.plan_save": ("PlanCache",),
+    "planning.save_plan": ("PlanCache",),
     "planning.recipe": ("Recipe",),
-    "planning.replicas": ("ReplicaCheck",),
+    "planning.replica_check": ("ReplicaCheck",),
     "serialization.async_save": ("async_save",),
     "serialization.async_saver": ("AsyncSaver",),
     "serialization.fingerprint": ("fingerprint",),

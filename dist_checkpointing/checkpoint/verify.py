@@ -23,8 +23,7 @@ from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.shard_table import concatenate
+from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressOption

@@ -23,9 +23,8 @@ from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedSta
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.shard_table import ShardTable, describe
+from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import Selection, open_checkpoint

@@ -1,37 +1,49 @@
 """Who writes and who reads which box: items, plans, planner protocol, default planners."""
 
-from dist_checkpointing.planning.balance import distribute_shards_to_ranks
-from dist_checkpointing.planning.balanced_planner import BalancedSavePlanner
-from dist_checkpointing.planning.default import DefaultLoadPlanner, DefaultSavePlanner
 from dist_checkpointing.planning.items import (
+    LoadItemType,
     LocalPlans,
     MetadataIndex,
+    ReadItem,
     SavePlan,
+    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.llama_recipes import (
+from dist_checkpointing.planning.load_plan import LoadPlan, ReadTable
+from dist_checkpointing.planning.metadata import Metadata
+from dist_checkpointing.planning.model_recipes import (
     llama_to_megatron,
     megatron_to_llama,
     megatron_to_mixtral,
     mixtral_to_megatron,
 )
-from dist_checkpointing.planning.metadata import Metadata
-from dist_checkpointing.planning.planners import Destinations, LoadPlanner, SavePlanner
-from dist_checkpointing.planning.read_items import LoadItemType, ReadItem
-from dist_checkpointing.planning.read_table import LoadPlan, ReadTable
-from dist_checkpointing.planning.reads import plan_load
+from dist_checkpointing.planning.planners import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    Destinations,
+    LoadPlanner,
+    SavePlanner,
+)
 from dist_checkpointing.planning.recipe import Recipe
-from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename
-from dist_checkpointing.planning.recipe_shapes import (
+from dist_checkpointing.planning.recipe_rules import (
+    CastTo,
     Concat,
+    Drop,
+    Keep,
+    Missing,
+    Rename,
     Resize,
     Split,
     Stack,
     Transpose,
     Unstack,
 )
-from dist_checkpointing.planning.tensor_data import TensorWriteData
+from dist_checkpointing.planning.replica_balancing import (
+    BalancedSavePlanner,
+    distribute_shards_to_ranks,
+)
+from dist_checkpointing.planning.resharding import plan_load
 
 __all__ = [
     "BalancedSavePlanner",

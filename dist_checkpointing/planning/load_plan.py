@@ -1,21 +1,33 @@
-"""The fields of many ShardedTensors as columns, so that a load looks at each leaf once."""
+"""WantedTable (the parts a rank wants, as columns, with their memory) and LoadPlan (one row a
+read).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from operator import add, attrgetter, le
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
 
-from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.errors import StateMismatchError
+from dist_checkpointing.format.geometry import Box, Ints, Window, padded
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
 from dist_checkpointing.mapping.tensor_memory import plain_addresses
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.planning.items import (
+    NOWHERE,
+    LoadItemType,
+    MetadataIndex,
+    ReadItem,
+    placed_items,
+)
+from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
 
 _FIELDS = tuple(
     map(
@@ -33,6 +45,8 @@ _FIELDS = tuple(
         ),
     )
 )
+
+
 _BLOCK_ROWS = 1024
 
 
@@ -112,3 +126,325 @@ class TensorColumns:
         Valid for as long as nobody gives the tensors other memory.
         """
         return np.array(plain_addresses(self.data), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTable(Sequence[ReadItem]):
+    """Boxes to copy, as columns; row ``i`` of every array describes one of them.
+
+    As a sequence it has an item for each row, made when asked for.
+
+    Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0. The
+    two windows of a row, see ``Window``, have boxes of one shape: ``lengths``.
+
+    Attributes:
+        names: Keys; ``keys`` are positions in it.
+        keys: Position of the key in ``names``.
+        is_object: Whether it is a cell of a sharded object, which has no windows.
+        ndim: Number of axes of the tensor, or of the grid of cells.
+        window_ndim: Number of axes of the windows.
+        sources: The leaf of this rank that is filled.
+        dest_offsets: ``[rows, axes]``, offset of the destination shard, or the cell.
+        dest_starts: First element of the destination's array in its memory.
+        dest_shapes: ``[rows, axes]``, shape of that array.
+        dest_boxes: ``[rows, axes]``, offset of the box in it.
+        pieces: Row of the stored piece in the tensor's ``Pieces``; -1 on a chunk grid.
+        chunk_offsets: ``[rows, axes]``, offset of the stored chunk or piece, or the cell.
+        storage_starts: First element of the array of the chunk in what is stored.
+        storage_shapes: ``[rows, axes]``, shape of that array.
+        storage_boxes: ``[rows, axes]``, offset of the box in it.
+        lengths: ``[rows, axes]``, shape of the box.
+        given: The items that the table was made of; None if it was made as a table.
+    """
+
+    names: tuple[str, ...]
+    keys: Int32s
+    is_object: Bools
+    ndim: Int32s
+    window_ndim: Int32s
+    sources: Int32s
+    dest_offsets: Int64s
+    dest_starts: Int64s
+    dest_shapes: Int64s
+    dest_boxes: Int64s
+    pieces: Int64s
+    chunk_offsets: Int64s
+    storage_starts: Int64s
+    storage_shapes: Int64s
+    storage_boxes: Int64s
+    lengths: Int64s
+    given: tuple[ReadItem, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, row: int) -> ReadItem: ...
+    @overload
+    def __getitem__(self, row: slice) -> tuple[ReadItem, ...]: ...
+    def __getitem__(self, row: int | slice) -> ReadItem | tuple[ReadItem, ...]:
+        return self.take(row).items() if isinstance(row, slice) else self.item(row)
+
+    @classmethod
+    def of(cls, items: Iterable[ReadItem]) -> ReadTable:
+        """The table of some items."""
+        given = tuple(items)
+        positions: dict[str, int] = {}
+        keys = [positions.setdefault(i.storage_index.fqn, len(positions)) for i in given]
+        offsets = [tuple(i.storage_index.offset or ()) for i in given]
+        width = max(
+            (max(len(i.lengths), len(o)) for i, o in zip(given, offsets, strict=True)), default=0
+        )
+
+        def wide(rows: Iterable[Sequence[int]], fill: int) -> Int64s:
+            padded = [(*row[:width], *(fill,) * (width - len(row))) for row in rows]
+            return np.array(padded, dtype=np.int64).reshape(len(given), width)
+
+        def column(values: Iterable[int]) -> Int64s:
+            return np.fromiter(values, dtype=np.int64, count=len(given))
+
+        return cls(
+            names=tuple(positions),
+            keys=np.array(keys, dtype=np.int32),
+            is_object=np.array([i.type is LoadItemType.BYTE_IO for i in given], dtype=np.bool_),
+            ndim=column(map(len, offsets)).astype(np.int32),
+            window_ndim=column(len(i.lengths) for i in given).astype(np.int32),
+            sources=column(
+                -1 if i.dest_index.index is None else i.dest_index.index for i in given
+            ).astype(np.int32),
+            dest_offsets=wide((i.dest_index.offset or () for i in given), 0),
+            dest_starts=column(i.dest.start for i in given),
+            dest_shapes=wide((i.dest.shape for i in given), 1),
+            dest_boxes=wide((i.dest.box.offset for i in given), 0),
+            pieces=column(
+                -1 if i.storage_index.index is None else i.storage_index.index for i in given
+            ),
+            chunk_offsets=wide(offsets, 0),
+            storage_starts=column(i.storage.start for i in given),
+            storage_shapes=wide((i.storage.shape for i in given), 1),
+            storage_boxes=wide((i.storage.box.offset for i in given), 0),
+            lengths=wide((i.lengths for i in given), 1),
+            given=given,
+        )
+
+    def take(self, rows: Any) -> ReadTable:
+        """The table of some rows, by mask or positions."""
+        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        if self.given is not None:
+            positions = np.arange(len(self))[rows].tolist()
+            columns["given"] = tuple(self.given[row] for row in positions)
+        return replace(self, **columns)
+
+    def followed_by(self, other: ReadTable) -> ReadTable:
+        """This table and the rows of another one."""
+        width = max(self.lengths.shape[1], other.lengths.shape[1])
+        columns: dict[str, Any] = {}
+        for name in _COLUMNS:
+            pair = [getattr(self, name), getattr(other, name)]
+            if name == "keys" and other.names is not self.names:
+                pair[1] = pair[1] + len(self.names)
+            if pair[0].ndim == 2:
+                fill = 1 if name in _SHAPES else 0
+                pair = [padded(column, width, fill) for column in pair]
+            columns[name] = np.concatenate(pair)
+        given = None
+        if self.given is not None or other.given is not None:
+            given = (*self.items(), *other.items())
+        names = self.names if other.names is self.names else (*self.names, *other.names)
+        return ReadTable(names, **columns, given=given)
+
+    @property
+    def num_elements(self) -> Int64s:
+        """Elements that each row copies; 1 for an object."""
+        counts: Int64s = self.lengths.prod(axis=1)
+        return counts
+
+    def key(self, row: int) -> str:
+        """Key of a row."""
+        return self.names[int(self.keys[row])]
+
+    def storage(self, row: int) -> Window:
+        """Where the box of a row lies in the stored chunk."""
+        ndim = self.window_ndim[row]
+        return Window(
+            int(self.storage_starts[row]),
+            tuple(self.storage_shapes[row, :ndim].tolist()),
+            Box(
+                tuple(self.storage_boxes[row, :ndim].tolist()),
+                tuple(self.lengths[row, :ndim].tolist()),
+            ),
+        )
+
+    def chunk(self, row: int) -> MetadataIndex:
+        """The stored chunk, piece or cell that a row is read from."""
+        if self.given is not None:
+            return self.given[row].storage_index
+        piece = int(self.pieces[row])
+        offset = tuple(self.chunk_offsets[row, : self.ndim[row]].tolist())
+        return MetadataIndex(self.key(row), offset, None if piece < 0 else piece)
+
+    def item(self, row: int) -> ReadItem:
+        """A row as an item."""
+        if self.given is not None:
+            return self.given[row]
+        ndim = self.window_ndim[row]
+        storage, chunk = self.storage(row), self.chunk(row)
+        dest = Window(
+            int(self.dest_starts[row]),
+            tuple(self.dest_shapes[row, :ndim].tolist()),
+            Box(tuple(self.dest_boxes[row, :ndim].tolist()), storage.box.shape),
+        )
+        offset = tuple(self.dest_offsets[row, : self.ndim[row]].tolist())
+        index = MetadataIndex(chunk.fqn, offset, int(self.sources[row]))
+        kind = LoadItemType.BYTE_IO if self.is_object[row] else LoadItemType.TENSOR
+        return ReadItem(kind, index, dest, chunk, storage)
+
+    def items(self) -> tuple[ReadItem, ...]:
+        """All rows as items."""
+        return tuple(map(self.item, range(len(self)))) if self.given is None else self.given
+
+
+_COLUMNS = tuple(f.name for f in fields(ReadTable) if f.name not in ("names", "given"))
+
+
+_SHAPES = ("dest_shapes", "storage_shapes", "lengths")
+
+
+def contiguous_ranges(
+    starts: Int64s, shapes: Int64s, boxes: Int64s, lengths: Int64s
+) -> tuple[Int64s, Bools]:
+    """First element of boxes in arrays in memory, and whether each box is one run there.
+
+    An array begins at an element and has a shape; the box has an offset in it and lengths. All but
+    ``starts`` are ``[rows, axes]``.
+    """
+    position = np.zeros(len(starts), dtype=np.int64)
+    is_run = np.ones(len(starts), dtype=np.bool_)
+    is_partial = np.zeros(len(starts), dtype=np.bool_)
+    for axis in range(shapes.shape[1]):
+        position = position * shapes[:, axis] + boxes[:, axis]
+    for axis in reversed(range(shapes.shape[1])):
+        is_run &= ~is_partial | (lengths[:, axis] == 1)
+        is_partial |= lengths[:, axis] != shapes[:, axis]
+    return starts + position, is_run
+
+
+def stored_ranges(table: ReadTable, index: Index) -> Int64s:
+    """Flattened range of the stored piece of each row, ``[rows, 2]``; -1 where there is none."""
+    ranges = np.full((len(table), 2), -1, dtype=np.int64)
+    rows = np.flatnonzero(table.pieces >= 0)
+    if not len(rows):
+        return ranges
+    rows = rows[np.argsort(table.keys[rows], kind="stable")]
+    keys, firsts = np.unique(table.keys[rows], return_index=True)
+    for key, own in zip(keys.tolist(), np.split(rows, firsts[1:]), strict=True):
+        ranges[own] = index.pieces[table.names[key]].flat[table.pieces[own]]
+    return ranges
+
+
+def stored_bytes(table: ReadTable, index: Index) -> Int64s:
+    """Bytes of the stored chunk of each row: chunks are stored at full size, also at an edge."""
+    ranges = stored_ranges(table, index)
+    counts = table.storage_shapes.prod(axis=1)
+    counts = np.where(ranges[:, 0] < 0, counts, ranges[:, 1] - ranges[:, 0])
+    return counts * index.itemsizes_of(table.names)[table.keys]
+
+
+def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
+    """The table that reads whole stored chunks, for questions about where they are."""
+    items = []
+    for chunk in chunks:
+        tensor = index[chunk.fqn]
+        assert chunk.offset is not None
+        if tensor.chunk_shape is not None:
+            shape = tensor.chunk_shape
+        else:
+            assert tensor.pieces is not None
+            assert chunk.index is not None
+            box, flat = tensor.pieces[chunk.index]
+            shape = box.shape if flat is None else (flat[1] - flat[0],)
+        window = Window(0, shape, Box.whole(shape))
+        dest = replace(chunk, index=0)
+        items.append(ReadItem(LoadItemType.TENSOR, dest, window, chunk, window))
+    return ReadTable.of(items)
+
+
+def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
+    """The table that reads cells of sharded objects, each given as key, cell and leaf."""
+    items = [
+        ReadItem(
+            LoadItemType.BYTE_IO,
+            MetadataIndex(key, cell, source),
+            NOWHERE,
+            MetadataIndex(key, cell),
+            NOWHERE,
+        )
+        for key, cell, source in cells
+    ]
+    return replace(ReadTable.of(items), given=None)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class LoadPlan:
+    """What one rank reads.
+
+    The rows are columns of ``table``; ``items`` shows them one by one, and ``with_items`` takes
+    changed ones back, so that a planner may work on either.
+
+    Args:
+        items: the boxes to copy, as a table or as items.
+        table: the same as ``items``.
+
+    Attributes:
+        table: The boxes to copy.
+        storage_data: Data for a StorageReader's own use.
+        planner_data: Data for a LoadPlanner's own use.
+    """
+
+    table: ReadTable
+    storage_data: object
+    planner_data: object
+
+    def __init__(
+        self,
+        items: ReadTable | Iterable[ReadItem] = (),
+        storage_data: object = None,
+        planner_data: object = None,
+        *,
+        table: ReadTable | None = None,
+    ) -> None:
+        rows = items if table is None else table
+        rows = rows if isinstance(rows, ReadTable) else ReadTable.of(rows)
+        vars(self).update(table=rows, storage_data=storage_data, planner_data=planner_data)
+
+    @cached_property
+    def items(self) -> tuple[ReadItem, ...]:
+        """The rows as items."""
+        return self.table.items()
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that are copied."""
+        return int(self.table.num_elements.sum())
+
+    def with_items(self, items: Iterable[ReadItem]) -> LoadPlan:
+        """This plan with other items in place of its own."""
+        return replace(self, table=ReadTable.of(items))
+
+    def placed(self, index: Index, leaves: Sequence[ShardedBase]) -> LoadPlan:
+        """This plan, with all that a planner of the user's own has left open about its items.
+
+        Args:
+            index: what the checkpoint holds.
+            leaves: of this rank.
+
+        Raises:
+            StateMismatchError: with every item that reads or fills what is not there.
+        """
+        given = self.table.given
+        if given is None or all(item.is_placed for item in given):
+            return self
+        items, findings = placed_items(given, index, leaves)
+        if findings:
+            raise StateMismatchError("the checkpoint does not hold what is planned", findings)
+        return self.with_items(items)

@@ -11,11 +11,16 @@ from typing import Any
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.coverage import main_rows
-from dist_checkpointing.planning.items import MetadataIndex, SavePlan, WriteItem, WriteItemType
-from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.items import (
+    MetadataIndex,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+    part_of,
+)
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate
-from dist_checkpointing.planning.tensor_data import part_of
 
 _EXTRAS = ("planner_data", "storage_data", "storage_meta", "version")
 

@@ -1,4 +1,4 @@
-"""The planner protocol: who writes and who reads what, open to users.
+"""SavePlanner and LoadPlanner, the protocol, with the default ones that users subclass.
 
 A planner sees the leaves of its rank and answers for them; it never touches storage. Subclass the
 default planners to rename, skip or convert, and pass the planner to a strategy.
@@ -11,21 +11,40 @@ import io
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
-from dist_checkpointing.errors import Finding, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    StateMismatchError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.format.geometry import Ints, ravel_offset
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedBase
+from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path
-from dist_checkpointing.planning.items import SavePlan, WriteItem, WriteItemType
-from dist_checkpointing.planning.layout import Layout, RowBlockLayout
-from dist_checkpointing.planning.read_items import ReadItem
-from dist_checkpointing.planning.read_table import LoadPlan
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.coverage import main_rows
+from dist_checkpointing.planning.items import (
+    LocalPlans,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from dist_checkpointing.planning.load_plan import LoadPlan, contiguous_ranges, object_rows
+from dist_checkpointing.planning.resharding import WantedLeaves, plan_load
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
 
 Leaves = Mapping[Path, ShardedBase]
+
+
 """A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""
 
 
@@ -273,3 +292,344 @@ def _wants_bytes(planner: LoadPlanner) -> bool:
     said = value.annotation
     name = said if isinstance(said, str) else getattr(said, "__name__", str(said))
     return name.rpartition(".")[2] in ("bytes", "BytesIO", "BinaryIO", "IO", "IO[bytes]")
+
+
+class DefaultSavePlanner(SavePlanner):
+    """Writes the main replica of every shard that has elements, on the rank that holds it.
+
+    Example:
+        >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+        >>> class Rounded(DefaultSavePlanner):
+        ...     def get_data(self, item):
+        ...         return super().get_data(item).round()
+        ...
+        >>> strategy = TensorStoreSaveShardedStrategy(planner=Rounded())
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt", strategy)
+    """
+
+    def __init__(self) -> None:
+        self._leaves: list[ShardedBase] = []
+        self._by_key: dict[str, list[ShardedBase]] | None = None
+        self._rank = 0
+
+    @property
+    def settings(self) -> Hashable | None:
+        # A subclass may do anything, and says itself when its plans can be used again.
+        return () if type(self) is DefaultSavePlanner else None
+
+    def configure_planner(self, state_dict: Leaves, *args: Any, **kwargs: Any) -> None:
+        self._configure(state_dict, *args, **kwargs)
+
+    def _configure(
+        self,
+        state_dict: Leaves,
+        is_coordinator: bool = True,
+        rank: int = 0,
+        remove_redundancy: bool = True,
+        save_to_minimum_rank: bool = False,
+        *,
+        layout: Layout | None = None,
+    ) -> None:
+        # A shard has one main replica, so there is nothing to remove.
+        del is_coordinator, remove_redundancy
+        if save_to_minimum_rank:
+            finding = Finding(
+                "every shard is written by the holder of its main replica",
+                found="save_to_minimum_rank=True",
+                remedy="Use BalancedSavePlanner, which chooses among the holders.",
+            )
+            raise CheckpointingException("the planner cannot choose who writes", [finding])
+        self._leaves = list(state_dict.values())
+        self._by_key = None
+        self._rank = rank
+        if layout is not None:
+            self.layout = layout
+
+    def build_local_plan(self) -> SavePlan:
+        return SavePlan(describe(self._leaves, self._rank))
+
+    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
+        written, index = self.assign(LocalPlans.of(all_plans).catalog, len(all_plans))
+        return by_rank(all_plans, written, index), index
+
+    def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
+        """Who writes what, and what the checkpoint then holds, from what all ranks hold.
+
+        All that ``build_global_plan`` does, without the plans of all ranks: a save calls this
+        unless a subclass has a ``build_global_plan`` of its own.
+
+        Args:
+            catalog: the shards of all ranks, sorted by key.
+            num_ranks: number of ranks.
+
+        Returns:
+            The rows that are written with the ranks that write them, sorted by key; the index.
+        """
+        del num_ranks
+        written = main_rows(catalog)
+        return written, index_of(self.layout, catalog, written)
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        assert plan.index is not None
+        table, _ = self.layout.cut(plan.table, plan.index)
+        return replace(plan, table=table)
+
+    def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
+        table, leaves = plan.table, self._leaves
+        is_own = _is(self.get_data, DefaultSavePlanner.get_data)
+        if not is_own or (table.sources < 0).any():
+            return super().data_of(plan)
+        sources, sizes = table.sources.tolist(), table.num_elements.tolist()
+        is_flat = (table.flat[:, 0] >= 0).tolist()
+
+        def data(row: int) -> torch.Tensor | object:
+            leaf = leaves[sources[row]]
+            own: object = leaf.data
+            # What has as many elements as the whole is the whole.
+            if isinstance(leaf, ShardedTensor) and (
+                leaf.prepend_axis_num
+                or leaf.data is None
+                or leaf.data.numel() != sizes[row]
+                or (leaf.flattened_range is not None and not is_flat[row])
+            ):
+                return self.get_data(plan.item(row))
+            return own
+
+        return data
+
+    def get_data(self, item: WriteItem) -> torch.Tensor | object:
+        leaf = self._leaf_of(item)
+        if not isinstance(leaf, ShardedTensor) or item.tensor_data is None:
+            data: object = leaf.data
+            return data
+        assert leaf.data is not None
+        part = item.tensor_data
+        if leaf.flattened_range is not None:
+            origin, (start, stop) = leaf.flattened_range.start, _range_of(part, leaf)
+            values = leaf.data[start - origin : stop - origin]
+            return values if part.flat_range is not None else values.view(part.chunk.shape)
+        whole = leaf.data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else leaf.data
+        if part.chunk.shape == whole.shape:
+            return whole
+        return whole[part.chunk.relative_to(leaf.box.offset).slices()]
+
+    def _leaf_of(self, item: WriteItem) -> ShardedBase:
+        """The leaf that an item is a part of."""
+        if item.index.index is not None:
+            return self._leaves[item.index.index]
+        if self._by_key is None:
+            self._by_key = {}
+            for leaf in self._leaves:
+                self._by_key.setdefault(leaf.key, []).append(leaf)
+        part, cell = item.tensor_data, item.index.offset
+        for leaf in self._by_key.get(item.index.fqn, ()):
+            if isinstance(leaf, ShardedTensor) and part is not None:
+                if leaf.box.contains(part.chunk) and _holds_range(leaf, part):
+                    return leaf
+            elif isinstance(leaf, ShardedObject) and part is None and cell == leaf.global_offset:
+                return leaf
+        finding = Finding(
+            "no leaf of this rank holds this item",
+            item.index.fqn,
+            found=f"{item.type.value} at {cell}",
+            remedy="Name the leaf in index.index, or override get_data.",
+        )
+        raise InvalidShardingError("the planner has no data for an item", [finding])
+
+
+def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
+    """Which elements of a flattened leaf's box an item is: a range, or a box that is one."""
+    if part.flat_range is not None:
+        return part.flat_range
+    box = part.chunk.relative_to(leaf.box.offset)
+    start = ravel_offset(box.offset, leaf.box.shape)
+    return start, start + box.num_elements
+
+
+def _holds_range(leaf: ShardedTensor, part: TensorWriteData) -> bool:
+    own = leaf.flat_range
+    if own is None:
+        return part.flat_range is None
+    start, stop = _range_of(part, leaf)
+    return own[0] <= start and stop <= own[1]
+
+
+def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
+    """Why the checkpoint cannot hold this cell of an object: no such object, or another grid."""
+    stored = index.objects.get(leaf.key)
+    if stored is None:
+        return [Finding("not in the checkpoint", leaf.unique_key)]
+    return [] if stored == tuple(leaf.global_shape) else [other_grid(leaf, stored)]
+
+
+def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) -> Finding:
+    """What to say about a cell of an object that is stored in another grid, or in several."""
+    return Finding(
+        "the grid of the sharded object differs",
+        leaf.unique_key,
+        expected=tuple(leaf.global_shape),
+        found=stored,
+        path=path,
+        remedy="Ask for the cells of the stored grid: an object cannot be resharded.",
+    )
+
+
+def by_rank(all_plans: Sequence[SavePlan], written: ShardTable, index: Index) -> list[SavePlan]:
+    """The plans of all ranks, each with those of the rows that are its own to write."""
+    ordered = written.take(np.argsort(written.ranks, kind="stable"))
+    bounds = np.searchsorted(ordered.ranks, np.arange(len(all_plans) + 1)).tolist()
+    return [
+        replace(plan, table=ordered.take(slice(*bounds[rank : rank + 2])), index=index)
+        for rank, plan in enumerate(all_plans)
+    ]
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """Fills every wanted shard from the stored chunks that meet it.
+
+    Example:
+        >>> from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+        >>> class Halved(DefaultLoadPlanner):
+        ...     def apply_tensor(self, item, tensor):
+        ...         super().apply_tensor(item, tensor / 2)
+        ...
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
+        >>> strategy = TensorStoreLoadShardedStrategy(planner=Halved())
+    """
+
+    def __init__(self) -> None:
+        self._wanted = WantedLeaves({})
+        self._index = Index.of([])
+
+    def configure_planner(
+        self, state_dict: Leaves, metadata: Index, *args: Any, **kwargs: Any
+    ) -> None:
+        del args, kwargs
+        self._wanted = WantedLeaves.of(state_dict)
+        self._index = metadata
+
+    def build_local_plan(self) -> LoadPlan:
+        wanted, shards = self._wanted, self._wanted.shards
+        findings: list[Finding] = []
+        is_stored = self._index.rows_of(shards.keys) >= 0
+        if not is_stored.all():
+            absent = np.flatnonzero(~is_stored).tolist()
+            findings += [Finding("not in the checkpoint", shards.keys[row]) for row in absent]
+            shards = shards.take(np.flatnonzero(is_stored))
+        cells: list[tuple[str, Ints, int]] = []
+        if len(wanted.sources) < len(wanted):
+            for source, leaf in enumerate(wanted.rows):
+                if isinstance(leaf, ShardedObject):
+                    findings += misfits(leaf, self._index)
+                    cells.append((leaf.key, tuple(leaf.global_offset), source))
+        table, uncovered = plan_load(self._index, shards)
+        findings += uncovered
+        if findings:
+            raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
+        return LoadPlan(table.followed_by(object_rows(cells)) if cells else table)
+
+    def destinations(self, plan: LoadPlan) -> Destinations:
+        if not all(_is(getattr(self, name), getattr(DefaultLoadPlanner, name)) for name in _HOOKS):
+            return super().destinations(plan)
+        return _OwnMemory(self, plan, self._wanted)
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        leaf = self._leaf(item)
+        assert leaf.data is not None
+        data: torch.Tensor = leaf.data.detach() if leaf.data.requires_grad else leaf.data
+        if leaf.flattened_range is None:
+            whole = data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
+        else:
+            start = item.dest.start
+            whole = data[start : start + item.dest.array_size].view(item.dest.shape)
+        if item.dest.box.shape == whole.shape:
+            return whole
+        return whole[item.dest.box.slices()]
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        own = self._leaf(item).data
+        assert own is not None
+        in_place = own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        if not in_place:
+            self.acquire_tensor(item).copy_(tensor)
+
+    def apply_bytes(self, item: ReadItem, value: Any) -> None:
+        assert item.dest_index.index is not None
+        leaf = self._wanted.rows[item.dest_index.index]
+        assert isinstance(leaf, ShardedObject)
+        leaf.data = value
+
+    def _leaf(self, item: ReadItem) -> ShardedTensor:
+        assert item.dest_index.index is not None
+        leaf = self._wanted.rows[item.dest_index.index]
+        assert isinstance(leaf, ShardedTensor)
+        return leaf
+
+
+_HOOKS = (
+    "acquire_tensor",
+    "apply_tensor",
+    "apply_bytes",
+    "resolve_tensor",
+    "commit_tensor",
+    "load_bytes",
+)
+
+
+def _is(method: Callable[..., object], function: Callable[..., object]) -> bool:
+    """Whether a method is this one, and not that of a subclass or put in its place."""
+    return getattr(method, "__func__", None) is function
+
+
+class _OwnMemory(Destinations):
+    """The memory of leaves, handed out without items where a row fills a whole leaf."""
+
+    is_own_memory = True
+
+    def __init__(self, planner: DefaultLoadPlanner, plan: LoadPlan, wanted: WantedLeaves) -> None:
+        super().__init__(planner, plan)
+        self._wanted = wanted
+        self._leaves = wanted.rows
+        self._sources = plan.table.sources
+        self._sizes = plan.table.num_elements
+
+    def acquire(self, row: int) -> torch.Tensor:
+        leaf = self._leaves[int(self._sources[row])]
+        assert isinstance(leaf, ShardedTensor)
+        data = leaf.data
+        assert data is not None
+        # What has as many elements as the whole is the whole; a flattened one has another shape.
+        is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
+        if not is_whole or leaf.prepend_axis_num:
+            return self.planner.acquire_tensor(self.plan.table.item(row))
+        return data.detach() if data.requires_grad else data
+
+    def filled(self, row: int, destination: torch.Tensor) -> None:
+        """Nothing is left to do: the destination is the leaf's own memory."""
+
+    def addresses(self, dtypes: Sequence[torch.dtype | None], numbers: Int64s) -> Int64s | None:
+        table, own = self.plan.table, self._wanted.tensors
+        if table.given is not None or not len(own):
+            return None  # a planner of a user may have changed what the rows mean
+        number = {dtype: i for i, dtype in enumerate(dtypes)}
+        own_numbers = np.array([number.get(dtype, -1) for dtype in own.data_dtypes])
+        itemsizes = np.array([0 if dtype is None else dtype.itemsize for dtype in dtypes])
+        # The position of a leaf among the tensors; no row of a tensor has that of an object.
+        position = np.zeros(len(self._leaves), dtype=np.int64)
+        position[self._wanted.sources] = np.arange(len(own))
+        rows = position[table.sources]
+        starts, is_run = contiguous_ranges(
+            table.dest_starts, table.dest_shapes, table.dest_boxes, table.lengths
+        )
+        items = itemsizes[numbers]
+        is_flat = self._wanted.shards.flat[rows, 0] >= 0
+        ends = table.dest_starts + table.dest_shapes.prod(axis=1)
+        fits = np.where(
+            is_flat, ends * items <= own.num_bytes[rows], ends * items == own.num_bytes[rows]
+        )
+        fits &= is_run & ~table.is_object & (own_numbers[rows] == numbers)
+        fits &= own.addresses[rows] >= 0
+        return np.where(fits, own.addresses[rows] + starts * items, -1)
+
+    def apply_bytes(self, row: int, value: object) -> None:
+        self._leaves[int(self._sources[row])].data = value

@@ -13,7 +13,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
-from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_options import (
     AsyncSaveOptions,

@@ -29,14 +29,19 @@ from dist_checkpointing.planning.coverage import (
     find_coverage_problems,
     main_rows,
 )
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.part_sums import fingerprints_by_reading, sums_of_shard
-from dist_checkpointing.planning.replicas import Copies, copies_of
-from dist_checkpointing.planning.shard_table import Bools, ShardTable
+from dist_checkpointing.planning.replica_check import Copies, copies_of
+from dist_checkpointing.planning.shard_table import Bools, ShardTable, describe
+from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.serialization.save_checks import check_data
 from dist_checkpointing.storage.driver import read
-from dist_checkpointing.storage.fingerprints import NOTHING, Sums, added, fingerprint_of
+from dist_checkpointing.storage.fingerprints import (
+    NOTHING,
+    Sums,
+    added,
+    fingerprint_of,
+    fingerprints_by_reading,
+    sums_of_shard,
+)
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 

@@ -30,7 +30,7 @@ from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.state_dict_parts import Partition, partition
 from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.planning.recipe import Recipe, require_recipe
-from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.serialization.load_checks import (
     check_access,
     noting_filled,

@@ -17,9 +17,9 @@ from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointE
 from dist_checkpointing.mapping import ShardedBase, StateDict
 from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.load_plan import TensorColumns
+from dist_checkpointing.planning.shard_table import describe
+from dist_checkpointing.planning.table_exchange import exchange_tables
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.mapping.nested_dicts import AtPaths, chained, value_at
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.state_dict_parts import Partition
-from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader

@@ -34,7 +34,7 @@ from dist_checkpointing.mapping.nested_dicts import Position
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import Partition, partition
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
-from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,

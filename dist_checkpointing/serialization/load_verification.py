@@ -20,7 +20,7 @@ from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.mapping.nested_dicts import Position
 from dist_checkpointing.planning import DefaultLoadPlanner
-from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.serialization.fingerprint import verify_restored
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader

@@ -10,8 +10,8 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.default_comm import chosen_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
-from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
+from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
+from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks, require_known
 from dist_checkpointing.serialization.save_planning import prepare

@@ -14,7 +14,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import read_index
-from dist_checkpointing.planning.cutting import nested_grids
+from dist_checkpointing.planning.chunking import nested_grids
 from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.storage.options import Checksum

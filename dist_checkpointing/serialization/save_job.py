@@ -25,8 +25,7 @@ from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning import SavePlan
-from dist_checkpointing.planning.cutting import along_grids
-from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.chunking import RowBlockLayout, along_grids
 from dist_checkpointing.serialization.rank_state import RankState, RankValues
 from dist_checkpointing.serialization.save_checks import (
     Claimed,

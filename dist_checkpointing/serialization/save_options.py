@@ -9,8 +9,8 @@ from typing import Any, Literal, TypedDict
 
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict
-from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
+from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
+from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy

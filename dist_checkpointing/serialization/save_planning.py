@@ -14,17 +14,16 @@ from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
-from dist_checkpointing.planning.plan_save import (
+from dist_checkpointing.planning.replica_check import ReplicaCheck, ReplicaComparison, ReplicaFacts
+from dist_checkpointing.planning.save_plan import (
     LATER,
     PLANNING,
     PlanFacts,
     SavePlanning,
     number_of,
 )
-from dist_checkpointing.planning.replicas import ReplicaCheck, ReplicaComparison, ReplicaFacts
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.shard_table import ShardTable, describe
+from dist_checkpointing.planning.table_exchange import Exchanged, exchange_tables
 from dist_checkpointing.serialization.save_base import require_sharing, take_base
 from dist_checkpointing.serialization.save_checks import Decided
 from dist_checkpointing.serialization.save_job import SaveJob

@@ -8,7 +8,7 @@ import torch
 
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import Metadata
-from dist_checkpointing.planning.hook_calls import call_hook
+from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 
 

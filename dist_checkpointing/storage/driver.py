@@ -30,12 +30,11 @@ from dist_checkpointing.planning import (
     SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.hook_calls import call_hook
 from dist_checkpointing.planning.load_plan import TensorColumns
-from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import Int64s, concatenate
-from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.planning.resharding import WantedLeaves
+from dist_checkpointing.planning.shard_table import Int64s, concatenate, pack, unpack
+from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.storage.calls import result_of, set_up_reader, set_up_writer
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.options import Durability

@@ -37,7 +37,7 @@ from dist_checkpointing.planning import (
     SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.layout import Layout, RowBlockLayout
+from dist_checkpointing.planning.chunking import Layout, RowBlockLayout
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.results import WriteResult, WriteResults
 

@@ -22,9 +22,9 @@ from dist_checkpointing.format.checksums import (
 from dist_checkpointing.format.geometry import Box, Window, padded, padded_rows, split_rows
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
-from dist_checkpointing.planning.read_table import contiguous_ranges
+from dist_checkpointing.planning.load_plan import contiguous_ranges
+from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.planning.shard_table import Bools, Int64s
-from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.raw_chunks import SMALL_BYTES

@@ -24,8 +24,8 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import DefaultSavePlanner, LoadPlanner, SavePlanner
-from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, SavePlanning
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.save_plan import AgreedPlan, PlanCache, SavePlanning
 from dist_checkpointing.planning.table_exchange import SharedIndex
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.driver import PlanReader, read, read_plan

@@ -38,8 +38,8 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memo
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
-from dist_checkpointing.planning.default import misfits
-from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.planning.planners import misfits
+from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter

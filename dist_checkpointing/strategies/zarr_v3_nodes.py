@@ -14,7 +14,7 @@ from dist_checkpointing.format.geometry import Ints, Pieces, padded_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
-from dist_checkpointing.planning.read_table import ReadTable, stored_ranges
+from dist_checkpointing.planning.load_plan import ReadTable, stored_ranges
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, ShardTable
 
 METADATA_NAME = "zarr.json"

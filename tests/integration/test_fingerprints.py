@@ -29,7 +29,7 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import INDEX_NAME, Index, read_index
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
-from dist_checkpointing.planning.part_sums import _sums_of_blocks, sums_of_tensor
+from dist_checkpointing.storage.fingerprints import _sums_of_blocks, sums_of_tensor
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from dist_checkpointing.strategies.tensorstore import (

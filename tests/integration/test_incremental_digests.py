@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dist_checkpointing import Checkpoint, fingerprint, save, verify_checkpoint
-from dist_checkpointing.planning.part_sums import sums_of_tensor
 from dist_checkpointing.storage import fingerprints
+from dist_checkpointing.storage.fingerprints import sums_of_tensor
 from states import wholes
 
 

@@ -23,12 +23,17 @@ from dist_checkpointing import Recipe, ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import ELEMENT_TYPES, FLOATING
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.planning import derived
+from dist_checkpointing.planning import derived_tensors
 from dist_checkpointing.planning.recipe import Derivation
-from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename, Rule
-from dist_checkpointing.planning.recipe_shapes import (
+from dist_checkpointing.planning.recipe_rules import (
+    CastTo,
     Concat,
+    Drop,
+    Keep,
+    Missing,
+    Rename,
     Resize,
+    Rule,
     Split,
     Stack,
     Transpose,
@@ -466,7 +471,7 @@ def test_a_load_is_what_torch_makes(
         tempfile.TemporaryDirectory(prefix="recipes") as name,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(derived, "_FEW", few)  # above which pieces are found in columns
+        patch.setattr(derived_tensors, "_FEW", few)  # above which pieces are found in columns
         folder = Path(name) / "ckpt"
         written(case, folder, backend, worlds[0], seed)
 

@@ -27,10 +27,15 @@ from dist_checkpointing import (
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning.recipe import derive
-from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename, Rule
-from dist_checkpointing.planning.recipe_shapes import (
+from dist_checkpointing.planning.recipe_rules import (
+    CastTo,
     Concat,
+    Drop,
+    Keep,
+    Missing,
+    Rename,
     Resize,
+    Rule,
     Split,
     Stack,
     Transpose,

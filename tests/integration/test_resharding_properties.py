@@ -21,7 +21,7 @@ from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ReplicaId
 from dist_checkpointing.mapping.tensor_memory import DTYPES
-from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer

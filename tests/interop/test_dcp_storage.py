@@ -46,7 +46,7 @@ from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner
-from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlan, distribute_shards_to_ranks
-from dist_checkpointing.planning.balance import choose_writers, share_out, tensor_replicas
+from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.planning.coverage import find_coverage_problems
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate
+from dist_checkpointing.planning.replica_balancing import choose_writers, share_out, tensor_replicas
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 from tiers import examples
 
 

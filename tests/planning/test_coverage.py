@@ -21,11 +21,13 @@ from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTenso
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Pieces
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
-from dist_checkpointing.planning.coverage import check_coverage, find_coverage_problems
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate
-from dist_checkpointing.planning.tiling import miscounted_parts
+from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.planning.coverage import (
+    check_coverage,
+    find_coverage_problems,
+    miscounted_parts,
+)
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 
 Ints = tuple[int, ...]
 Part = tuple[Box, tuple[int, int] | None]

@@ -16,9 +16,8 @@ from dist_checkpointing import ShardedObject, ShardedTensor
 from dist_checkpointing.format.geometry import Box, Ints, largest_divisor_block, split_rows
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout, index_of
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate
+from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout, index_of
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 
 Part = tuple[Box, tuple[int, int] | None]
 

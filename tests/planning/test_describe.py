@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTensor
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.planning import describe as module
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.shard_table import COLUMNS
+from dist_checkpointing.planning import shard_table as module
+from dist_checkpointing.planning.shard_table import COLUMNS, describe
 
 Spoil = Callable[[ShardedTensor], object]
 

@@ -18,16 +18,21 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner, SavePlan
-from dist_checkpointing.planning import exchange as exchange_module
-from dist_checkpointing.planning.balance import HolderSets, rows_of_ranks, tensor_replicas
+from dist_checkpointing.planning import table_exchange as exchange_module
+from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.planning.packing import PackedTable, pack
-from dist_checkpointing.planning.plan_save import SavePlanning
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import COLUMNS, ShardTable, concatenate
+from dist_checkpointing.planning.replica_balancing import HolderSets, rows_of_ranks, tensor_replicas
+from dist_checkpointing.planning.save_plan import SavePlanning
+from dist_checkpointing.planning.shard_table import (
+    COLUMNS,
+    PackedTable,
+    ShardTable,
+    concatenate,
+    describe,
+    pack,
+)
+from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.testing import run_ranks
 
 

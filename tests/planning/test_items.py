@@ -22,9 +22,8 @@ from dist_checkpointing.planning import (
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.planning.shard_table import ShardTable, describe
 from states import shard
 
 KEYS = st.text(min_size=1, max_size=8)

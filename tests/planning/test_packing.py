@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from dist_checkpointing import ShardedObject, ShardedTensor
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.mapping.objects_and_factories import ReplicaId
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.packing import pack, unpack
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.shard_table import ShardTable, describe, pack, unpack
 from states import shard
 
 

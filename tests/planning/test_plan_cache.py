@@ -24,8 +24,8 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
-from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.planning.plan_save import PlanCache, SavePlanning
+from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.planning.save_plan import PlanCache, SavePlanning
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.testing import run_ranks

@@ -40,7 +40,7 @@ from dist_checkpointing.planning import (
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.layout import WholeShardLayout
+from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadTable, piece_reads, plan_load
-from dist_checkpointing.planning.reads import WantedShard
+from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadTable, plan_load, resharding
+from dist_checkpointing.planning.resharding import WantedShard
 from reference_reads import planned_by_item
 
 Ints = tuple[int, ...]
@@ -211,8 +211,8 @@ def test_the_same_reads_as_item_by_item(few: int, data: st.DataObject) -> None:
     index = data.draw(checkpoints())
     shards = data.draw(wanted_shards(index))
     with (
-        mock.patch.object(piece_reads, "_FEW", few),
-        mock.patch.object(piece_reads, "_MOST_PAIRS", data.draw(st.sampled_from([1, 7, 1 << 20]))),
+        mock.patch.object(resharding, "_FEW", few),
+        mock.patch.object(resharding, "_MOST_PAIRS", data.draw(st.sampled_from([1, 7, 1 << 20]))),
     ):
         table, findings = plan_load(index, shards)
     items, expected = planned_by_item(index, shards)
@@ -258,7 +258,7 @@ def test_a_few_of_very_many_pieces(is_flat: bool) -> None:
     box, flat = Box((first,), (4 * size,)), None
     if is_flat:
         box, flat = Box((0,), (count * size,)), (first, first + 4 * size)
-    with mock.patch.object(piece_reads, "_meeting", wraps=piece_reads._meeting) as meeting:
+    with mock.patch.object(resharding, "_meeting", wraps=resharding._meeting) as meeting:
         table, findings = plan_load(index, [WantedShard("w", box, flat, 0)])
     assert not findings
     assert table.pieces.tolist() == [3, 4, 5, 6, 7]

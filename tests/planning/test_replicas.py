@@ -25,10 +25,10 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping.tensor_memory import DTYPES
-from dist_checkpointing.planning import replicas
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.replicas import SAMPLES, Copies, copies_of
+from dist_checkpointing.planning import replica_check
+from dist_checkpointing.planning.replica_check import SAMPLES, Copies, copies_of
+from dist_checkpointing.planning.shard_table import describe
+from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
@@ -303,13 +303,13 @@ def test_what_one_rank_holds_is_not_digested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digested: list[int] = []
-    digest_of_values = replicas.digest_of_values
+    digest_of_values = replica_check.digest_of_values
 
     def noted(values: torch.Tensor) -> bytes:
         digested.append(len(values))
         return digest_of_values(values)
 
-    monkeypatch.setattr(replicas, "digest_of_values", noted)
+    monkeypatch.setattr(replica_check, "digest_of_values", noted)
 
     def state(comm: Comm) -> dict[str, Any]:
         own = shard("own", torch.ones(3), (0, comm.rank, RANKS))

@@ -21,7 +21,7 @@ from dist_checkpointing.planning import (
     WriteItem,
     items,
 )
-from dist_checkpointing.planning.describe import describe
+from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.storage import WriteResult, WriteResults
 from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 

@@ -11,7 +11,7 @@ from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Window, split_flat_range
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.planning import LoadItemType, MetadataIndex, ReadItem
-from dist_checkpointing.planning.reads import WantedShard
+from dist_checkpointing.planning.resharding import WantedShard
 
 
 @dataclass(frozen=True, slots=True)

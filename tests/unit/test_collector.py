@@ -15,7 +15,7 @@ import torch
 from dist_checkpointing import ShardedObject, load, save
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.comm.rank_failures import Failure
-from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.threads import paused_collector
 from states import shard
 

@@ -13,8 +13,8 @@ from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan
-from dist_checkpointing.planning.layout import Layout
-from dist_checkpointing.planning.plan_save import checked_plans
+from dist_checkpointing.planning.chunking import Layout
+from dist_checkpointing.planning.save_plan import checked_plans
 from dist_checkpointing.planning.shard_table import ShardRow, table_of_rows
 from dist_checkpointing.storage.driver import Written
 from dist_checkpointing.storage.protocol import StorageWriter

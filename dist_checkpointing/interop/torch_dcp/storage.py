@@ -37,7 +37,7 @@ from dist_checkpointing.planning import (
     SavePlanner,
     WriteItem,
 )
-from dist_checkpointing.planning.layout import WholeShardLayout
+from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter, done
 from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy

@@ -35,7 +35,7 @@ from dist_checkpointing.mapping import (
     StoredState,
 )
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
-from dist_checkpointing.planning.replicas import digest_of_values
+from dist_checkpointing.planning.replica_check import digest_of_values
 from dist_checkpointing.validation.common_state import CommonDigests
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dist_checkpointing.comm import Comm, group_comm
 from dist_checkpointing.errors import CheckpointingException, RankFailedError
-from dist_checkpointing.planning.agreed_cache import AgreedCache
+from dist_checkpointing.planning.table_exchange import AgreedCache
 
 T = TypeVar("T")
 

@@ -11,12 +11,9 @@ from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlanner
-from dist_checkpointing.planning.balance import choose_writers
-from dist_checkpointing.planning.balanced_planner import check_replicas_have_data
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.packing import pack, unpack_all
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import concatenate
+from dist_checkpointing.planning.replica_balancing import check_replicas_have_data, choose_writers
+from dist_checkpointing.planning.shard_table import concatenate, describe, pack, unpack_all
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,

@@ -14,8 +14,8 @@ import xxhash
 
 from dist_checkpointing.format.geometry import row_bytes
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.planning.balance import share_out
-from dist_checkpointing.planning.read_table import ReadTable
+from dist_checkpointing.planning.load_plan import ReadTable
+from dist_checkpointing.planning.replica_balancing import share_out
 from dist_checkpointing.planning.shard_table import Int64s
 
 _ALIGNMENT_BYTES = 16

@@ -11,7 +11,7 @@ from dist_checkpointing.format.file_names import disk_name, disk_names, is_of_op
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning.read_table import ReadTable
+from dist_checkpointing.planning.load_plan import ReadTable
 from dist_checkpointing.planning.shard_table import Bools, ShardTable
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import MANIFEST_NAME
 from dist_checkpointing.strategies.zarr_v3_nodes import (

@@ -15,7 +15,7 @@ from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan, SavePlanner
-from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import StorageWriter, done

@@ -35,7 +35,7 @@ from dist_checkpointing.planning import (
     SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.read_table import reads_of, stored_bytes
+from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability

@@ -38,7 +38,7 @@ from dist_checkpointing.format.leftovers import (
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import ReadTable, SavePlan
-from dist_checkpointing.planning.layout import WholeShardLayout
+from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy

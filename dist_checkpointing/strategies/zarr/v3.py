@@ -34,7 +34,7 @@ from dist_checkpointing.format.leftovers import (
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
-from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.results import WriteResult

@@ -17,7 +17,7 @@ from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
-from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import StorageOptions

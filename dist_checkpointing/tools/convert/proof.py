@@ -8,7 +8,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.index import read_index
-from dist_checkpointing.planning.part_sums import fingerprints_by_reading
+from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
 from dist_checkpointing.tools.convert.plan import ConversionPlan
 from dist_checkpointing.tools.convert.sources import CheckpointSource, Source
 

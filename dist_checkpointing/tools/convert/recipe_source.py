@@ -13,7 +13,7 @@ from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning.derived import Piece
+from dist_checkpointing.planning.derived_tensors import Piece
 from dist_checkpointing.planning.recipe import Recipe, derive
 from dist_checkpointing.tools.convert.sources import Source
 from dist_checkpointing.tools.convert.verification import PartChecks

@@ -13,8 +13,8 @@ from dist_checkpointing.format.geometry import Ints, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.load_plan import TensorColumns
-from dist_checkpointing.planning.reads import WantedShard, plan_load
 from dist_checkpointing.planning.recipe import Derivation
+from dist_checkpointing.planning.resharding import WantedShard, plan_load
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.options import StorageOptions

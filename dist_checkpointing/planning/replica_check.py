@@ -17,11 +17,16 @@ from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import changes
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
-from dist_checkpointing.planning.agreed_cache import AgreedCache
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.plan_save import plan_inputs
-from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, ShardTable, concatenate
+from dist_checkpointing.planning.save_plan import plan_inputs
+from dist_checkpointing.planning.shard_table import (
+    Bools,
+    Int32s,
+    Int64s,
+    ShardTable,
+    concatenate,
+    describe,
+)
+from dist_checkpointing.planning.table_exchange import AgreedCache, exchange_tables
 
 logger: logging.Logger = logging.getLogger(__name__)
 

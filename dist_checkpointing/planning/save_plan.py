@@ -19,15 +19,13 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.sharded_tensor import fields_of
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
-from dist_checkpointing.planning.agreed_cache import AgreedCache
+from dist_checkpointing.planning.chunking import Layout
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
-from dist_checkpointing.planning.hook_calls import call_hook
-from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.metadata import Metadata, whole_items
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate, describe
+from dist_checkpointing.planning.table_exchange import AgreedCache, Exchanged, exchange_tables
+from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"

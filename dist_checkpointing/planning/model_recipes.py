@@ -11,8 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, get_args
 
 from dist_checkpointing.planning.recipe import Recipe
-from dist_checkpointing.planning.recipe_rules import Drop, Keep, Missing, Rename, Rule
-from dist_checkpointing.planning.recipe_shapes import Concat, Resize, Split, Stack, Unstack
+from dist_checkpointing.planning.recipe_rules import (
+    Concat,
+    Drop,
+    Keep,
+    Missing,
+    Rename,
+    Resize,
+    Rule,
+    Split,
+    Stack,
+    Unstack,
+)
 
 Layers = Literal["stacked", "apart"]
 TransformerImpl = Literal["transformer_engine", "local"]
@@ -69,7 +79,7 @@ def llama_to_megatron(
         ValueError: for a number that is not positive, or ``layers`` that do not exist.
 
     Example:
-        >>> from dist_checkpointing.planning.llama_recipes import llama_to_megatron
+        >>> from dist_checkpointing.planning.model_recipes import llama_to_megatron
         >>> len(llama_to_megatron(8).rules)
         15
     """
@@ -96,7 +106,7 @@ def mixtral_to_megatron(
         ValueError: as ``llama_to_megatron``.
 
     Example:
-        >>> from dist_checkpointing.planning.llama_recipes import mixtral_to_megatron
+        >>> from dist_checkpointing.planning.model_recipes import mixtral_to_megatron
         >>> len(mixtral_to_megatron(8).rules)
         17
     """
@@ -132,7 +142,7 @@ def megatron_to_llama(
             that do not exist.
 
     Example:
-        >>> from dist_checkpointing.planning.llama_recipes import megatron_to_llama
+        >>> from dist_checkpointing.planning.model_recipes import megatron_to_llama
         >>> len(megatron_to_llama(32, 8).rules)
         14
     """
@@ -163,7 +173,7 @@ def megatron_to_mixtral(
         ValueError: as ``megatron_to_llama``.
 
     Example:
-        >>> from dist_checkpointing.planning.llama_recipes import megatron_to_mixtral
+        >>> from dist_checkpointing.planning.model_recipes import megatron_to_mixtral
         >>> len(megatron_to_mixtral(32, 8).rules)
         20
     """
