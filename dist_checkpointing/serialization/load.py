@@ -60,7 +60,7 @@ from dist_checkpointing.strategies.selection import (
     open_checkpoint,
 )
 from dist_checkpointing.threads import paused_collector
-from dist_checkpointing.validation.compare import (
+from dist_checkpointing.validation.load_errors import (
     Cast,
     StoredTensors,
     clear_partly_stored,

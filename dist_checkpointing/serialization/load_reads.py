@@ -22,7 +22,7 @@ from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, share_index
 from dist_checkpointing.strategies.selection import LoadStrategies, handles_objects
-from dist_checkpointing.validation.compare import StoredTensors
+from dist_checkpointing.validation.load_errors import StoredTensors
 
 
 def open_stored(

@@ -31,7 +31,7 @@ from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.threads import paused_collector
-from dist_checkpointing.validation.common_state import CommonDigests, compare_common_state
+from dist_checkpointing.validation.common_state_agreement import CommonDigests, compare_common_state
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -38,7 +38,11 @@ from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     PathOrStr,
 )
-from dist_checkpointing.validation.compare import StoredTensors, clear_partly_stored, with_memory
+from dist_checkpointing.validation.load_errors import (
+    StoredTensors,
+    clear_partly_stored,
+    with_memory,
+)
 
 ReplicaSharing = Callable[[SavePlanner | None, Leaves, Comm], tuple[SavePlanner, Leaves]]
 

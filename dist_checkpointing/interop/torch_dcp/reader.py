@@ -39,7 +39,7 @@ from dist_checkpointing.strategies.selection import (
     handles_objects,
     open_checkpoint,
 )
-from dist_checkpointing.validation.compare import overlap_finding
+from dist_checkpointing.validation.load_errors import overlap_finding
 
 
 class DCPReader(dcp_storage.StorageReader):

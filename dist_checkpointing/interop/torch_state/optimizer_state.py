@@ -15,7 +15,7 @@ from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.interop.torch_state.nests import keys_of, outline, tensors_to_fill
 from dist_checkpointing.mapping import StateDict, StoredState
 from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, is_container, unflatten_part
-from dist_checkpointing.validation.common_state import CommonDigests
+from dist_checkpointing.validation.common_state_agreement import CommonDigests
 
 logger = logging.getLogger(__name__)
 

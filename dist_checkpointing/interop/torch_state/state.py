@@ -36,7 +36,7 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning.replica_check import digest_of_values
-from dist_checkpointing.validation.common_state import CommonDigests
+from dist_checkpointing.validation.common_state_agreement import CommonDigests
 
 logger = logging.getLogger(__name__)
 

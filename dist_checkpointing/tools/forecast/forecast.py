@@ -22,7 +22,7 @@ from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.windows import axes_apart, span_bytes
 from dist_checkpointing.tools.forecast.templates import RankWants, unknown_objects
-from dist_checkpointing.validation.compare import StoredTensors, compare
+from dist_checkpointing.validation.load_errors import StoredTensors, compare
 
 _PAGE_BYTES = 4096
 _SCRATCH_BYTES = 2**22

@@ -17,7 +17,7 @@ from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.selection import Selection, handles_objects, open_checkpoint
-from dist_checkpointing.validation.compare import mismatch_text
+from dist_checkpointing.validation.load_errors import mismatch_text
 from dist_checkpointing.validation.strictness import (
     StrictHandling,
     parse_strict_flag,  # noqa: F401 - one of the names that Megatron has here
