@@ -21,10 +21,9 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict, 
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
-from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
+from dist_checkpointing.storage.interface import StorageReader, set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import common_reader, handles_objects, open_checkpoint

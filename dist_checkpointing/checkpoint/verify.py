@@ -24,8 +24,8 @@ from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
-from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
+from dist_checkpointing.storage.interface import set_up_reader
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import (

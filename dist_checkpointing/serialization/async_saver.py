@@ -23,11 +23,11 @@ from dist_checkpointing.serialization.save_options import (
 )
 from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
-from dist_checkpointing.storage.background import Ownership
 from dist_checkpointing.storage.progress import Meter, Progress, chosen_callback
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
+from dist_checkpointing.threads import Ownership
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from dist_checkpointing.storage.fingerprints import (
     fingerprints_by_reading,
     sums_of_shard,
 )
-from dist_checkpointing.storage.protocol import StorageReader
+from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 
 logger: logging.Logger = logging.getLogger(__name__)

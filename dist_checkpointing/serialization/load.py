@@ -51,8 +51,8 @@ from dist_checkpointing.serialization.load_recipe import (
     object_keys,
 )
 from dist_checkpointing.serialization.load_verification import Verification
+from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,

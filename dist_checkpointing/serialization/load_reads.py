@@ -17,8 +17,8 @@ from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.storage.driver import read
+from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.progress import Meter
-from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, share_index
 from dist_checkpointing.strategies.selection import LoadStrategies, handles_objects

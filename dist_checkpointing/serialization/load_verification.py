@@ -22,8 +22,8 @@ from dist_checkpointing.mapping.nested_dicts import Position
 from dist_checkpointing.planning import DefaultLoadPlanner
 from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.serialization.fingerprint import verify_restored
+from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.progress import Meter
-from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.filled_parts import Filled, verify_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import LoadStrategies

@@ -16,8 +16,8 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.storage.background import Ownership, run_in_background
 from dist_checkpointing.storage.progress import Progress
+from dist_checkpointing.threads import Ownership, run_in_background
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -38,9 +38,9 @@ from dist_checkpointing.serialization.save_checks import (
 )
 from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks
 from dist_checkpointing.storage import driver
+from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.progress import Meter
-from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (

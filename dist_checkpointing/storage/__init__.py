@@ -2,6 +2,14 @@
 
 from dist_checkpointing.planning import Metadata
 from dist_checkpointing.storage.driver import read, write, write_plan
+from dist_checkpointing.storage.interface import (
+    ChunkPlace,
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+    WriteResults,
+    done,
+)
 from dist_checkpointing.storage.options import (
     BaseCheck,
     Checksum,
@@ -10,8 +18,6 @@ from dist_checkpointing.storage.options import (
     StorageOptions,
 )
 from dist_checkpointing.storage.progress import Progress, ProgressCallback, ProgressOption
-from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, StorageWriter, done
-from dist_checkpointing.storage.results import WriteResult, WriteResults
 
 __all__ = [
     "BaseCheck",

@@ -35,11 +35,18 @@ from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.planning.shard_table import Int64s, concatenate, pack, unpack
 from dist_checkpointing.planning.user_planner import call_hook
-from dist_checkpointing.storage.calls import result_of, set_up_reader, set_up_writer
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
+from dist_checkpointing.storage.interface import (
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+    WriteResults,
+    result_of,
+    results_for_finish,
+    set_up_reader,
+    set_up_writer,
+)
 from dist_checkpointing.storage.options import Durability
-from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
-from dist_checkpointing.storage.results import WriteResult, WriteResults, results_for_finish
 from dist_checkpointing.threads import paused_collector
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.storage.background import Ownership, run_in_background
+from dist_checkpointing.threads import Ownership, run_in_background
 
 logger: logging.Logger = logging.getLogger(__name__)
 

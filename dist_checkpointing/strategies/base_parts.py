@@ -38,9 +38,9 @@ from dist_checkpointing.format.seal import Seal, check_files, read_seal
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
-from dist_checkpointing.storage.host_blocks import HostBlocks
+from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.protocol import StorageReader
+from dist_checkpointing.storage.staging import HostBlocks
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.threads import in_threads
 

@@ -21,7 +21,7 @@ from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
 from dist_checkpointing.planning.load_plan import contiguous_ranges
 from dist_checkpointing.planning.shard_table import Int64s
-from dist_checkpointing.storage.host_blocks import DeviceBlocks, is_on_gpu
+from dist_checkpointing.storage.staging import DeviceBlocks, is_on_gpu
 from dist_checkpointing.strategies.windows import copy_window, read_scattered, read_window
 
 Array = npt.NDArray[Any]

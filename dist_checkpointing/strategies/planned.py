@@ -29,8 +29,8 @@ from dist_checkpointing.planning.save_plan import AgreedPlan, PlanCache, SavePla
 from dist_checkpointing.planning.table_exchange import SharedIndex
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.driver import PlanReader, read, read_plan
+from dist_checkpointing.storage.interface import StorageReader, StorageWriter
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.storage.staging import StagingBuffers, stage_plan
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (

@@ -40,10 +40,9 @@ from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.planning.planners import misfits
 from dist_checkpointing.planning.resharding import WantedLeaves
-from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
+from dist_checkpointing.storage.interface import StorageReader, set_up_reader
 from dist_checkpointing.storage.progress import Meter
-from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.filled_parts import Filled, FilledRows, filled_rows, split_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy

@@ -21,8 +21,8 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
+from dist_checkpointing import threads as background
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.storage import background
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
 from states import assert_at_step, at_step, shard

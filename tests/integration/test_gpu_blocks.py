@@ -24,9 +24,9 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.storage import host_blocks
-from dist_checkpointing.storage.host_blocks import DeviceBlocks, HostBlocks
+from dist_checkpointing.storage import staging
 from dist_checkpointing.storage.options import Checksum, StorageOptions
+from dist_checkpointing.storage.staging import DeviceBlocks, HostBlocks
 from dist_checkpointing.strategies import filling
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
@@ -49,7 +49,7 @@ class StandIn:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self._held: set[int] = set()
-        own_fillable, own_copy = tensor_memory.fillable, host_blocks.CopyStreams.copy
+        own_fillable, own_copy = tensor_memory.fillable, staging.CopyStreams.copy
         own_plain = tensor_memory.are_plain_memory
 
         def fillable(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -64,8 +64,8 @@ class StandIn:
 
         monkeypatch.setattr(tensor_memory, "fillable", fillable)
         monkeypatch.setattr(tensor_memory, "are_plain_memory", are_plain_memory)
-        monkeypatch.setattr(host_blocks.CopyStreams, "copy", copy)
-        for module in (host_blocks, row_writer, data_files, folders, filling):
+        monkeypatch.setattr(staging.CopyStreams, "copy", copy)
+        for module in (staging, row_writer, data_files, folders, filling):
             monkeypatch.setattr(module, "is_on_gpu", self.holds, raising=False)
 
     def holds(self, tensor: torch.Tensor) -> bool:

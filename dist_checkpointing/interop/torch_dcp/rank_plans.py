@@ -17,7 +17,7 @@ from dist_checkpointing.planning.chunking import Layout
 from dist_checkpointing.planning.save_plan import checked_plans
 from dist_checkpointing.planning.shard_table import ShardRow, table_of_rows
 from dist_checkpointing.storage.driver import Written
-from dist_checkpointing.storage.protocol import StorageWriter
+from dist_checkpointing.storage.interface import StorageWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,7 @@ from dist_checkpointing.planning import (
     WriteItem,
 )
 from dist_checkpointing.planning.chunking import WholeShardLayout
-from dist_checkpointing.storage.protocol import StorageReader, StorageWriter, done
-from dist_checkpointing.storage.results import WriteResult
+from dist_checkpointing.storage.interface import StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 
 FOLDER_NAME = "dcp"

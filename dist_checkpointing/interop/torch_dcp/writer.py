@@ -44,9 +44,8 @@ from dist_checkpointing.interop.torch_dcp.rank_plans import (
     make_rank_plans,
 )
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
-from dist_checkpointing.storage.calls import set_up_writer
 from dist_checkpointing.storage.driver import finish_all, write_plan
-from dist_checkpointing.storage.protocol import StorageWriter
+from dist_checkpointing.storage.interface import StorageWriter, set_up_writer
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy

@@ -17,8 +17,8 @@ from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDic
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
 from dist_checkpointing.storage.driver import read_plan
+from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
 from dist_checkpointing.strategies.fully_parallel.passing import pass_on

@@ -19,7 +19,7 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
-from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
+from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import (
     READ_WHOLE_BYTES,

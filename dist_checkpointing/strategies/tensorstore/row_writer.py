@@ -17,7 +17,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
-from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
+from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore.data_files import (

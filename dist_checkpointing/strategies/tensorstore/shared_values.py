@@ -23,8 +23,8 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
+from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.options import BaseCheck
-from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, open_base
 from dist_checkpointing.strategies.raw_chunks import Extent, read_extent
 from dist_checkpointing.strategies.tensorstore import keys

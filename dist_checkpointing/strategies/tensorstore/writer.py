@@ -17,9 +17,8 @@ from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Checksum, Durability
-from dist_checkpointing.storage.protocol import StorageWriter, done
-from dist_checkpointing.storage.results import WriteResult, WriteResults
 from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.data_files import LARGE_BYTES, DataFiles

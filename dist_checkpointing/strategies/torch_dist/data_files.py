@@ -17,7 +17,7 @@ from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
+from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.torch_dist.metadata import Place
 from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
 

@@ -22,7 +22,7 @@ from dist_checkpointing.planning import (
     MetadataIndex,
     ReadTable,
 )
-from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
+from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import damaged
 from dist_checkpointing.strategies.torch_archive import BadRecord

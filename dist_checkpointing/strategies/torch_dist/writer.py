@@ -23,9 +23,8 @@ from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Checksum, Durability
-from dist_checkpointing.storage.protocol import StorageWriter, done
-from dist_checkpointing.storage.results import WriteResult, WriteResults
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_dist.contents import unique_keys
 from dist_checkpointing.strategies.torch_dist.data_files import DataFile, file_name

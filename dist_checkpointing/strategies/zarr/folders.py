@@ -37,11 +37,15 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
-from dist_checkpointing.storage.host_blocks import is_on_gpu
+from dist_checkpointing.storage.interface import (
+    ChunkPlace,
+    StorageReader,
+    StorageWriter,
+    WriteResults,
+    done,
+)
 from dist_checkpointing.storage.options import Checksum, Durability
-from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, StorageWriter, done
-from dist_checkpointing.storage.results import WriteResults
-from dist_checkpointing.storage.staging import StagingBuffers
+from dist_checkpointing.storage.staging import StagingBuffers, is_on_gpu
 from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import ChunkReads, read_chunks

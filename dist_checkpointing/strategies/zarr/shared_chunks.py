@@ -16,8 +16,8 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.options import BaseCheck, StorageOptions
-from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, open_base
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.codecs import Codec

@@ -36,8 +36,8 @@ from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.storage.interface import WriteResult
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
 from dist_checkpointing.strategies.zarr.codecs import Codec, codec_json, make_codec

@@ -16,9 +16,8 @@ from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.planning.resharding import WantedShard, plan_load
 from dist_checkpointing.serialization.load_recipe import source_leaves
-from dist_checkpointing.storage.calls import set_up_reader
+from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.windows import axes_apart, span_bytes
 from dist_checkpointing.tools.forecast.templates import RankWants, unknown_objects
