@@ -27,7 +27,7 @@ from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import set_up_reader
 from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import (
     damage_of,
     damage_of_objects,

@@ -26,7 +26,7 @@ from dist_checkpointing.planning.coverage import find_coverage_problems, main_ro
 from dist_checkpointing.planning.shard_table import ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import Selection, open_checkpoint
 
 

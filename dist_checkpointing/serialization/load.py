@@ -37,13 +37,6 @@ from dist_checkpointing.serialization.load_checks import (
     rebuilt,
     require_same_save,
 )
-from dist_checkpointing.serialization.load_reads import (
-    open_stored,
-    read_wanted,
-    replaced,
-    split_objects,
-    stored_shapes,
-)
 from dist_checkpointing.serialization.load_recipe import (
     RecipeLoad,
     apply_recipe,
@@ -58,6 +51,13 @@ from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
     open_checkpoint,
+)
+from dist_checkpointing.strategies.unplanned_strategies import (
+    open_stored,
+    read_wanted,
+    replaced,
+    split_objects,
+    stored_shapes,
 )
 from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.load_errors import (

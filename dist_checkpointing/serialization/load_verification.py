@@ -24,10 +24,9 @@ from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.serialization.fingerprint import verify_restored
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.progress import Meter
-from dist_checkpointing.strategies.filled_parts import Filled, verify_filled
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import LoadStrategies
-from dist_checkpointing.strategies.verification import verify_wanted
+from dist_checkpointing.strategies.verification import Filled, verify_filled, verify_wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage.staging import StagingBuffers, detached_copy, stage_plan
 from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
 

@@ -24,7 +24,7 @@ from dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
-from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.selection import Selection
 
 

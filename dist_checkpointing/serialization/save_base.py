@@ -20,7 +20,7 @@ from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 

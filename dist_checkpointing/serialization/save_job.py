@@ -49,7 +49,7 @@ from dist_checkpointing.strategies.base import (
     SaveShardedStrategy,
     require_method,
 )
-from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.validation.unwrapped import refuse_distributed

@@ -29,7 +29,7 @@ from dist_checkpointing.serialization.save_checks import Decided
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks
 from dist_checkpointing.storage.progress import Meter
-from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.common_state_agreement import CommonDigests, compare_common_state
 

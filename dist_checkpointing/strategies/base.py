@@ -23,7 +23,10 @@ from dist_checkpointing.strategies.registry import (
 )
 
 if typing.TYPE_CHECKING:
-    from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
+    from dist_checkpointing.strategies.planned_strategies import (
+        PlannedLoadStrategy,
+        PlannedSaveStrategy,
+    )
 
 __all__ = [
     "AsyncSaveShardedStrategy",
@@ -268,7 +271,9 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
 def __getattr__(name: str) -> Any:
     if name in ("PlannedLoadStrategy", "PlannedSaveStrategy"):
         # Imported on first use, since they derive from the classes above.
-        return getattr(importlib.import_module("dist_checkpointing.strategies.planned"), name)
+        return getattr(
+            importlib.import_module("dist_checkpointing.strategies.planned_strategies"), name
+        )
     if name != "async_calls":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # The queue that Megatron scripts share. Most scripts have none.

@@ -25,7 +25,7 @@ from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDic
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning.planners import other_grid
 from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
-from dist_checkpointing.strategies.planned import KnownFormats
+from dist_checkpointing.strategies.planned_strategies import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
 
 _MAX_COMMON_BYTES = 1 << 38

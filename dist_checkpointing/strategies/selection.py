@@ -14,7 +14,10 @@ from dist_checkpointing.strategies.base import (
     SaveStrategyBase,
     lacks,
 )
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
     get_default_strategy,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.format.file_names import is_of_optimizer, optimizer_prefixes
-from dist_checkpointing.strategies.tensorstore.keys import DATA_GROUPS, group_of
+from dist_checkpointing.strategies.tensorstore.database import DATA_GROUPS, group_of
 from dist_checkpointing.tools.inspect.inventory import take_inventory
 
 

@@ -27,12 +27,12 @@ from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.storage import staging
 from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.storage.staging import DeviceBlocks, HostBlocks
-from dist_checkpointing.strategies import filling
+from dist_checkpointing.strategies import chunk_reads
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
-from dist_checkpointing.strategies.tensorstore import row_writer
-from dist_checkpointing.strategies.torch_dist import data_files
-from dist_checkpointing.strategies.zarr import folders
+from dist_checkpointing.strategies.tensorstore import writer
+from dist_checkpointing.strategies.torch_dist import writer as data_files
+from dist_checkpointing.strategies.zarr import chunk_files
 from states import shard
 
 BLOCK = 2**18
@@ -65,7 +65,7 @@ class StandIn:
         monkeypatch.setattr(tensor_memory, "fillable", fillable)
         monkeypatch.setattr(tensor_memory, "are_plain_memory", are_plain_memory)
         monkeypatch.setattr(staging.CopyStreams, "copy", copy)
-        for module in (staging, row_writer, data_files, folders, filling):
+        for module in (staging, writer, data_files, chunk_files, chunk_reads):
             monkeypatch.setattr(module, "is_on_gpu", self.holds, raising=False)
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -40,7 +40,7 @@ from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.seal import SealedFile, read_seal
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.strategies.tensorstore.data_files import DataFiles
+from dist_checkpointing.strategies.tensorstore.writer import DataFiles
 from dist_checkpointing.testing import run_ranks
 from s3_proxy import Fault, proxy_before
 from stores import new_url

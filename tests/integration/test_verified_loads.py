@@ -20,7 +20,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import DefaultLoadPlanner
-from dist_checkpointing.strategies import windows
+from dist_checkpointing.strategies import chunk_reads
 from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
@@ -45,13 +45,13 @@ class Reads:
         for name in ("preadv", "pread"):
             monkeypatch.setattr(os, name, self._counting(getattr(os, name)))
         monkeypatch.setattr(Path, "read_bytes", self._counting(Path.read_bytes))
-        mapped = windows._copy_mapped
+        mapped = chunk_reads._copy_mapped
 
         def copy_mapped(descriptor: int, start: int, window: Any, target: Any, **how: Any) -> None:
             self.num_bytes += window.box.num_elements * target.itemsize
             mapped(descriptor, start, window, target, **how)
 
-        monkeypatch.setattr(windows, "_copy_mapped", copy_mapped)
+        monkeypatch.setattr(chunk_reads, "_copy_mapped", copy_mapped)
 
     def _counting(self, own: Any) -> Any:
         def read(*arguments: Any) -> Any:

@@ -32,11 +32,9 @@ from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    passing,
-    sharing,
-)
+from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.strategies.fully_parallel import load as passing
+from dist_checkpointing.strategies.fully_parallel import load as sharing
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,

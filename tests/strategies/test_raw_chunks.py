@@ -29,15 +29,16 @@ from dist_checkpointing.planning import (
     ReadItem,
 )
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies import windows as reading
-from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.raw_chunks import (
+from dist_checkpointing.strategies import chunk_reads as reading
+from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Extent,
+    Filler,
+    axes_apart,
     read_chunks,
     read_extent,
+    read_window,
 )
-from dist_checkpointing.strategies.windows import axes_apart, read_window
 from dist_checkpointing.threads import in_threads
 from stores import new_url, put
 

@@ -13,8 +13,8 @@ import torch
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.checksums import checksum, checksums_at
-from dist_checkpointing.strategies import filled_parts
-from dist_checkpointing.strategies.windows import read_scattered
+from dist_checkpointing.strategies import verification
+from dist_checkpointing.strategies.chunk_reads import read_scattered
 
 
 def _addresses(arrays: list[Any]) -> Any:
@@ -93,9 +93,9 @@ def test_small_parts_are_compared_as_columns_and_the_others_one_by_one(
     targets = {key: torch.zeros(3, 4) for key in values}
     targets["w5"] = torch.zeros(4, 3).T  # not in C order
     seen: list[tuple[int, int]] = []
-    own = filled_parts.verify_filled
+    own = verification.verify_filled
 
-    def spy(filled: filled_parts.Filled, *rest: Any) -> None:
+    def spy(filled: verification.Filled, *rest: Any) -> None:
         seen.append((len(filled.parts), sum(len(rows.addresses) for rows in filled.rows)))
         own(filled, *rest)
 

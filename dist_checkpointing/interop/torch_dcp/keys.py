@@ -16,7 +16,7 @@ from typing import Any
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.strategies.torch_dist.common import ABSENT, nested
+from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
 _FORMAT = "dist_checkpointing.dcp_keys"

@@ -39,7 +39,10 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter, WriteResult, done
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
 
 FOLDER_NAME = "dcp"
 BACKEND = ("dcp", 1)

@@ -48,7 +48,7 @@ from dist_checkpointing.storage.driver import finish_all, write_plan
 from dist_checkpointing.storage.interface import StorageWriter, set_up_writer
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.plain_data import check_plain
-from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 

@@ -1,47 +1,341 @@
-"""Load in parallel: what several ranks of a group want, one of them reads and passes on."""
+"""Wrapper: one rank of a group reads what several want, and broadcasts it.
+
+All ranks of a group take part in all messages in the same order, also in those that they neither
+send nor want. A rank with an error goes on to the end, so that no other rank waits for it, and
+raises the error then.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import xxhash
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.format.geometry import row_bytes, split_flat_range
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
+from dist_checkpointing.planning.load_plan import ReadTable
+from dist_checkpointing.planning.replica_balancing import share_out
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr
-from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
-from dist_checkpointing.strategies.fully_parallel.passing import pass_on
-from dist_checkpointing.strategies.fully_parallel.sharing import (
-    Sharing,
-    Wants,
-    rows_of_shards,
-    rows_of_table,
-    share_reads,
-)
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy
+from dist_checkpointing.strategies.fully_parallel.save import GivenGroup, ParallelizationGroup
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
+_ALIGNMENT_BYTES = 16
+
+
+"""Tensors of any dtype may begin at such a position in a message."""
+
+
+Rows = npt.NDArray[np.void]
+
+
+_HEAD = struct.Struct("<QQ")
+
+
+_ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsize", "<i8")])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wants:
+    """What one rank wants to have in memory, row by row.
+
+    A row is the digest of what it is, its size and that of an element; rows with one digest have
+    the same bytes in memory. Passing on may take ``buffer_bytes`` on this rank. With fewer bytes
+    than ``min_shared_bytes`` that several ranks want, each reads for itself.
+    """
+
+    rows: Rows
+    buffer_bytes: int
+    min_shared_bytes: int
+
+    def pack(self) -> bytes:
+        return _HEAD.pack(self.buffer_bytes, self.min_shared_bytes) + self.rows.tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Wants:
+        return cls(np.frombuffer(data, _ROW, offset=_HEAD.size), *_HEAD.unpack_from(data))
+
+
+def _rows(identities: Iterable[Any], num_elements: Any, itemsizes: Any) -> Rows:
+    digests = b"".join(map(xxhash.xxh3_128_digest, identities))
+    rows = np.empty(len(itemsizes), dtype=_ROW)
+    rows["high"], rows["low"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2).T
+    rows["num_bytes"] = np.multiply(num_elements, itemsizes)
+    rows["itemsize"] = itemsizes
+    return rows
+
+
+def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> Rows:
+    """What the tensors of a table are: the same part of the same chunk, in memory of one dtype."""
+    dtypes = [acquire(row).dtype for row in range(len(table))]
+    numbers = {dtype: _number(str(dtype)) for dtype in set(dtypes)}
+    column = np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64)
+    keys = np.array([_number(name) for name in table.names], dtype=np.int64)
+    ndims = np.maximum(table.ndim, table.window_ndim)
+    scalars = [keys[table.keys], ndims, table.pieces, table.storage_starts, column]
+    axes = (table.chunk_offsets, table.storage_shapes, table.storage_boxes, table.lengths)
+    identities = row_bytes(scalars, axes, ndims)
+    return _rows(identities, table.num_elements, [dtype.itemsize for dtype in dtypes])
+
+
+def _number(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode()) >> 1
+
+
+def rows_of_shards(shards: Sequence[ShardedTensor]) -> Rows:
+    """What shards are: the same part of the same tensor, in memory of one dtype."""
+    parts = [(s.key, str(s.dtype), s.box, s.flat_range) for s in shards]
+    num_elements = [b.num_elements if flat is None else flat[1] - flat[0] for *_, b, flat in parts]
+    identities = (repr(part).encode() for part in parts)
+    return _rows(identities, num_elements, [shard.dtype.itemsize for shard in shards])
+
+
+@dataclass(frozen=True, slots=True)
+class ElementRun:
+    """A run of elements on its way: from ``first`` up to ``last``, from byte ``start`` of a
+    message.
+
+    The row is -1 where this rank does not want them.
+    """
+
+    row: int
+    first: int
+    last: int
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank sends to all others at a time."""
+
+    source: int
+    runs: tuple[ElementRun, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """How one rank shares the reads of its group.
+
+    It reads its own rows, ascending, and copies them to other rows that want the same. Messages are
+    in the order in which they travel, and the same on all ranks but for the rows.
+    """
+
+    own: Int64s
+    copies: tuple[tuple[int, int], ...]
+    messages: Sequence[Message]
+
+
+def _numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
+    """Number of the unit of each row, and the first row of each unit; equal rows are one unit."""
+    order = np.lexsort((low, high))
+    begins = np.ones(len(order), dtype=np.bool_)
+    begins[1:] = (np.diff(high[order]) != 0) | (np.diff(low[order]) != 0)
+    firsts = order[begins]  # Sorting is stable.
+    by_appearance = np.argsort(firsts)
+    units = np.empty(len(order), dtype=np.int64)
+    units[order] = np.argsort(by_appearance)[np.cumsum(begins) - 1]
+    return units, firsts[by_appearance]
+
+
+def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
+    """How ranks that want these rows share the reads; None if it is not worth it."""
+    rows = np.concatenate([want.rows for want in wants])
+    ranks = np.repeat(np.arange(len(wants)), [len(want.rows) for want in wants])
+    units, firsts = _numbered(rows["high"], rows["low"])
+    # A rank that wants something twice counts once.
+    wanted, wanting = np.divmod(np.unique(units * len(wants) + ranks), len(wants))
+    starts = np.searchsorted(wanted, np.arange(len(firsts) + 1))
+    is_shared = np.diff(starts) > 1
+    sizes = rows["num_bytes"][firsts]
+    least = max(want.min_shared_bytes for want in wants)
+    if not is_shared.any() or sizes[is_shared].sum() < least:
+        return None
+    loads = np.zeros(len(wants), dtype=np.int64)
+    readers = wanting[share_out(wanting, starts, np.arange(len(firsts)), sizes, loads)]
+    mine = units[ranks == rank]
+    _, first_rows = np.unique(mine, return_index=True)
+    row_of = np.full(len(firsts), -1, dtype=np.int64)
+    row_of[mine[first_rows]] = first_rows
+    copies = np.flatnonzero(row_of[mine] != np.arange(len(mine)))
+    traveling = np.flatnonzero(is_shared)
+    columns = (readers, row_of, sizes, rows["itemsize"][firsts])
+    most_bytes = max(1, min(want.buffer_bytes for want in wants))
+    return Sharing(
+        own=np.sort(row_of[(readers == rank) & (row_of >= 0)]),
+        copies=tuple(zip(row_of[mine[copies]].tolist(), copies.tolist(), strict=True)),
+        messages=list(
+            _messages(zip(*(c[traveling].tolist() for c in columns), strict=True), most_bytes)
+        ),
+    )
+
+
+def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> Iterator[Message]:
+    """Small units together, large ones in several messages.
+
+    A unit is its reader, the row of this rank, its bytes and those of an element.
+    """
+    waiting: dict[int, list[ElementRun]] = {}
+    for reader, row, size, itemsize in units:
+        step = max(1, most_bytes // itemsize)
+        runs = waiting.setdefault(reader, [])
+        for first in range(0, size // itemsize, step):
+            last = min(first + step, size // itemsize)
+            num_bytes = (last - first) * itemsize
+            start = _aligned(runs[-1].start + runs[-1].num_bytes) if runs else 0
+            if runs and start + num_bytes > most_bytes:
+                yield _message(reader, runs)
+                runs.clear()
+                start = 0
+            runs.append(ElementRun(row, first, last, start, num_bytes))
+    for reader, runs in sorted(waiting.items()):
+        yield _message(reader, runs)
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _message(source: int, runs: Sequence[ElementRun]) -> Message:
+    return Message(source, tuple(runs), runs[-1].start + runs[-1].num_bytes)
+
+
+Arrays = Callable[[int], torch.Tensor]
+
+
+"""Row -> its memory on this rank."""
+
+
+def pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int], None]) -> None:
+    """Fill every row that this rank wants and another rank has read. Collective."""
+    with comm.agreed("preparing to pass on what was read"):
+        packing = _Packing(sharing, arrays, comm.tensor_device, report)
+    for number, message in enumerate(sharing.messages):
+        is_own = message.source == comm.rank
+        data = packing.packed(number) if is_own else packing.room(number)
+        comm.broadcast_tensor(data, message.source)
+        if not is_own:
+            packing.unpack(number, data)
+    with comm.agreed("passing on what was read"):
+        if packing.error is not None:
+            raise packing.error
+        for row, other in sharing.copies:
+            arrays(other).copy_(arrays(row))
+
+
+class _Packing:
+    """Packs and unpacks messages; remembers the first error instead of raising it.
+
+    A message that is one run of memory is sent from, or received into, the array itself. All others
+    go through one buffer, as large as the largest of them.
+    """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        arrays: Arrays,
+        device: torch.device,
+        report: Callable[[int], None],
+    ) -> None:
+        self.error: Exception | None = None
+        self._messages = sharing.messages
+        self._arrays = arrays
+        self._report = report
+        self._runs = [self._own_run(message, device) for message in self._messages]
+        pairs = zip(self._messages, self._runs, strict=True)
+        longest = max((message.num_bytes for message, run in pairs if run is None), default=0)
+        self._buffer = torch.empty(longest, dtype=torch.uint8, device=device)
+
+    def packed(self, number: int) -> torch.Tensor:
+        """The bytes of a message that this rank sends."""
+        data = self.room(number)
+        if self._runs[number] is None:
+            try:
+                for run in self._messages[number].runs:
+                    for own, values in self._boxes(run, data):
+                        values.copy_(own)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
+                self.error = self.error or error
+        return data
+
+    def room(self, number: int) -> torch.Tensor:
+        """Where a message from another rank goes."""
+        run = self._runs[number]
+        return self._buffer[: self._messages[number].num_bytes] if run is None else run
+
+    def unpack(self, number: int, data: torch.Tensor) -> None:
+        """Copy what has arrived to its destinations, unless it was received there."""
+        wanted = [run for run in self._messages[number].runs if run.row >= 0]
+        try:
+            if self._runs[number] is None:
+                for run in wanted:
+                    for own, values in self._boxes(run, data):
+                        own.copy_(values)
+            self._report(sum(run.num_bytes for run in wanted))
+        except Exception as error:  # noqa: BLE001 - as above
+            self.error = self.error or error
+
+    def _boxes(
+        self, run: ElementRun, data: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The boxes of the own array that make up a run, and their values in a message."""
+        array = self._arrays(run.row)
+        values = data[run.start : run.start + run.num_bytes].view(array.dtype)
+        if len(values) == array.numel():
+            yield array, values.view(array.shape)
+            return
+        for box in split_flat_range(tuple(array.shape), run.first, run.last):
+            yield array[box.slices()], values[: box.num_elements].view(box.shape)
+            values = values[box.num_elements :]
+
+    def _own_run(self, message: Message, device: torch.device) -> torch.Tensor | None:
+        """The memory of this rank that is the whole message; None if there is none."""
+        (run, *others) = message.runs
+        if others or run.row < 0:
+            return None
+        own = self._arrays(run.row)
+        is_plain = own.is_contiguous() and not own.is_conj() and not own.is_neg()
+        if own.device.type != device.type or not is_plain:
+            return None
+        # A tensor of one element is contiguous whatever its strides are.
+        flat = own.as_strided((own.numel(),), (1,))
+        return flat[run.first : run.last].view(torch.uint8)
+
+
 MIN_SHARED_BYTES = 16 * 2**20
+
+
 """Sharing takes about 10 ms, however little is shared (two gloo ranks on one machine).
 
 Two ranks that each read half of 16 MiB save that much time if a rank reads 1 GB/s, and more if it
 reads less. From the page cache each rank was faster alone at any size.
 """
 
+
 ExchangeAlgorithm = Literal["broadcast", "gather_object", "gather_rounds"]
 
+
 _SHARING = "sharing out the reads"
+
+
 _PASSING = "passing on what was read"
 
 

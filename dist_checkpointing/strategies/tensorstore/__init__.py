@@ -23,9 +23,12 @@ from dist_checkpointing.format.leftovers import (
     noted_removal,
 )
 from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
+from dist_checkpointing.strategies.tensorstore.database import drop_all_but, plan_removal
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
-from dist_checkpointing.strategies.tensorstore.removal import drop_all_but, plan_removal
 from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
 
 __all__ = ["TensorStoreLoadShardedStrategy", "TensorStoreSaveShardedStrategy"]

@@ -20,21 +20,21 @@ from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
-from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.raw_chunks import (
+from dist_checkpointing.strategies.chunk_reads import (
     READ_WHOLE_BYTES,
     ChunkReads,
     Extent,
+    Filler,
     damaged,
     read_chunks,
     read_extent,
     read_part,
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensorstore import keys
+from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import MANIFEST_NAME
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, INLINE, Tree, Values
-from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
+from dist_checkpointing.strategies.zarr_metadata import chunk_name
 from dist_checkpointing.threads import paused_collector
 
 
@@ -103,7 +103,7 @@ class TensorStoreReader(StorageReader):
         return [*names, MANIFEST_NAME] if has_database else names
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
-        name = keys.object_key(key, cell, self._index.objects[key])
+        name = database.object_key(key, cell, self._index.objects[key])
         values = self._find([name.encode()])
         if values.extents.file[0] == ABSENT:
             raise damaged(f"{self.checkpoint_dir}: {name}", key, "an object is missing")
@@ -158,7 +158,7 @@ class TensorStoreReader(StorageReader):
         table = plan.table
         filler = Filler(plan, planner, self._index, self.files.limits)
         with paused_collector():
-            row_keys = keys.keys_to_read(table, self._index)
+            row_keys = database.keys_to_read(table, self._index)
             values = self._find(row_keys)
             self._require_found(table, row_keys, values)
         destinations = planner.destinations(plan)
@@ -200,11 +200,13 @@ class TensorStoreReader(StorageReader):
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
         index = self._index
         stored = reads_of([chunk for chunk in chunks if chunk.fqn in index], index)
-        names = iter(keys.keys_to_read(stored, index))
+        names = iter(database.keys_to_read(stored, index))
         return [
             next(names)
             if chunk.fqn in index
-            else keys.object_key(chunk.fqn, chunk.offset or (), index.objects[chunk.fqn]).encode()
+            else database.object_key(
+                chunk.fqn, chunk.offset or (), index.objects[chunk.fqn]
+            ).encode()
             for chunk in chunks
         ]
 

@@ -1,39 +1,454 @@
-"""Writes values into data files of this rank; rank 0 writes the tree that says where they are."""
+"""Rows of a plan into data files: small tensors together, large ones block by block."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import chain, groupby
+from operator import attrgetter, itemgetter
+from typing import Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from dist_checkpointing.filesystem import location
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME
+from dist_checkpointing.filesystem import file_writer, location
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.checksums import (
+    CHECKSUMS_NAME,
+    NO_DIGEST,
+    Digest,
+    columns_of,
+    digest_of,
+    digests_at,
+)
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
-from dist_checkpointing.storage.options import Checksum, Durability
-from dist_checkpointing.strategies.base_parts import PlanDigests
-from dist_checkpointing.strategies.tensorstore import keys
-from dist_checkpointing.strategies.tensorstore.data_files import LARGE_BYTES, DataFiles
-from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
-from dist_checkpointing.strategies.tensorstore.row_writer import RowWriter
-from dist_checkpointing.strategies.tensorstore.shared_values import SharedValues, share_values
-from dist_checkpointing.strategies.tensorstore.sparse_files import settle
-from dist_checkpointing.strategies.tensorstore.tree_file import (
+from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
+from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
+from dist_checkpointing.strategies.incremental import PlanDigests
+from dist_checkpointing.strategies.safe_pickle import serialize
+from dist_checkpointing.strategies.tensorstore import database
+from dist_checkpointing.strategies.tensorstore.database import (
     StoredValues,
     merged_values,
     write_tree,
 )
+from dist_checkpointing.strategies.tensorstore.incremental import SharedValues, settle, share_values
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
 from dist_checkpointing.threads import paused_collector
 
+MOST_PENDING_BYTES: Final = 2**22
+
+
+LARGE_BYTES: Final = 2**20
+
+
+"""Values below this are written many at a time."""
+
+
+Array = npt.NDArray[Any]
+
+
+class DataFiles:
+    """A row of files, each begun when the one before it is full; used by one thread.
+
+    Args:
+        root: the checkpoint.
+        stem: relative path of the files, but for the end of their names; its folder exists.
+        options: how large files may be, and whether they must be durable.
+        most_pending: bytes that may wait to be written together.
+        report: called with the bytes of tensors that were written since the last call.
+
+    Attributes:
+        names: Relative paths of the files.
+        file: For each value the position of its file in ``names``.
+        offset: For each value its first byte.
+        length: For each value its bytes.
+    """
+
+    def __init__(
+        self,
+        root: Location,
+        stem: str,
+        options: StorageOptions,
+        most_pending: int,
+        report: Callable[[int], None],
+    ) -> None:
+        self._root = root
+        self._stem = stem
+        self._is_durable = options.durability is Durability.FSYNC
+        # Elsewhere the C library would write zeros to make room, and fsync gains nothing by it.
+        self._makes_room = not self._is_durable and file_writer.makes_room(root)
+        self._most_bytes = file_writer.file_bytes(root, options.data_file_bytes)
+        self._most_pending = min(most_pending, MOST_PENDING_BYTES)
+        self._report = report
+        self._open_file: file_writer.NewFile | None = None
+        self._end = 0
+        self._sealed: list[SealedFile] = []
+        self._pending: list[Any] = []
+        self._pending_bytes = self._unreported = 0
+        self.names: list[str] = []
+        self.file: array[int] = array("q")
+        self.offset: array[int] = array("q")
+        self.length: array[int] = array("q")
+
+    def put(self, value: Any, num_bytes: int, reported: int) -> None:
+        """Add a value, which is written soon and must stay as it is until then.
+
+        Args:
+            value: a contiguous array, or bytes.
+            num_bytes: its size.
+            reported: how many of them count as written.
+        """
+        self._place(num_bytes)
+        if num_bytes == 0:
+            return
+        self._pending.append(value)
+        self._pending_bytes += num_bytes
+        self._unreported += reported
+        if (
+            self._pending_bytes >= self._most_pending
+            or len(self._pending) >= file_writer.MOST_PARTS
+        ):
+            self.flush()
+
+    def put_memory(self, addresses: Int64s, lengths: Int64s) -> None:
+        """Add values that are somewhere in memory, and write them at once.
+
+        Args:
+            addresses: of the first byte of each.
+            lengths: bytes of each.
+        """
+        self.flush()
+        first = 0
+        while first < len(lengths):
+            file = self._required_file()
+            starts = self._end + np.cumsum(lengths[first:]) - lengths[first:]
+            last = first + int(np.searchsorted(starts, self._most_bytes))
+            own = lengths[first:last]
+            self.file.frombytes(np.full(len(own), len(self.names) - 1).tobytes())
+            self.offset.frombytes(starts[: len(own)].tobytes())
+            self.length.frombytes(own.tobytes())
+            self._end += int(own.sum())
+            file.write_memory(addresses[first:last], own)
+            first = last
+        self._report(int(lengths.sum()))
+
+    def put_large(self, values: Array, reported: int, digest: Digest | None) -> None:
+        """Add a contiguous array, which must stay as it is; hash it on the way."""
+        self.begin_large(values.nbytes)
+        self._put_block(values, reported, digest, stays=True)
+
+    def begin_large(self, num_bytes: int) -> None:
+        """Add a value that comes in blocks, by ``put_block`` alone."""
+        self.flush()
+        self._place(num_bytes).make_room(self.offset[-1], num_bytes)
+
+    def put_block(self, values: Array, reported: int, digest: Digest | None) -> None:
+        """Write a contiguous array at once, behind what was written last; hash it on the way."""
+        self._put_block(values, reported, digest, stays=False)
+
+    def _put_block(
+        self, values: Array, reported: int, digest: Digest | None, *, stays: bool
+    ) -> None:
+        file = self._open_file
+        assert file is not None
+        view = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        step = file.block_bytes(is_hashed=digest is not None)
+        first = step - file.position % step
+        for start in range(first - step, len(view), step):
+            block = view[max(start, 0) : start + step]
+            if digest is not None:
+                digest.update(block)
+            file.write([block], len(block), stays=stays)
+        self._report(reported)
+
+    def finish(self) -> list[SealedFile]:
+        """Write what is left; the files are durable then, but not their names."""
+        self.flush()
+        self._close(is_durable=self._is_durable)
+        return self._sealed
+
+    def give_up(self) -> None:
+        """Let go of the file that is open."""
+        self._pending.clear()
+        file, self._open_file = self._open_file, None
+        if file is not None:
+            file.give_up()
+
+    def _place(self, num_bytes: int) -> file_writer.NewFile:
+        """Note where the next value will lie."""
+        file = self._required_file()
+        self.file.append(len(self.names) - 1)
+        self.offset.append(self._end)
+        self.length.append(num_bytes)
+        self._end += num_bytes
+        return file
+
+    def _required_file(self) -> file_writer.NewFile:
+        """The file that is open; begins one if there is none, or it is full."""
+        if self._open_file is None or self._end >= self._most_bytes:
+            self.flush()
+            self._close(is_durable=self._is_durable)
+            name = f"{self._stem}.{len(self.names)}"
+            self._open_file = file_writer.create(self._root / name, makes_room=self._makes_room)
+            self.names.append(name)
+            self._end = 0
+        return self._open_file
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if self._pending:
+            assert self._open_file is not None
+            self._open_file.write(self._pending, self._pending_bytes)
+            self._pending = []
+            if self._unreported:
+                self._report(self._unreported)
+            self._pending_bytes = self._unreported = 0
+
+    def _close(self, *, is_durable: bool) -> None:
+        file, self._open_file = self._open_file, None
+        if file is not None:
+            etag = file.close(is_durable=is_durable)
+            self._sealed.append(SealedFile(self.names[-1], self._end, etag=etag))
+
+
+_MOST_TOGETHER = 8192
+
+
+class RowWriter:
+    """Writes the values of rows of a plan to data files.
+
+    Args:
+        plan: what this rank writes.
+        planner: answers for its data.
+        known: digests of its rows, as far as they have been made; gets the others.
+        has_checksums: whether digests are wanted.
+
+    Attributes:
+        has_checksums: Whether digests are wanted.
+        digests: ``[rows, 2]``, upper halves and checksums of the rows that were written, and of
+            those that were known.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        known: PlanDigests,
+        *,
+        has_checksums: bool,
+    ) -> None:
+        table, index = plan.table, plan.index
+        assert index is not None
+        self.has_checksums = has_checksums
+        self.digests = known.columns
+        # What a planner makes once more may be something else.
+        self._known = None if planner.makes_data or not known.known.any() else known
+        self._table = table
+        self._index = index
+        self._data_of = planner.data_of(plan)
+        is_edge = _edges(table, index)
+        self._is_object = table.is_object.tolist()
+        self._is_edge = is_edge.tolist()
+        self._sizes = table.num_bytes
+        self._is_simple = ~table.is_object & ~is_edge & (self._sizes < LARGE_BYTES)
+
+    def write(self, rows: Int64s, files: DataFiles, most_bytes: int) -> None:
+        """Write some rows; several threads may do so.
+
+        Args:
+            rows: to write.
+            files: get the values.
+            most_bytes: memory for copies of tensors on GPUs.
+        """
+        for begin, end, is_simple in self._batches(rows, min(most_bytes, MOST_PENDING_BYTES)):
+            data: list[object] = []
+            if is_simple:
+                data = list(map(self._data_of, rows[begin:end].tolist()))
+                if self._write_memory(rows[begin:end], data, files):
+                    continue
+                if not all(isinstance(own, torch.Tensor) and own.is_cpu for own in data):
+                    # What is copied from a GPU is copied ahead of what is written.
+                    self._write_each(rows[begin:], data, files, most_bytes)
+                    return
+            self._write_each(rows[begin:end], data, files, most_bytes)
+
+    def _batches(self, rows: Int64s, most_bytes: int) -> Iterator[tuple[int, int, bool]]:
+        """Runs of rows that may be written together, and of those that may not be."""
+        is_simple = self._is_simple[rows]
+        ends = np.cumsum(self._sizes[rows])
+        begin = 0
+        for change in [*(np.flatnonzero(np.diff(is_simple)) + 1).tolist(), len(rows)]:
+            while begin < change:
+                end = change
+                if is_simple[begin]:
+                    limit = most_bytes + (int(ends[begin - 1]) if begin else 0)
+                    room = int(np.searchsorted(ends, limit, side="right"))
+                    end = min(change, begin + _MOST_TOGETHER, max(begin + 1, room))
+                yield begin, end, bool(is_simple[begin])
+                begin = end
+
+    def _write_memory(self, rows: Int64s, data: Sequence[Any], files: DataFiles) -> bool:
+        """Write tensors from where they are in memory, without a look at each; False if in vain."""
+        if not tensor_memory.are_plain_memory(data):
+            return False
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, data), np.int64, len(data))
+        lengths = np.fromiter(map(attrgetter("nbytes"), data), np.int64, len(data))
+        if not addresses.all() or (lengths != self._sizes[rows]).any():
+            return False
+        if self.has_checksums:
+            made = slice(None) if self._known is None else ~self._known.known[rows]
+            self.digests[rows[made]] = digests_at(addresses[made], lengths[made])
+        files.put_memory(addresses, lengths)
+        return True
+
+    def _write_each(
+        self, rows: Int64s, data: Sequence[object], files: DataFiles, most_bytes: int
+    ) -> None:
+        """Write rows one by one, the first of which have given their data already."""
+        digests: list[bytes] = []
+        given = chain(data, map(self._data_of, rows[len(data) :].tolist()))
+        left = zip(rows.tolist(), given, strict=True)
+        for row, own in left:
+            if self._is_object[row]:
+                digests.append(self._put_object(row, own, files))
+                continue
+            assert isinstance(own, torch.Tensor)
+            array = _in_place(own)
+            if array is None:
+                self._write_copies(row, own, left, files, digests, most_bytes)
+                break
+            digests.append(self._put(row, array, files))
+        self.digests[rows] = columns_of(digests)
+
+    def _put_object(self, row: int, data: object, files: DataFiles) -> bytes:
+        value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
+        files.put(value, len(value), 0)
+        return digest_of(value, len(value))
+
+    def _put(self, row: int, array: Array, files: DataFiles) -> bytes:
+        """Add a chunk and give its digest."""
+        size, is_edge = array.nbytes, self._is_edge[row]
+        known = NO_DIGEST if not self.has_checksums else None
+        if known is None and self._known is not None:
+            known = self._known.digest(row)
+        if size >= LARGE_BYTES and not is_edge:
+            if known is not None:
+                files.put_large(array, size, None)
+                return known
+            digest = Digest()
+            files.put_large(array, size, digest)
+            return digest.digest()
+        checksum = known or digest_of(array, size)
+        if is_edge:
+            array = self._padded(row, array)
+        if array.nbytes >= LARGE_BYTES:
+            files.put_large(array, size, None)
+        else:
+            files.put(array, array.nbytes, size)
+        return checksum
+
+    def _write_copies(
+        self,
+        first: int,
+        data: torch.Tensor,
+        left: Iterator[tuple[int, object]],
+        files: DataFiles,
+        digests: list[bytes],
+        most_bytes: int,
+    ) -> None:
+        """Write the first of some rows that is not in place, and those that are left.
+
+        Of tensors on GPUs the next block is copied while one is written.
+        """
+        asked: deque[tuple[int, object]] = deque()
+
+        def tensors() -> Iterator[torch.Tensor]:
+            asked.append((first, data))
+            yield data
+            for row, given in left:
+                asked.append((row, given))
+                yield given if isinstance(given, torch.Tensor) else torch.empty(0)
+
+        copies = HostBlocks(most_bytes, files.flush).of(tensors())
+        for _, numbered in groupby(copies, key=itemgetter(0)):
+            row, given = asked.popleft()
+            blocks = (block for _, block in numbered)
+            if self._is_object[row]:
+                next(blocks)
+                digests.append(self._put_object(row, given, files))
+                continue
+            assert isinstance(given, torch.Tensor)
+            if not is_on_gpu(given) or given.nbytes < LARGE_BYTES or self._is_edge[row]:
+                array = _together(given, blocks)
+                digests.append(self._put(row, array, files))
+                continue
+            digest = Digest() if self.has_checksums else None
+            files.begin_large(given.nbytes)
+            for block in blocks:
+                files.put_block(_contiguous(block), block.nbytes, digest)
+            digests.append(NO_DIGEST if digest is None else digest.digest())
+
+    def _padded(self, row: int, array: Array) -> Array:
+        """A chunk at the edge of a tensor in its full size."""
+        chunk = self._index.chunk_shape(self._table.key(row))
+        assert chunk is not None
+        whole = np.zeros(tuple(chunk), dtype=array.dtype)
+        whole[tuple(map(slice, array.shape))] = array
+        return whole
+
+
+def _together(data: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Array:
+    """The bits of a tensor that comes in blocks of rows; in the memory of the only block."""
+    first = _contiguous(next(blocks))
+    if first.nbytes == data.nbytes:
+        return first.reshape(tuple(data.shape))
+    whole = np.empty(tuple(data.shape), dtype=first.dtype)
+    flat, start = whole.reshape(-1), 0
+    for part in chain([first], map(_contiguous, blocks)):
+        flat[start : start + part.size] = part.reshape(-1)
+        start += part.size
+    return whole
+
+
+def _in_place(data: torch.Tensor) -> Array | None:
+    """The bits of a tensor in C order; None if they must be copied from elsewhere first."""
+    if data.requires_grad:
+        data = data.detach()
+    return tensor_memory.fillable(data.contiguous(), data.dtype)
+
+
+def _contiguous(data: torch.Tensor) -> Array:
+    """The bits of a tensor on the CPU in C order, in its own memory where that is possible."""
+    array = tensor_memory.as_numpy(data.detach().resolve_conj().resolve_neg().contiguous())
+    # The memory of a dtype that numpy does not have itself can only be handed on as integers.
+    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
+
+
+def _edges(table: ShardTable, index: Index) -> npt.NDArray[np.bool_]:
+    """Which rows are chunks that stick out of their tensor."""
+    number = index.rows_of(table.names)[table.keys]
+    is_edge = number >= 0
+    if is_edge.any():
+        full = index.chunk_shapes.prod(axis=1)[number]
+        is_edge &= index.has_grid[number] & (table.shapes.prod(axis=1) < full)
+    return is_edge
+
+
 _MOST_THREADS = 2
+
+
 _LEAST_BYTES_A_THREAD = 64 * 2**20
 
 
@@ -46,7 +461,7 @@ class TensorStoreWriter(StorageWriter):
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del index, world_size
-        return [INDEX_NAME, CHECKSUMS_NAME, *keys.CREATED_NAMES]
+        return [INDEX_NAME, CHECKSUMS_NAME, *database.CREATED_NAMES]
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -62,7 +477,7 @@ class TensorStoreWriter(StorageWriter):
             reused = share_values(self, self.base, plan, known, is_alone=is_alone)
             self.report(int(table.num_bytes[reused.rows].sum()))
         with paused_collector():
-            row_keys = keys.keys_to_write(table, index)
+            row_keys = database.keys_to_write(table, index)
             key_lengths = np.fromiter(map(len, row_keys), dtype=np.uint16)
             joined_keys = b"".join(row_keys)
             del row_keys
@@ -79,7 +494,7 @@ class TensorStoreWriter(StorageWriter):
             self.report(num_bytes)
 
         def write(share: _Share) -> tuple[DataFiles, list[SealedFile]]:
-            folder = f"{keys.DATA_FOLDER}/{keys.DATA_GROUPS[share.group]}"
+            folder = f"{database.DATA_FOLDER}/{database.DATA_GROUPS[share.group]}"
             location.make_folder(self.checkpoint_dir / folder)
             stem = f"{folder}/{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}"
             files = DataFiles(self.checkpoint_dir, stem, self.options, most_pending, report)
@@ -123,9 +538,9 @@ class TensorStoreWriter(StorageWriter):
         # What has not changed may stay so: in files of its own it can be shared the next time.
         age = np.zeros(len(table), dtype=np.int64)
         age[reused.steady], age[reused.rows] = 1, 2
-        groups = np.array([keys.group_of(name) for name in table.names])[table.keys]
+        groups = np.array([database.group_of(name) for name in table.names])[table.keys]
         # A removal keeps objects: they must not hold on to the files of an optimizer's tensors.
-        groups[table.is_object] = keys.DATA_GROUPS.index("model")
+        groups[table.is_object] = database.DATA_GROUPS.index("model")
         sizes = table.num_bytes
         kinds = 3 * groups + age
         for kind in np.unique(kinds[age < 2]).tolist():

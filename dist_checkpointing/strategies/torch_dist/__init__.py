@@ -14,11 +14,19 @@ from typing import Any, ClassVar
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME, PlannedRemoval
 from dist_checkpointing.storage.interface import StorageWriter
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
-from dist_checkpointing.strategies.torch_dist.common import TorchDistCommonLoadStrategy
-from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, read_dcp_metadata
-from dist_checkpointing.strategies.torch_dist.metadata_pickle import to_pickle
-from dist_checkpointing.strategies.torch_dist.reader import TorchDistReader
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
+from dist_checkpointing.strategies.torch_dist.metadata import (
+    DcpMetadata,
+    read_dcp_metadata,
+    to_pickle,
+)
+from dist_checkpointing.strategies.torch_dist.reader import (
+    TorchDistCommonLoadStrategy,
+    TorchDistReader,
+)
 from dist_checkpointing.strategies.torch_dist.writer import TorchDistWriter
 
 __all__ = [

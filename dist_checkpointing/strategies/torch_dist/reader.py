@@ -1,20 +1,35 @@
-"""Reads boxes out of the records of .distcp files, straight into the destination."""
+"""Reads boxes, objects and common state out of ``.distcp`` files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import io
+import math
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from os import PathLike
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem.ranged_reads import OpenFile, open_file
+from dist_checkpointing.errors import (
+    CorruptCheckpointError,
+    Finding,
+    StateMismatchError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError, open_file
 from dist_checkpointing.format.geometry import Ints, padded_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
-from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, tensor_memory
 from dist_checkpointing.planning import (
     Destinations,
     LoadPlan,
@@ -23,18 +38,401 @@ from dist_checkpointing.planning import (
     ReadTable,
 )
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
-from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.raw_chunks import damaged
-from dist_checkpointing.strategies.torch_archive import BadRecord
-from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, placed_index
-from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
-from dist_checkpointing.strategies.torch_dist.stored_values import (
-    SMALL_BYTES,
-    OpenRecord,
-    RecordValues,
-    read_object,
+from dist_checkpointing.strategies.base import LoadCommonStrategy
+from dist_checkpointing.strategies.chunk_reads import Filler, damaged
+from dist_checkpointing.strategies.pickle_guard import Checks, check_pickle
+from dist_checkpointing.strategies.planned_strategies import KnownFormats
+from dist_checkpointing.strategies.safe_pickle import deserialize
+from dist_checkpointing.strategies.torch_archive import BadRecord, Read, entries
+from dist_checkpointing.strategies.torch_dist.metadata import (
+    COMMON_STATE_CELL,
+    DcpMetadata,
+    Place,
+    PlacedIndex,
+    StatePath,
+    cell_named,
+    placed_index,
+    read_dcp_metadata,
 )
+from dist_checkpointing.strategies.torch_dist.writer import STORAGE_CLASSES, contiguous_stride
 from dist_checkpointing.threads import in_threads
+
+_MOST_DESCRIPTION_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """How the elements of a stored tensor lie in its storage, in elements of ``dtype``."""
+
+    storage: str
+    dtype: torch.dtype
+    storage_bytes: int
+    offset: int
+    shape: Ints
+    stride: Ints
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        places = zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
+        return 0 in self.shape or all(extent == 1 or own == c for extent, own, c in places)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTensor:
+    """A tensor in a record.
+
+    Attributes:
+        layout: How it lies in its storage; None for a subclass that only PyTorch can rebuild.
+        start: Where its first element is, in bytes from the first of the record.
+    """
+
+    layout: StoredLayout | None
+    start: int
+
+
+def find_tensor(read: Read, length: int) -> FoundTensor:
+    """Find the values of the tensor in a record, without reading them."""
+    found = entries(read, length)
+    start, size = found.get("data.pkl") or _missing("data.pkl")
+    if size > _MOST_DESCRIPTION_BYTES:
+        raise BadRecord(f"a description of {size} bytes")
+    if "byteorder" in found and read(*found["byteorder"]) != b"little":
+        raise BadRecord("it was not written by a little-endian machine")
+    layout = _describe(read(start, size))
+    if layout is None:
+        return FoundTensor(None, 0)
+    start, size = found.get(f"data/{layout.storage}") or _missing(f"data/{layout.storage}")
+    if size != layout.storage_bytes:
+        raise BadRecord(f"a storage of {layout.storage_bytes} bytes with {size} bytes of data")
+    return FoundTensor(layout, start + layout.offset * layout.dtype.itemsize)
+
+
+def _missing(name: str) -> tuple[int, int]:
+    raise BadRecord(f"its archive has no {name}")
+
+
+class _TooSpecial(Exception):
+    """A pickle holds more than a plain tensor."""
+
+
+def _plain(args: Sequence[Any], dtype: Any, bits: Sequence[Any]) -> tuple[Any, ...]:
+    if any(bits):
+        # Conjugate and negative views: what is stored is not what they stand for.
+        raise _TooSpecial(f"a tensor with {bits}")
+    storage, offset, shape, stride = args
+    return storage, offset, shape, stride, dtype
+
+
+class _Description(pickle.Unpickler):
+    """Reads what the pickle of a tensor says, and makes nothing of it.
+
+    Everything that it could call is made here and for this one pickle, so that there is nothing
+    that a hostile one could change.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name == "_rebuild_tensor_v2":
+            return lambda *args: _plain(args[:4], None, args[6:7])
+        if module == "torch._utils" and name == "_rebuild_tensor_v3":
+            return lambda *args: _plain(args[:4], args[6], args[7:8])
+        if (module, name) == ("collections", "OrderedDict"):
+            return lambda: None
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return torch.uint8
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        for dtype, cls in STORAGE_CLASSES.items():
+            if module == "torch" and cls.__name__ == name:
+                return dtype
+        raise _TooSpecial(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, name, _, size = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise BadRecord("its description is damaged")
+        return dtype, name, size
+
+
+_ANY_STORAGE = Checks(storage=lambda _: 0)  # what it says of its storage is looked at afterwards
+
+
+@lru_cache(maxsize=1024)
+def _describe(content: bytes) -> StoredLayout | None:
+    try:
+        check_pickle(content, checks=_ANY_STORAGE)
+        storage, offset, shape, stride, dtype = _Description(io.BytesIO(content)).load()
+        stored, name, size = storage
+        numbers = (offset, size, *shape, *stride)
+        plain = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+        if not plain or type(name) is not str or len(shape) != len(stride):
+            raise BadRecord("its description is damaged")
+    except _TooSpecial:
+        return None
+    except BadRecord:
+        raise
+    except Exception as error:
+        raise BadRecord(f"its description cannot be read: {error}") from error
+    dtype = dtype or stored
+    layout = StoredLayout(name, dtype, size * stored.itemsize, offset, tuple(shape), tuple(stride))
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if 0 not in shape and (last + 1) * dtype.itemsize > layout.storage_bytes:
+        raise BadRecord("its tensor sticks out of its storage")
+    return layout
+
+
+Array = npt.NDArray[Any]
+
+
+SMALL_BYTES = 1 << 16
+
+
+"""Records up to this size are read whole: one system call costs more than that many bytes."""
+
+
+_EDGE_BYTES = 1 << 12
+
+
+"""What is read of either end of a larger record to find the values in it."""
+
+
+class OpenRecord:
+    """One record of an open file. Only what is asked for is read."""
+
+    def __init__(self, file: OpenFile, place: Place) -> None:
+        self.file = file
+        self.start: int = place.offset
+        self.length: int = place.length
+        try:
+            file.require(self.start + self.length, is_all=False)
+        except WrongSizeError as error:
+            raise BadRecord(f"{error}, before the record does") from error
+        if self.length <= SMALL_BYTES:
+            self._head, self._tail = self._pread(0, self.length), b""
+        else:
+            self._head = self._pread(0, _EDGE_BYTES)
+            self._tail = self._pread(self.length - _EDGE_BYTES, _EDGE_BYTES)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether all of it has been read."""
+        return len(self._head) == self.length
+
+    def read(self, start: int, count: int) -> bytes:
+        if start + count <= len(self._head):
+            return self._head[start : start + count]
+        behind = start - (self.length - len(self._tail))
+        if behind >= 0 and behind + count <= len(self._tail):
+            return self._tail[behind : behind + count]
+        return self._pread(start, count)
+
+    def _pread(self, start: int, count: int) -> bytes:
+        if start + count > self.length:
+            raise BadRecord("it refers to bytes outside of it")
+        try:
+            return self.file.view(self.start + start, count).tobytes()
+        except EOFError as error:
+            raise BadRecord(str(error)) from error
+
+
+def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
+    """The object in a record of Megatron's, which is a list of all cells that had its name."""
+    value = deserialize(record.read(0, record.length), where, trusted=trusted)
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"expected a list with a sharded object, found {type(value).__name__}")
+    return value[0]
+
+
+class RecordValues:
+    """The values in one record, which must be a tensor of this dtype and shape."""
+
+    def __init__(self, record: OpenRecord, tensor: StoredTensor, shape: Ints) -> None:
+        self._record = record
+        self._tensor = tensor
+        self._shape = shape
+        self._found = find_tensor(record.read, record.length)
+        self._copy: Array | None = None
+        if self._found.layout is not None:
+            self._check(self._found.layout.dtype, self._found.layout.shape)
+
+    def _check(self, dtype: torch.dtype, shape: Ints) -> None:
+        # Megatron's flattened pieces have axes of extent 1 in front.
+        own = shape[len(shape) - len(self._shape) :]
+        in_front = shape[: len(shape) - len(self._shape)]
+        if (dtype, own) != (self._tensor.dtype.torch, self._shape) or set(in_front) - {1}:
+            expected = f"{self._tensor.dtype.torch} of shape {self._shape}"
+            raise BadRecord(f"expected {expected}, found {dtype} of shape {shape}")
+
+    def fill(self, row: int, filler: Filler) -> int:
+        """Fill a row of a load plan; how many bytes that were."""
+        layout, record = self._found.layout, self._record
+        if layout is None or not layout.is_contiguous:
+            return filler.fill(row, self._rebuilt())
+        start = self._found.start
+        num_bytes = math.prod(self._shape) * self._tensor.dtype.itemsize
+        if start + num_bytes > record.length:
+            raise BadRecord("it refers to bytes outside of it")
+        if record.is_in_memory:
+            values = np.frombuffer(record.read(start, num_bytes), dtype=np.uint8)
+            return filler.fill(row, values)
+        return filler.read(row, record.file, record.start + start)
+
+    def _rebuilt(self) -> Array:
+        """The bytes of all values in C order, of a tensor that lies otherwise in its storage."""
+        if self._copy is None:
+            content = self._record.read(0, self._record.length)
+            tensor = deserialize(content, f"the record of {self._tensor.key!r}")
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
+                raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
+            self._check(tensor.dtype, tuple(tensor.shape))
+            array = tensor_memory.as_numpy(tensor.detach().contiguous()).reshape(-1)
+            self._copy = array.view(np.uint8)
+        return self._copy
+
+
+_MOST_POSITIONS = 1 << 24
+
+
+class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
+    """Reads the common state that Megatron-Core >= 0.19 and plain torch DCP keep in the checkpoint.
+
+    Megatron's is one object. Plain DCP's is every value that is not a tensor, nested as it was in
+    the state dict that was saved.
+
+    Args:
+        trusted: unpickle anything, which lets the files run any code.
+
+    Example:
+        >>> TorchDistCommonLoadStrategy().check_backend_compatibility("torch_dist")
+    """
+
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
+    argument = "common_strategy"
+
+    def __init__(self, *, trusted: bool = False) -> None:
+        self.trusted = trusted
+
+    def trusting(self) -> Self:
+        return type(self)(trusted=True)
+
+    def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
+        folder = as_location(checkpoint_dir)
+        metadata = read_dcp_metadata(folder)
+        if COMMON_STATE_CELL in metadata.values:
+            common = self._read(folder, metadata, COMMON_STATE_CELL, listed=True)
+            if not isinstance(common, dict):
+                finding = Finding("not a dict", COMMON_STATE_CELL, found=type(common).__name__)
+                raise CorruptCheckpointError("the common state is damaged", [finding])
+            return common
+        plain = [key for key in metadata.values if cell_named(key) is None]
+        return nested(
+            {
+                metadata.paths.get(key, (key,)): self._read(folder, metadata, key, listed=False)
+                for key in plain
+            }
+        )
+
+    def _read(self, folder: Location, metadata: DcpMetadata, key: str, *, listed: bool) -> Any:
+        place = metadata.places.get((key, None))
+        if place is None:
+            finding = Finding("an object is stored nowhere", key, path=str(folder))
+            raise CorruptCheckpointError("the common state is damaged", [finding])
+        where = f"{folder / place.file}, bytes from {place.offset} on ({key!r})"
+        try:
+            with open_file(folder, place.file) as file:
+                record = OpenRecord(file, place)
+                if listed:
+                    return read_object(record, where, trusted=self.trusted)
+                return deserialize(record.read(0, record.length), where, trusted=self.trusted)
+        except (BadRecord, FileNotFoundError, NotADirectoryError, EOFError) as error:
+            finding = Finding(f"cannot be read: {error}", key, path=where)
+            raise CorruptCheckpointError("the common state is damaged", [finding]) from error
+
+    def load_sharded_objects(
+        self,
+        sharded_objects_state_dict: ShardedStateDict,
+        checkpoint_dir: str | PathLike[str],
+    ) -> StateDict:
+        del sharded_objects_state_dict
+        finding = Finding(
+            "its sharded objects lie among the tensors",
+            path=str(checkpoint_dir),
+            remedy="Leave sharded_strategy out: the one for torch_dist reads both.",
+        )
+        raise UnsupportedFormatError("cannot read the sharded objects", [finding])
+
+
+ABSENT: Any = object()
+
+
+"""A value that is stored elsewhere, and only keeps its position in a list."""
+
+
+def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
+    """Values by path as a nest of dicts and lists.
+
+    Positions become those of a list. What DCP stored elsewhere (the tensors) leaves None there,
+    as in the common state of every other checkpoint.
+
+    Raises:
+        StateMismatchError: if one path goes through the value at another.
+        CorruptCheckpointError: if the lists are longer than those of any state dict.
+    """
+    tree = _Nest()
+    for path, value in values.items():
+        node = tree
+        for step in path[:-1]:
+            node = node.setdefault(step, _Nest())
+            if not isinstance(node, _Nest):
+                raise _crossing(path)
+        if path[-1] in node:
+            raise _crossing(path)
+        node[path[-1]] = value
+    # What a file says is not yet memory: one number may ask for more than there is.
+    length = sum(map(_list_positions, tree.values()))
+    if length > _MOST_POSITIONS:
+        finding = Finding("lists longer than those of any state dict", found=f"{length} positions")
+        raise CorruptCheckpointError("the values in the checkpoint cannot be nested", [finding])
+    return _present(tree)
+
+
+class _Nest(dict[Any, Any]):
+    """A container on the way; no value that was stored."""
+
+
+def _crossing(path: StatePath) -> StateMismatchError:
+    finding = Finding("two values at one place", ".".join(map(str, path)))
+    return StateMismatchError("the values in the checkpoint cannot be nested", [finding])
+
+
+def _is_list(branch: _Nest) -> bool:
+    return all(type(step) is int for step in branch)
+
+
+def _list_positions(value: Any) -> int:
+    """How long all lists are together that ``_rebuilt`` makes of a value."""
+    if not isinstance(value, _Nest):
+        return 0
+    own = max(value) + 1 if _is_list(value) else 0
+    return own + sum(map(_list_positions, value.values()))
+
+
+def _present(branch: _Nest) -> dict[Any, Any]:
+    rebuilt = ((step, _rebuilt(child)) for step, child in branch.items())
+    return {step: value for step, value in rebuilt if value is not ABSENT}
+
+
+def _rebuilt(value: Any) -> Any:
+    if not isinstance(value, _Nest):
+        return value
+    below = _present(value)
+    if not below:
+        return ABSENT
+    if _is_list(value):
+        return [below.get(position) for position in range(max(value) + 1)]
+    return below
+
 
 _BATCH_RECORDS = 64
 

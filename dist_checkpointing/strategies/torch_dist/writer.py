@@ -1,50 +1,364 @@
-"""Writes .distcp files, a few a rank, and ``.metadata``."""
+"""Writes ``.distcp`` files: records of ``torch.save`` behind each other.
+
+A record is a zip archive whose entries are not compressed, so the values of a tensor are a run of
+bytes in the file. Writing puts a few hundred bytes before and behind those that are in memory
+already; reading finds the run and reads any part of it.
+"""
 
 from __future__ import annotations
 
+import io
+import math
+import pickle
+import struct
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch.serialization import get_crc32_options
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem import file_writer, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
-from dist_checkpointing.format.geometry import Box, Ints, values_of_part
+from dist_checkpointing.format.file_names import disk_name
+from dist_checkpointing.format.geometry import Box, Ints, split_rows, values_of_part
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.mapping import ShardedObject, tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Checksum, Durability
+from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.safe_pickle import serialize
-from dist_checkpointing.strategies.torch_dist.contents import unique_keys
-from dist_checkpointing.strategies.torch_dist.data_files import DataFile, file_name
-from dist_checkpointing.strategies.torch_dist.flattened import (
+from dist_checkpointing.strategies.torch_archive import (
+    CENTRAL,
+    END,
+    END64,
+    END64_LOCATOR,
+    EXTRA,
+    LOCAL,
+    OVERFLOW,
+    SIZES64,
+    SIZES_FOLLOW,
+)
+from dist_checkpointing.strategies.torch_dist.metadata import (
+    DcpMetadata,
+    DcpTensor,
+    Place,
     common_box_shape,
     flattened_chunk,
     flattened_size,
+    to_pickle,
+    unique_keys,
 )
-from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, DcpTensor, Place
-from dist_checkpointing.strategies.torch_dist.metadata_pickle import to_pickle
+
+ALIGNMENT = 64
+
+
+"""Records and the values in them begin at multiples of this, as PyTorch's own do in an archive."""
+
+
+_UTF8 = 0x800
+
+
+_VERSION = 45  # of the format that knows 64-bit sizes
+
+
+_PADDING_ID = 0x4246
+
+
+_ROOT = "archive"
+
+
+def contiguous_stride(shape: Ints) -> Ints:
+    """Strides of a contiguous tensor, as PyTorch counts them."""
+    stride, step = [], 1
+    for extent in reversed(shape):
+        stride.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(stride))
+
+
+STORAGE_CLASSES: dict[torch.dtype, type] = {
+    torch.bool: torch.BoolStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.int8: torch.CharStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int32: torch.IntStorage,
+    torch.int64: torch.LongStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
+
+
+"""Dtypes that pickles name by a class; the others came later and are rebuilt from bytes."""
+
+
+class _Storage(NamedTuple):
+    """What PyTorch's pickles say of the memory of a tensor."""
+
+    kind: str
+    cls: Any
+    name: str
+    location: str
+    size: int
+
+
+class _Described:
+    """Pickles like a contiguous tensor of a dtype and shape."""
+
+    def __init__(self, dtype: torch.dtype, shape: Ints) -> None:
+        count, stride = math.prod(shape), contiguous_stride(shape)
+        typed = STORAGE_CLASSES.get(dtype)
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        if typed is None:
+            storage = _Storage("storage", torch.UntypedStorage, "0", "cpu", count * dtype.itemsize)
+            rest: tuple[Any, ...] = (dtype,)
+            self._rebuild: Any = torch._utils._rebuild_tensor_v3  # noqa: SLF001 - the name in the files
+        else:
+            storage = _Storage("storage", typed, "0", "cpu", count)
+            rest = ()
+            self._rebuild = torch._utils._rebuild_tensor_v2  # noqa: SLF001
+        self._args = (storage, 0, shape, stride, False, hooks, *rest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._rebuild, self._args
+
+
+class _TensorPickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        return tuple(obj) if isinstance(obj, _Storage) else None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """The bytes around the values of a contiguous tensor of one dtype and shape.
+
+    The directory lists the entries in ``head``, as they are listed at the end.
+    """
+
+    head: bytes
+    num_bytes: int
+    directory: bytes
+
+    def tail(self, crc: int) -> bytes:
+        """The bytes behind the values. PyTorch's readers ignore the CRC-32; zip tools do not."""
+        name = f"{_ROOT}/data/0".encode()
+        large = self.num_bytes >= OVERFLOW
+        sizes = SIZES64 if large else struct.Struct("<2I")
+        descriptor = b"PK\x07\x08" + struct.pack("<I", crc)
+        descriptor += sizes.pack(self.num_bytes, self.num_bytes)
+        size, extra = self.num_bytes, b""
+        if large:
+            size, extra = OVERFLOW, EXTRA.pack(1, SIZES64.size)
+            extra += SIZES64.pack(self.num_bytes, self.num_bytes)
+        start = self.head.rindex(b"PK\x03\x04")
+        entry = _central(name, crc, size, start, extra)
+        directory = self.directory + entry
+        count = _NUM_SMALL_ENTRIES + 1
+        where = len(self.head) + self.num_bytes + len(descriptor)
+        end64 = END64.pack(
+            b"PK\x06\x06", END64.size - 12, _VERSION, _VERSION, 0, 0, count, count,
+            len(directory), where,
+        )  # fmt: skip
+        locator = END64_LOCATOR.pack(b"PK\x06\x07", 0, where + len(directory), 1)
+        end = END.pack(b"PK\x05\x06", 0, 0, count, count, len(directory), min(where, OVERFLOW), 0)
+        return descriptor + directory + end64 + locator + end
+
+
+_NUM_SMALL_ENTRIES = 3
+
+
+@lru_cache(maxsize=1024)
+def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
+    """How ``torch.save`` frames a contiguous CPU tensor; thousands of tensors share a few."""
+    description = io.BytesIO()
+    _TensorPickler(description, protocol=2).dump(_Described(dtype, shape))
+    small = {"data.pkl": description.getvalue(), "byteorder": b"little", "version": b"3\n"}
+    assert len(small) == _NUM_SMALL_ENTRIES
+    head, directory = b"", b""
+    for name, content in small.items():
+        path, crc = f"{_ROOT}/{name}".encode(), crc32(content)
+        directory += _central(path, crc, len(content), len(head), b"")
+        head += LOCAL.pack(
+            b"PK\x03\x04", _VERSION, _UTF8, 0, 0, 0, crc, len(content), len(content), len(path), 0
+        )
+        head += path + content
+    path = f"{_ROOT}/data/0".encode()
+    unpadded = len(head) + LOCAL.size + len(path) + EXTRA.size
+    padding = -unpadded % ALIGNMENT
+    head += LOCAL.pack(
+        b"PK\x03\x04", _VERSION, _UTF8 | SIZES_FOLLOW, 0, 0, 0, 0, 0, 0, len(path),
+        EXTRA.size + padding,
+    )  # fmt: skip
+    head += path + EXTRA.pack(_PADDING_ID, padding) + b"Z" * padding
+    return RecordFormat(head, math.prod(shape) * dtype.itemsize, directory)
+
+
+def _central(name: bytes, crc: int, size: int, start: int, extra: bytes) -> bytes:
+    flags = _UTF8 | (SIZES_FOLLOW if name.endswith(b"/data/0") else 0)
+    entry = CENTRAL.pack(
+        b"PK\x01\x02", _VERSION, _VERSION, flags, 0, 0, 0, crc, size, size, len(name), len(extra),
+        0, 0, 0, 0, start,
+    )  # fmt: skip
+    return entry + name + extra
+
+
+_MAX_PENDING_BYTES = 2**20
+
+
+_MAX_PENDING_PARTS = 512  # of the 1024 that one system call takes
+
+
+def file_name(rank: int, number: int, prefix: str = "") -> str:
+    """The name of a data file, from which Megatron's tools tell the rank.
+
+    Args:
+        rank: Rank that writes it.
+        number: Number among the files of that rank.
+        prefix: What the keys of all tensors in it begin with.
+    """
+    return f"{disk_name(prefix) if prefix else ''}__{rank}_{number}.distcp"
+
+
+class DataFile:
+    """A file that grows at its end, by what lies in memory, without copying it together.
+
+    Args:
+        path: of the file, in the folder of the checkpoint.
+        with_crc: whether records get a CRC-32.
+        buffer_bytes: memory for what cannot be written in place.
+    """
+
+    def __init__(self, path: Location, *, with_crc: bool, buffer_bytes: int) -> None:
+        self._file = file_writer.create(path)
+        self._name = path.name
+        self._stays = True
+        self._with_crc = with_crc
+        self._buffer_bytes = buffer_bytes
+        self._pending: list[memoryview] = []
+        self._pending_bytes = 0
+        self._size = 0
+        self._host_blocks = HostBlocks(buffer_bytes, self._flush)
+
+    def close(self, *, is_durable: bool) -> SealedFile:
+        """Complete the file."""
+        self._flush()
+        etag = self._file.close(is_durable=is_durable)
+        return SealedFile(self._name, self._size, etag=etag)
+
+    def give_up(self) -> None:
+        """Let go of a file that is not complete."""
+        self._file.give_up()
+
+    def add_bytes(self, content: bytes) -> Place:
+        """Add a record that is complete already."""
+        self._align()
+        start = self._size
+        self._append(content)
+        return Place(self._name, start, self._size - start)
+
+    def add_tensor(self, data: torch.Tensor, shape: Ints, digest: xxhash.xxh3_64 | None) -> Place:
+        """Add the record of a tensor.
+
+        Args:
+            data: on any device, of any strides. Must not change until the file is complete.
+            shape: shape that the record states.
+            digest: is told the values.
+        """
+        self._align()
+        start, frame, crc = self._size, record_format(data.dtype, shape), 0
+        self._append(frame.head)
+        # The memory of the copies from a GPU is used again.
+        self._stays &= not is_on_gpu(data)
+        blocks = (
+            (_bytes_of(tensor_memory.as_numpy(block)) for _, block in self._host_blocks.of([data]))
+            if is_on_gpu(data)
+            else _blocks(data, self._buffer_bytes)
+        )
+        for block in blocks:
+            if digest is not None:
+                digest.update(block)
+            if self._with_crc:
+                crc = crc32(block, crc)
+            self._append(block)
+        self._append(frame.tail(crc))
+        return Place(self._name, start, self._size - start)
+
+    def _append(self, data: Any) -> None:
+        view = memoryview(data)
+        if view.nbytes:
+            self._pending.append(view)
+            self._pending_bytes += view.nbytes
+            self._size += view.nbytes
+        if self._pending_bytes >= _MAX_PENDING_BYTES or len(self._pending) >= _MAX_PENDING_PARTS:
+            self._flush()
+
+    def _align(self) -> None:
+        # So that the values of the next record are aligned in memory if the file is mapped.
+        self._append(bytes(-self._size % ALIGNMENT))
+
+    def _flush(self) -> None:
+        parts, self._pending = self._pending, []
+        if parts:
+            self._file.write(parts, self._pending_bytes, stays=self._stays)
+        self._pending_bytes = 0
+
+
+def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a tensor in C order: all of it in place, or copies of a part at a time."""
+    if data.requires_grad:
+        data = data.detach()
+    if data.is_cpu and data.is_contiguous():
+        yield _bytes_of(tensor_memory.as_numpy(data))
+        return
+    most = max(1, buffer_bytes // data.dtype.itemsize)
+    for box in split_rows(Box.whole(tuple(data.shape)), most):
+        yield _bytes_of(tensor_memory.as_numpy(data[box.slices()].to("cpu")))
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    """The elements of an array in C order; its own memory, if they lie so."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(flat.view(np.uint8))  # type: ignore[arg-type]
+
 
 _MIN_FILE_BYTES = 32 * 2**20
+
+
 _MOST_FILES = 8
+
+
 """Of one rank. Rank 0 names the files of all ranks before they are written, and does not know how
 many threads another rank has."""
 
+
 Row = tuple[str, Ints | None, Ints | None, Place]
+
+
 """What a rank wrote: key, offsets and sizes of a chunk (None for a value), and where it is."""
 
+
 Chunk = tuple[tuple[Ints, Ints], torch.Tensor]
+
+
 """Offsets and sizes of a chunk as DCP counts them, and its values in that shape."""
 
 

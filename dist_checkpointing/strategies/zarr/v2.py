@@ -41,12 +41,17 @@ from dist_checkpointing.planning import ReadTable, SavePlan
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.interface import WriteResult
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
-from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk, write_part
-from dist_checkpointing.strategies.zarr.folders import (
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
+from dist_checkpointing.strategies.zarr.chunk_files import (
     FileContent,
     ZarrFolderReader,
     ZarrFolderWriter,
+    chunk_array,
+    write_chunk,
+    write_part,
 )
 from dist_checkpointing.threads import in_threads
 

@@ -1,4 +1,6 @@
-"""("zarr", 2): a zarr v3 array a tensor, which zarr-python, xarray and TensorStore open as it is.
+"""("zarr", 2): zarr v3, and the dtypes that zarr-python is taught.
+
+zarr-python 3.1 knows entry points for dtypes, but does not load them; hence an import.
 
 Our index file is how ranks learn what there is; ``zarr.json`` files and consolidated metadata are
 written for others, and the index can be rebuilt from them.
@@ -9,13 +11,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from zarr.core.dtype.common import DataTypeValidationError, HasEndianness, HasItemSize
+from zarr.core.dtype.wrapper import ZDType
+from zarr.dtype import data_type_registry
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
@@ -32,21 +38,25 @@ from dist_checkpointing.format.leftovers import (
     noted_removal,
 )
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping.tensor_memory import DType
+from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
 from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.interface import WriteResult
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
-from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
-from dist_checkpointing.strategies.zarr.codecs import Codec, codec_json, make_codec
-from dist_checkpointing.strategies.zarr.folders import (
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
+from dist_checkpointing.strategies.zarr.chunk_files import (
     FileContent,
     ZarrFolderReader,
     ZarrFolderWriter,
+    chunk_array,
+    write_chunk,
 )
-from dist_checkpointing.strategies.zarr_v3_nodes import (
+from dist_checkpointing.strategies.zarr.compression import Codec, codec_json, make_codec
+from dist_checkpointing.strategies.zarr_metadata import (
     METADATA_NAME,
     array_json,
     chunk_keys_to_read,
@@ -56,7 +66,86 @@ from dist_checkpointing.strategies.zarr_v3_nodes import (
     parse,
 )
 
+_SPECIAL = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ExtendedFloat(ZDType[Any, Any], HasEndianness, HasItemSize):
+    """A float of ml_dtypes.
+
+    It has an endianness because TensorStore wants a "bytes" codec that declares one, and
+    zarr-python writes that only for dtypes with endianness.
+    """
+
+    native: ClassVar[np.dtype[Any]]
+
+    @property
+    def item_size(self) -> int:
+        return self.native.itemsize
+
+    @classmethod
+    def from_native_dtype(cls, dtype: Any) -> Self:
+        if dtype != cls.native:
+            raise DataTypeValidationError(f"{dtype} is not {cls.native}")
+        return cls()
+
+    def to_native_dtype(self) -> Any:
+        return self.native
+
+    @classmethod
+    def _from_json_v2(cls, data: Any) -> Self:
+        name = data.get("name") if isinstance(data, dict) else data
+        return cls._from_json_v3(name)
+
+    @classmethod
+    def _from_json_v3(cls, data: Any) -> Self:
+        if data != cls._zarr_v3_name:
+            raise DataTypeValidationError(f"{data!r} is not {cls._zarr_v3_name!r}")
+        return cls()
+
+    def to_json(self, zarr_format: int) -> Any:
+        if zarr_format == 2:
+            return {"name": self._zarr_v3_name, "object_codec_id": None}
+        return self._zarr_v3_name
+
+    def _check_scalar(self, data: object) -> bool:
+        return isinstance(data, int | float | np.number | np.bool_ | self.native.type)
+
+    def cast_scalar(self, data: object) -> Any:
+        return self.native.type(data)
+
+    def default_scalar(self) -> Any:
+        return self.native.type(0)
+
+    def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:  # noqa: ARG002
+        return self.native.type(_SPECIAL.get(data, data))
+
+    def to_json_scalar(self, data: object, *, zarr_format: int) -> Any:  # noqa: ARG002
+        value = float(self.cast_scalar(data))
+        if np.isfinite(value):
+            return value
+        return "NaN" if np.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+for _row in DTYPES:
+    # isbuiltin is 1 for numpy's own types, which zarr-python knows.
+    if _row.numpy.isbuiltin != 1:
+        _class = type(
+            f"{_row.name.title()}ZDType",
+            (_ExtendedFloat,),
+            {
+                "native": _row.numpy,
+                "dtype_cls": type(_row.numpy),
+                "_zarr_v3_name": _row.name,
+                "__module__": __name__,
+            },
+        )
+        data_type_registry.register(_row.name, _class)
+
+
 _MAX_METADATA_BYTES = 1 << 32
+
+
 _CHUNK_NAME = re.compile(r"c(\.\d+)*")
 
 

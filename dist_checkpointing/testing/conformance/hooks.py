@@ -19,7 +19,10 @@ from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.readers import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.testing.ranks import run_ranks

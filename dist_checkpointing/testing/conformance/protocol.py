@@ -17,7 +17,10 @@ from dist_checkpointing.serialization import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
 from dist_checkpointing.testing.conformance.hooks import BackendHooks, Observe, observed
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.shards import (

@@ -23,7 +23,7 @@ from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.tools.convert.copying import cast

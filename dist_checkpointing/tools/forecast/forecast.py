@@ -18,8 +18,8 @@ from dist_checkpointing.planning.resharding import WantedShard, plan_load
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy
-from dist_checkpointing.strategies.windows import axes_apart, span_bytes
+from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.tools.forecast.templates import RankWants, unknown_objects
 from dist_checkpointing.validation.load_errors import StoredTensors, compare
 

@@ -12,7 +12,10 @@ from dist_checkpointing.interop.megatron.modules.utils import _sharded_tensor_sh
 from dist_checkpointing.mapping import ShardedTensor, StateDict
 from dist_checkpointing.strategies import fully_parallel as ours
 from dist_checkpointing.strategies.base import PathOrStr
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
 
 
 class FullyParallelSaveStrategyWrapper(ours.FullyParallelSaveStrategyWrapper):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_checkpointing.mapping import ShardedTensor, StateDict
-from dist_checkpointing.strategies.torch_dist.flattened import flattened_size
+from dist_checkpointing.strategies.torch_dist.metadata import flattened_size
 
 
 @dataclass

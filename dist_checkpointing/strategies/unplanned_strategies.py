@@ -20,7 +20,7 @@ from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, share_index
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy, share_index
 from dist_checkpointing.strategies.selection import LoadStrategies, handles_objects
 from dist_checkpointing.validation.load_errors import StoredTensors
 

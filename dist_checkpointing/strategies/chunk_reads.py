@@ -1,0 +1,622 @@
+"""Rows of a load plan filled from uncompressed chunks: whole, in runs, in strided windows, in
+place.
+
+Only what is wanted of a chunk is read. Small chunks that lie close together share one read, large
+ones are read by several threads, and a strided part is taken out of a mapped file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.filesystem.ranged_reads import (
+    FolderReads,
+    OpenFile,
+    ReadLimits,
+    WrongSizeError,
+    open_file,
+    pread,
+)
+from dist_checkpointing.format.geometry import Box, Window, ravel_offset
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.mapping.tensor_memory import DType
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
+from dist_checkpointing.planning.load_plan import contiguous_ranges
+from dist_checkpointing.planning.shard_table import Bools, Int64s
+from dist_checkpointing.storage.staging import DeviceBlocks, is_on_gpu
+from dist_checkpointing.threads import in_threads, paused_collector
+
+_MOST_BUFFERS: Final = 1024
+
+
+"""IOV_MAX of Linux and macOS."""
+
+
+_MOST_SIZES: Final = 64
+
+
+_LEAST_A_READ: Final = 8
+
+
+def buffers_of(sizes: Int64s) -> dict[int, Callable[[int], Any]] | None:
+    """What makes a buffer of each size at an address; None for too many sizes.
+
+    A size costs as much as a hundred buffers, because it is a type.
+    """
+    kinds = np.unique(sizes).tolist()
+    if len(kinds) > _MOST_SIZES:
+        return None
+    return {size: (ctypes.c_ubyte * size).from_address for size in kinds}
+
+
+def read_scattered(descriptor: int, starts: Int64s, sizes: Int64s, addresses: Int64s) -> bool:
+    """Read values of a file, in its order, to addresses; False if they are too scattered.
+
+    Raises:
+        EOFError: If the file ends before.
+    """
+    is_apart = starts[1:] != starts[:-1] + sizes[:-1]
+    firsts = np.r_[0, np.flatnonzero(is_apart) + 1]
+    makers = buffers_of(sizes)
+    if makers is None or len(firsts) > 1 + len(starts) // _LEAST_A_READ:
+        return False
+    ends = np.r_[firsts[1:], len(starts)]
+    places, lengths = addresses.tolist(), sizes.tolist()
+    for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+        for begin in range(first, end, _MOST_BUFFERS):
+            rows = slice(begin, min(begin + _MOST_BUFFERS, end))
+            own = zip(lengths[rows], places[rows], strict=True)
+            buffers = [makers[size](address) for size, address in own]
+            position, expected = int(starts[begin]), int(sizes[rows].sum())
+            count = os.preadv(descriptor, buffers, position)
+            if count != expected:
+                _read_rest(descriptor, buffers, position, count)
+    return True
+
+
+def _read_rest(descriptor: int, buffers: list[Any], position: int, count: int) -> None:
+    """Read what a short read has left out, buffer by buffer."""
+    for buffer in buffers:
+        array = np.frombuffer(buffer, dtype=np.uint8)
+        if count < len(array):
+            pread(descriptor, array[count:], position + count)
+        count, position = max(0, count - len(array)), position + len(array)
+
+
+Array = npt.NDArray[Any]
+
+
+_SMALL_RUN_BYTES = 2**12
+
+
+_MOST_GAP_BYTES = 2**14
+
+
+"""Reading over so much between small runs takes as long as one more ``preadv`` (1.1 to 1.5 us from
+the page cache). On a network file system a request takes far longer, but ``WILLNEED`` lets many be
+under way at a time."""
+
+
+_MOST_MAPPED_GAP_BYTES = 2**16
+
+
+"""A page fault reads about so much around the page: between runs that lie further apart, a mapped
+file would be read from the disk in vain."""
+
+
+_MOST_CACHED_GAP_BYTES = 2**19
+
+
+"""Of a file in the page cache so much is mapped in less time than a ``preadv`` takes."""
+
+
+_HUGE_PAGE_BYTES = 2**21
+
+
+_RUNS_AHEAD = 256
+
+
+def copy_window(values: Array, window: Window, target: Array) -> None:
+    """Copy a window of the values of a chunk, 1-D, to an array of the window's box shape."""
+    part = values[window.start : window.start + window.array_size].reshape(window.shape)
+    target[...] = part if window.box.shape == window.shape else part[window.box.slices()]
+
+
+def read_window(
+    file: OpenFile, start: int, window: Window, target: Array, most_copied: int | None
+) -> None:
+    """Read a window of raw values out of an open file, in which they begin at byte ``start``.
+
+    The target may have any strides, and a dtype that numpy itself knows. What cannot be read in
+    place takes at most ``most_copied`` bytes of memory; if that is None, the file is mapped.
+
+    Raises:
+        EOFError: if the file has become shorter.
+    """
+    run = window.contiguous_range()
+    if run is not None and target.flags.c_contiguous:
+        file.read_into(target, start + run[0] * target.itemsize)
+        return
+    axes, are_runs = axes_apart(
+        window, target.itemsize, maps_files=most_copied is None, most_gap=file.most_gap
+    )
+    parts = target[..., np.newaxis]  # so that a part is an array even if it is one element
+    if axes and are_runs and parts[(0,) * axes].flags.c_contiguous:
+        _read_runs(file, start, window, target, axes, maps_files=most_copied is None)
+    else:
+        box = window.box
+        for index in itertools.product(*map(range, box.shape[:axes])):
+            offset = tuple(map(sum, zip(box.offset, index, strict=False))) + box.offset[axes:]
+            part = Box(offset, (1,) * axes + box.shape[axes:])
+            own = target[tuple(slice(i, i + 1) for i in index)]
+            inner = Window(window.start, window.shape, part)
+            if most_copied is None:
+                _copy_mapped(file.descriptor, start, inner, own)
+            else:
+                _copy_blocks(file, start, inner, own, most_copied)
+
+
+def axes_apart(
+    window: Window, itemsize: int, *, maps_files: bool, most_gap: int | None = None
+) -> tuple[int, bool]:
+    """How a window of a file is read.
+
+    What is read of a file in buffers is at most 1.1 times of what is wanted where the contiguous
+    runs have 4 KiB or more, and at most 16 KiB more for each run of fewer bytes.
+
+    Returns:
+        The number of leading axes along which parts are read one by one, each from its first
+        element to its last; and whether each part is one run.
+    """
+    shape, box = window.shape, window.box.shape
+    run = next((a for a in reversed(range(len(box))) if box[a] != shape[a]), 0)
+    run_bytes = math.prod(box[run:]) * itemsize
+    if most_gap is None and maps_files:
+        most_gap = _MOST_MAPPED_GAP_BYTES
+    elif most_gap is None:
+        most_gap = _MOST_GAP_BYTES if run_bytes < _SMALL_RUN_BYTES else run_bytes // 10
+    for axes in range(run):
+        runs = math.prod(box[axes:run])
+        if span_bytes(window, axes, itemsize) - runs * run_bytes <= runs * most_gap:
+            return axes, runs == 1
+    return run, True
+
+
+def _read_runs(
+    file: OpenFile, start: int, window: Window, target: Array, axes: int, *, maps_files: bool
+) -> None:
+    """Read the parts along the leading axes, each of them one run, to where they belong."""
+    parts, itemsize, box = target[..., np.newaxis], target.itemsize, window.box
+    first = window.start + ravel_offset(box.offset, window.shape)
+    positions = np.array([start + first * itemsize])
+    for axis in range(axes):
+        step = math.prod(window.shape[axis + 1 :]) * itemsize
+        positions = (positions[:, np.newaxis] + np.arange(box.shape[axis]) * step).reshape(-1)
+    num_bytes = math.prod(box.shape[axes:]) * itemsize
+    last = (-1,) * axes
+    gap_bytes = span_bytes(window, 0, itemsize) // len(positions) - num_bytes
+    if (
+        maps_files
+        and gap_bytes <= _MOST_CACHED_GAP_BYTES
+        and file.is_cached(parts[last], int(positions[-1]))
+        and file.is_cached(parts[(0,) * axes], int(positions[0]))
+    ):
+        _copy_mapped(file.descriptor, start, window, target, reads_around=False)
+        return
+    runs = zip(itertools.product(*map(range, box.shape[:axes])), positions.tolist(), strict=True)
+    while batch := list(itertools.islice(runs, _RUNS_AHEAD)):
+        file.read_runs([(parts[index], position) for index, position in batch])
+
+
+def _copy_mapped(
+    descriptor: int, start: int, window: Window, target: Array, *, reads_around: bool = True
+) -> None:
+    """Copy a window of values out of a mapped file, reading around it from the disk or not."""
+    first, num_bytes = _span(window, target.itemsize)
+    first += start
+    # Linux maps a huge page of its cache at once, but only if all of it may be seen.
+    aligned = first - first % _HUGE_PAGE_BYTES
+    stop = -(-(first + num_bytes) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    length = min(stop, os.fstat(descriptor).st_size) - aligned
+    if length < first + num_bytes - aligned:
+        raise EOFError("the file ended early")
+    mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=aligned)
+    if not reads_around:
+        mapped.madvise(mmap.MADV_RANDOM)
+    target[...] = _strided(mapped, first - aligned, window, target)
+    # The array that looked into it is gone, so this cannot pull memory from under anybody.
+    mapped.close()
+
+
+def _copy_blocks(
+    file: OpenFile, start: int, window: Window, target: Array, most_bytes: int
+) -> None:
+    """Read whole blocks of rows and copy what is wanted of them."""
+    first, num_bytes = _span(window, target.itemsize)
+    rows = window.box.shape
+    axis = next((a for a, extent in enumerate(rows) if extent > 1), None)
+    if axis is None or num_bytes <= most_bytes:
+        block = file.view(start + first, num_bytes)
+        target[...] = _strided(block, 0, window, target)
+        return
+    step = max(1, rows[axis] * most_bytes // num_bytes)
+    for begin in range(0, rows[axis], step):
+        extent = min(step, rows[axis] - begin)
+        box = window.box
+        offset = (*box.offset[:axis], box.offset[axis] + begin, *box.offset[axis + 1 :])
+        part = Box(offset, (*rows[:axis], extent, *rows[axis + 1 :]))
+        index = (*(slice(None),) * axis, slice(begin, begin + extent))
+        inner = Window(window.start, window.shape, part)
+        _copy_blocks(file, start, inner, target[index], most_bytes)
+
+
+def _span(window: Window, itemsize: int) -> tuple[int, int]:
+    """First byte, and bytes from there to the last one, of a window with elements."""
+    first = ravel_offset(window.box.offset, window.shape)
+    return (window.start + first) * itemsize, span_bytes(window, 0, itemsize)
+
+
+def span_bytes(window: Window, axes: int, itemsize: int) -> int:
+    """Bytes from the first element to the last at one index of the leading axes of a window."""
+    last = tuple(extent - 1 for extent in window.box.shape[axes:])
+    return (ravel_offset(last, window.shape[axes:]) + 1) * itemsize
+
+
+def _strided(buffer: Any, offset: int, window: Window, like: Array) -> Array:
+    """The window's box as an array over memory that begins with its first element."""
+    itemsize = like.dtype.itemsize
+    strides = [itemsize] * len(window.shape)
+    for axis in reversed(range(len(strides) - 1)):
+        strides[axis] = strides[axis + 1] * window.shape[axis + 1]
+    return np.ndarray(window.box.shape, like.dtype, buffer, offset, tuple(strides))
+
+
+_PART_BYTES = 2**22
+
+
+"""At most so much of what cannot be filled in place is handed to a planner at a time."""
+
+
+class Filler:
+    """Fills the rows of a plan from chunks.
+
+    ``table`` has the same rows where chunks are stored in another shape than the plan says.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        index: Index,
+        limits: ReadLimits,
+        *,
+        table: ReadTable | None = None,
+    ) -> None:
+        table = plan.table if table is None else table
+        self.table = table
+        self._planner = planner
+        self._destinations = planner.destinations(plan)
+        self._most_bytes = limits.most_bytes
+        self._maps_files = limits.maps_files
+        self._of_thread = threading.local()
+        numbers, self._types = index.dtypes_of(table.names)
+        self._torch_types = [None if dtype is None else dtype.torch for dtype in self._types]
+        self._type_of: Int64s = numbers[table.keys]
+        items = index.itemsizes_of(table.names)[table.keys]
+        starts, is_run = contiguous_ranges(
+            table.storage_starts, table.storage_shapes, table.storage_boxes, table.lengths
+        )
+        self._starts = np.where(is_run, starts * items, -1)
+        self.num_bytes: Int64s = table.num_elements * items
+        addresses = self._destinations.addresses(self._torch_types, self._type_of)
+        if addresses is not None:
+            addresses[~is_run] = -1
+        self._addresses = addresses
+
+    def dtype(self, row: int) -> DType:
+        """Dtype of a row, as stored."""
+        dtype = self._types[int(self._type_of[row])]
+        assert dtype is not None
+        return dtype
+
+    def fill(self, row: int, chunk: Array) -> int:
+        """Fill a row from its chunk, whose bytes are in memory; returns the bytes of the row."""
+        self._fill(row, chunk, 0, chunk.nbytes)
+        return int(self.num_bytes[row])
+
+    def fill_run(self, rows: Int64s, starts: Int64s, sizes: Int64s, block: Array) -> int:
+        """Fill rows whose chunks lie in one block of memory; returns the bytes of the rows."""
+        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+            self._fill(row, block, start, size)
+        return int(self.num_bytes[rows].sum())
+
+    def _fill(self, row: int, block: Array, start: int, size: int) -> None:
+        destination, num_bytes = self._destinations.acquire(row), int(self.num_bytes[row])
+        begin = int(self._starts[row])
+        if (
+            begin >= 0
+            and begin + num_bytes <= size
+            and destination.dtype is self._torch_types[int(self._type_of[row])]
+            and tensor_memory.is_plain_memory(destination)
+            and destination.nbytes == num_bytes
+        ):
+            source = block.ctypes.data + start + begin
+            ctypes.memmove(destination.data_ptr(), source, num_bytes)
+            self._destinations.filled(row, destination)
+        else:
+            self._copy(row, block[start : start + size], destination)
+
+    def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
+        """Fill rows from chunks that follow each other in a long enough file, if that pays."""
+        if self._addresses is None or file.descriptor < 0:
+            return False
+        addresses, begins, counts = (
+            c[rows] for c in (self._addresses, self._starts, self.num_bytes)
+        )
+        if (addresses < 0).any() or (begins + counts > sizes).any():
+            return False
+        return read_scattered(file.descriptor, starts + begins, counts, addresses)
+
+    def _copy(self, row: int, chunk: Array, destination: torch.Tensor) -> None:
+        dtype = self.dtype(row)
+        values = chunk.view(dtype.bits)
+        target = tensor_memory.fillable(destination, dtype.torch)
+        if target is None:
+            self._staged(row, destination, _PART_BYTES, partial(copy_window, values))
+        else:
+            copy_window(values, self.table.storage(row), target)
+            self._destinations.filled(row, destination)
+
+    def read(self, row: int, file: OpenFile, start: int) -> int:
+        """Fill a row from its chunk in a long enough file; returns the bytes of the row."""
+        destination, dtype = self._destinations.acquire(row), self.dtype(row)
+        target = tensor_memory.fillable(destination, dtype.torch)
+        # What is staged may have to be gathered from rows that are read whole: both need memory.
+        most_bytes = self._most_bytes if target is not None else max(1, self._most_bytes // 2)
+        most_copied = None if self._maps_files else most_bytes
+
+        def read_part(window: Window, staged: Array) -> None:
+            read_window(file, start, window, staged, most_copied)
+
+        if target is None:
+            self._staged(row, destination, most_bytes, read_part)
+        elif self._starts[row] >= 0 and target.flags.c_contiguous:
+            file.read_into(target, start + int(self._starts[row]))
+            self._destinations.filled(row, destination)
+        else:
+            read_part(self.table.storage(row), target)
+            self._destinations.filled(row, destination)
+        return int(self.num_bytes[row])
+
+    def _staged(
+        self,
+        row: int,
+        destination: torch.Tensor,
+        most_bytes: int,
+        read: Callable[[Window, Array], None],
+    ) -> None:
+        item = replace(self.table.item(row), storage=self.table.storage(row))
+        dtype = self.dtype(row)
+        if not is_on_gpu(destination) or not self._destinations.is_own_memory:
+            apply_staged(item, dtype, self._planner, most_bytes, read)
+            return
+        blocks: DeviceBlocks | None = getattr(self._of_thread, "blocks", None)
+        if blocks is None:
+            blocks = self._of_thread.blocks = DeviceBlocks(max(1, self._most_bytes // 2))
+        parts = list(item.parts(max(1, blocks.block_bytes // dtype.itemsize)))
+
+        def read_into(part: ReadItem, block: torch.Tensor) -> None:
+            read(part.storage, tensor_memory.as_numpy(block))
+
+        work = [(self._planner.acquire_tensor(part), partial(read_into, part)) for part in parts]
+        blocks.fill(work, dtype.torch)
+
+
+def apply_staged(
+    item: ReadItem,
+    dtype: DType,
+    planner: LoadPlanner,
+    most_bytes: int,
+    read: Callable[[Window, Array], None],
+) -> None:
+    """Read what cannot be filled in place, part by part, and hand it to the planner."""
+    for part in item.parts(max(1, most_bytes // dtype.itemsize)):
+        staged = np.empty(part.lengths, dtype=dtype.bits)
+        read(part.storage, staged)
+        planner.apply_tensor(part, tensor_memory.as_tensor(staged, dtype.torch))
+
+
+SMALL_BYTES = 2**18
+
+
+READ_WHOLE_BYTES = 2**14
+
+
+"""Reading so much of a chunk in vain costs less than reading the chunk by itself, so smaller chunks
+are read whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a chunk lies in a file, whose size is None if it holds more than this chunk."""
+
+    folder: Location
+    name: str
+    offset: int
+    num_bytes: int
+    file_bytes: int | None = None
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the file, for messages."""
+        return f"{self.folder}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkReads:
+    """Where the chunks of some rows of a plan lie, as columns.
+
+    Files are relative to the checkpoint; ``fill_files`` says that each holds one chunk and nothing
+    else.
+    """
+
+    rows: Int64s
+    names: Sequence[str]
+    files: Int64s
+    offsets: Int64s
+    num_bytes: Int64s
+    fill_files: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, positions: Int64s) -> ChunkReads:
+        return replace(
+            self,
+            rows=self.rows[positions],
+            files=self.files[positions],
+            offsets=self.offsets[positions],
+            num_bytes=self.num_bytes[positions],
+        )
+
+
+def read_chunks(
+    reads: ChunkReads,
+    filler: Filler,
+    below: FolderReads,
+    *,
+    report: Callable[[int], None],
+) -> None:
+    """Fill the rows of all reads.
+
+    Raises:
+        CorruptCheckpointError: if a file is missing or too short.
+    """
+    limits = below.limits
+    reads = reads.take(np.lexsort((reads.offsets, reads.files)))
+    firsts = _run_starts(reads, filler.num_bytes[reads.rows], limits)
+    counts = np.diff(np.r_[firsts, len(reads)])
+    bounds = np.stack([firsts, firsts + counts], axis=1)
+    of_thread = threading.local()
+
+    def opened(position: int) -> AbstractContextManager[OpenFile]:
+        name = reads.names[int(reads.files[position])]
+        end = int(reads.offsets[position] + reads.num_bytes[position])
+        key = filler.table.key(int(reads.rows[position]))
+        path = f"{below.folder}/{name}"
+        return _opened(partial(below.open, name), path, key, end, is_all=reads.fill_files)
+
+    def read_run(bound: Sequence[int]) -> None:
+        if not hasattr(of_thread, "scratch"):
+            of_thread.scratch = np.empty(limits.run_bytes + limits.small_bytes, dtype=np.uint8)
+        first, end = bound
+        rows, starts, sizes = (
+            column[first:end] for column in (reads.rows, reads.offsets, reads.num_bytes)
+        )
+        begin, last = int(starts[0]), int((starts + sizes).argmax())
+        with opened(first + last) as file:
+            if filler.read_run(rows, file, starts, sizes):
+                report(int(filler.num_bytes[rows].sum()))
+                return
+            num_bytes = int(starts[last] + sizes[last]) - begin
+            block = file.view(begin, num_bytes, of_thread.scratch)
+        report(filler.fill_run(rows, starts - begin, sizes, block))
+
+    def read_one(position: int) -> None:
+        with opened(position) as file:
+            report(filler.read(int(reads.rows[position]), file, int(reads.offsets[position])))
+
+    with paused_collector():
+        in_threads(read_run, bounds[counts > 1].tolist(), limits.run_threads)
+    in_threads(read_one, bounds[counts == 1, 0].tolist(), limits.threads)
+
+
+def _run_starts(reads: ChunkReads, wanted_bytes: Int64s, limits: ReadLimits) -> Int64s:
+    """First position of each run of reads, which are sorted: small neighbours are read together."""
+    if len(reads) < 2:
+        return np.arange(len(reads))
+    ends = reads.offsets + reads.num_bytes
+    small = _is_read_whole(reads.num_bytes, wanted_bytes, limits)
+    apart = np.ones(len(reads), dtype=np.bool_)
+    apart[1:] = reads.files[1:] != reads.files[:-1]
+    apart[1:] |= reads.offsets[1:] - ends[:-1] > limits.gap_bytes
+    apart |= ~small
+    apart[1:] |= ~small[:-1]
+    first = reads.offsets[np.maximum.accumulate(np.where(apart, np.arange(len(reads)), 0))]
+    block = (reads.offsets - first) // limits.run_bytes
+    apart[1:] |= block[1:] != block[:-1]
+    return np.flatnonzero(apart)
+
+
+def _is_read_whole(num_bytes: Int64s, wanted_bytes: Int64s, limits: ReadLimits) -> Bools:
+    """Which chunks are read whole, with their neighbours: small ones, nearly all of them wanted."""
+    most_unwanted = np.maximum(limits.most_unwanted, wanted_bytes // 10)
+    whole: Bools = (num_bytes <= limits.small_bytes) & (num_bytes - wanted_bytes <= most_unwanted)
+    return whole
+
+
+def read_extent(extent: Extent, key: str) -> bytes:
+    """All bytes of an extent.
+
+    Raises:
+        CorruptCheckpointError: if the file is missing or too short; names ``key``.
+    """
+    with _opened_extent(extent, key) as file:
+        return file.view(extent.offset, extent.num_bytes).tobytes()
+
+
+def read_part(extent: Extent, key: str, window: Window, target: Array, most_bytes: int) -> None:
+    """Read a window of a chunk, see ``read_window``."""
+    with _opened_extent(extent, key) as file:
+        read_window(file, extent.offset, window, target, most_bytes)
+
+
+def _opened_extent(extent: Extent, key: str) -> AbstractContextManager[OpenFile]:
+    end = extent.offset + extent.num_bytes
+    is_all = extent.file_bytes is not None
+    opening = partial(open_file, extent.folder, extent.name)
+    return _opened(opening, extent.path, key, end, is_all=is_all)
+
+
+@contextmanager
+def _opened(
+    open_it: Callable[[], OpenFile], path: str, key: str, end: int, *, is_all: bool
+) -> Iterator[OpenFile]:
+    """An open file that ends at ``end``, if that ``is_all`` of it, or behind."""
+    try:
+        with open_it() as file:
+            file.require(end, is_all=is_all)
+            yield file
+    except FileNotFoundError as error:
+        raise damaged(path, key, "a chunk is missing") from error
+    except WrongSizeError as error:
+        problem = (
+            "a chunk has the wrong size" if is_all else "the file that holds a chunk ends before it"
+        )
+        details = {"expected": f"{end} bytes", "found": error.found}
+        raise damaged(path, key, problem, **details) from error
+    except EOFError as error:
+        raise damaged(path, key, str(error)) from error
+
+
+def damaged(path: str, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
+    """The error about a stored value that is lost or not what it must be."""
+    finding = Finding(problem, key, path=path, **details)
+    return CorruptCheckpointError("the checkpoint is damaged", [finding])
