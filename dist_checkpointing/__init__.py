@@ -31,11 +31,10 @@ if typing.TYPE_CHECKING:
     from dist_checkpointing.planning.recipe import Recipe
     from dist_checkpointing.planning.replica_check import ReplicaCheck
     from dist_checkpointing.planning.save_plan import PlanCache
-    from dist_checkpointing.serialization.async_save import async_save
-    from dist_checkpointing.serialization.async_saver import AsyncSaver
-    from dist_checkpointing.serialization.fingerprint import fingerprint
+    from dist_checkpointing.serialization.async_save import AsyncSaver, async_save
+    from dist_checkpointing.serialization.fingerprint_of_state import fingerprint
     from dist_checkpointing.serialization.load import load
-    from dist_checkpointing.serialization.readers import (
+    from dist_checkpointing.serialization.load_metadata import (
         load_common_state_dict,
         load_content_metadata,
         load_plain_tensors,
@@ -118,11 +117,10 @@ _NAMES_BY_MODULE = {
     "planning.save_plan": ("PlanCache",),
     "planning.recipe": ("Recipe",),
     "planning.replica_check": ("ReplicaCheck",),
-    "serialization.async_save": ("async_save",),
-    "serialization.async_saver": ("AsyncSaver",),
-    "serialization.fingerprint": ("fingerprint",),
+    "serialization.async_save": ("AsyncSaver", "async_save"),
+    "serialization.fingerprint_of_state": ("fingerprint",),
     "serialization.load": ("load",),
-    "serialization.readers": (
+    "serialization.load_metadata": (
         "load_common_state_dict",
         "load_content_metadata",
         "load_plain_tensors",

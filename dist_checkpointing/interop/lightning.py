@@ -19,7 +19,7 @@ from dist_checkpointing.manager.manager import CheckpointManager
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.readers import load_tensors_metadata
+from dist_checkpointing.serialization.load_metadata import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 
 _TENSOR: Final = "__tensor__"

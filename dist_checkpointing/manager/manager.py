@@ -27,7 +27,7 @@ from dist_checkpointing.manager.valid_steps import ValidSteps
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
-from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize
+from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_base import require_sharing_strategy

@@ -33,7 +33,7 @@ from dist_checkpointing.manager.run_record import (
     write_record,
 )
 from dist_checkpointing.manager.save_log import tell
-from dist_checkpointing.serialization.readers import remove_sharded_tensors
+from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
 from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import Durability
 

@@ -1,11 +1,9 @@
 """Save, load, save behind a training, and the small readers."""
 
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
-from dist_checkpointing.serialization.async_save import async_save
-from dist_checkpointing.serialization.async_saver import AsyncSaver
+from dist_checkpointing.serialization.async_save import AsyncSaver, async_save
 from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.load_recipe import preview_recipe
-from dist_checkpointing.serialization.readers import (
+from dist_checkpointing.serialization.load_metadata import (
     get_default_load_sharded_strategy,
     get_default_save_common_strategy,
     get_default_save_sharded_strategy,
@@ -17,6 +15,7 @@ from dist_checkpointing.serialization.readers import (
     preview_removal,
     remove_sharded_tensors,
 )
+from dist_checkpointing.serialization.load_recipe import preview_recipe
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.serialization.save_handle import SaveHandle
 

@@ -21,7 +21,7 @@ from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.mapping.nested_dicts import Position
 from dist_checkpointing.planning import DefaultLoadPlanner
 from dist_checkpointing.planning.resharding import WantedLeaves
-from dist_checkpointing.serialization.fingerprint import verify_restored
+from dist_checkpointing.serialization.fingerprint_of_state import verify_restored
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy

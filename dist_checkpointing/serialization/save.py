@@ -12,10 +12,10 @@ from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
-from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.async_save import StagedSave
 from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks, require_known
 from dist_checkpointing.serialization.save_planning import prepare
-from dist_checkpointing.serialization.staged_save import StagedSave
+from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest

@@ -16,7 +16,7 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import read_index
 from dist_checkpointing.planning.chunking import nested_grids
 from dist_checkpointing.serialization.disk_parts import Disks
-from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.strategies.base import SaveShardedStrategy

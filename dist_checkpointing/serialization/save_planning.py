@@ -26,8 +26,8 @@ from dist_checkpointing.planning.shard_table import ShardTable, describe
 from dist_checkpointing.planning.table_exchange import Exchanged, exchange_tables
 from dist_checkpointing.serialization.save_base import require_sharing, take_base
 from dist_checkpointing.serialization.save_checks import Decided
-from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks
+from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.threads import paused_collector

@@ -28,7 +28,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
-from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from dist_checkpointing.testing import run_ranks
 from states import BACKENDS, cell, full_at_step, parts_at_step

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from dist_checkpointing import AsyncSaver, CheckpointManager, load_plain_tensors
 from dist_checkpointing.comm import TorchComm, default_comm
-from dist_checkpointing.serialization.staged_save import StagedSave
+from dist_checkpointing.serialization.async_save import StagedSave
 from states import at_step
 
 ROUNDS = 4

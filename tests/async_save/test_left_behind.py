@@ -26,7 +26,7 @@ from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.planning import SavePlan, SavePlanner
-from dist_checkpointing.serialization.async_saver import AsyncSaver
+from dist_checkpointing.serialization.async_save import AsyncSaver
 from dist_checkpointing.storage import WriteResults
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
@@ -147,7 +147,7 @@ def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything was written: the checkpoint is good, even if nobody can be told so."""
-    from dist_checkpointing.serialization.save_job import SaveJob
+    from dist_checkpointing.serialization.save_steps import SaveJob
 
     real = SaveJob.commit
 

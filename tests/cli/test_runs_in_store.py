@@ -16,7 +16,7 @@ from dist_checkpointing.filesystem.locks import Holder, Kind
 from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import Claim
 from dist_checkpointing.format.object_store_commit import StoreAttempt
-from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.tools.cli import watch as watching
 from samples import Run
 from states import at_step, trained

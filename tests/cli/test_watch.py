@@ -18,7 +18,7 @@ import pytest
 
 from dist_checkpointing import CheckpointManager, save
 from dist_checkpointing.filesystem.locks import FolderLock, holder_of
-from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.tools.cli import watch as watching
 from samples import Run
 from states import at_step
@@ -117,7 +117,7 @@ def test_a_save_that_is_killed(tmp_path: Path, dckpt: Run) -> None:
 import time
 from dist_checkpointing import save
 from dist_checkpointing.filesystem.locks import FolderLock, holder_of
-from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_steps import SaveJob
 from states import at_step
 SaveJob.commit = lambda self, comm: (print("written", flush=True), time.sleep(60))
 save(at_step(1), {str(folder)!r})

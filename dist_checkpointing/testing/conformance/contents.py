@@ -13,7 +13,7 @@ import torch
 from dist_checkpointing.errors import InvalidShardingError, StateMismatchError
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.serialization import check_is_distributed_checkpoint
-from dist_checkpointing.serialization.readers import (
+from dist_checkpointing.serialization.load_metadata import (
     load_content_metadata,
     load_sharded_metadata,
     load_tensors_metadata,

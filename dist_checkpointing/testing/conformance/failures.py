@@ -25,7 +25,7 @@ from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.serialization import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.readers import load_tensors_metadata
+from dist_checkpointing.serialization.load_metadata import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy

@@ -16,7 +16,7 @@ from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.readers import load_plain_tensors, load_tensors_metadata
+from dist_checkpointing.serialization.load_metadata import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.planned_strategies import (

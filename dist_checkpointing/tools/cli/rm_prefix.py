@@ -60,7 +60,10 @@ def rm_prefix(
     place = opened.path
     # Imported here, because strategies import torch.
     from dist_checkpointing.comm import SingleProcess  # noqa: PLC0415
-    from dist_checkpointing.serialization.readers import preview_removal, remove_sharded_tensors  # noqa: PLC0415
+    from dist_checkpointing.serialization.load_metadata import (  # noqa: PLC0415
+        preview_removal,
+        remove_sharded_tensors,
+    )
 
     planned = preview_removal(place, prefix)
     if not planned.keys and not planned.is_unfinished:
