@@ -5,8 +5,8 @@ import typing
 
 if typing.TYPE_CHECKING:
     from dist_checkpointing import interop as interop
-    from dist_checkpointing.checkpoint.handle import Checkpoint
-    from dist_checkpointing.checkpoint.verify import verify_checkpoint
+    from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+    from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
     from dist_checkpointing.errors import (
         CheckpointExistsError,
         CheckpointingException,
@@ -91,8 +91,8 @@ __all__ = [
 
 # Imported on first use: looking into a checkpoint needs no torch.
 _NAMES_BY_MODULE = {
-    "checkpoint.handle": ("Checkpoint",),
-    "checkpoint.verify": ("verify_checkpoint",),
+    "checkpoint.checkpoint": ("Checkpoint",),
+    "checkpoint.verify_checkpoint": ("verify_checkpoint",),
     "errors": (
         "CheckpointExistsError",
         "CheckpointNotFoundError",

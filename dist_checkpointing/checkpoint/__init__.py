@@ -4,10 +4,13 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from dist_checkpointing.checkpoint.examination import Examination
-    from dist_checkpointing.checkpoint.handle import Checkpoint
-    from dist_checkpointing.checkpoint.lazy_values import ObjectHandle, StoredChunk, TensorHandle
-    from dist_checkpointing.checkpoint.verify import examine_checkpoint, verify_checkpoint
+    from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+    from dist_checkpointing.checkpoint.slicing import ObjectHandle, StoredChunk, TensorHandle
+    from dist_checkpointing.checkpoint.verify_checkpoint import (
+        Examination,
+        examine_checkpoint,
+        verify_checkpoint,
+    )
 
 __all__ = [
     "Checkpoint",
@@ -20,13 +23,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Checkpoint": "handle",
-    "ObjectHandle": "lazy_values",
-    "StoredChunk": "lazy_values",
-    "TensorHandle": "lazy_values",
-    "Examination": "examination",
-    "examine_checkpoint": "verify",
-    "verify_checkpoint": "verify",
+    "Checkpoint": "checkpoint",
+    "ObjectHandle": "slicing",
+    "StoredChunk": "slicing",
+    "TensorHandle": "slicing",
+    "Examination": "verify_checkpoint",
+    "examine_checkpoint": "verify_checkpoint",
+    "verify_checkpoint": "verify_checkpoint",
 }
 
 if not typing.TYPE_CHECKING:

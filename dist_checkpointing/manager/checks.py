@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dist_checkpointing.checkpoint.examination import Notes
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.verify_checkpoint import Notes
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.rank_failures import Failure, merge_failures
 from dist_checkpointing.errors import (

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Condition, Event, Thread
 from typing import Final, Literal
 
-from dist_checkpointing.checkpoint.verify import verify_checkpoint
+from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, read_object

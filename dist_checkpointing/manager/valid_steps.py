@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from dist_checkpointing.checkpoint.verify import verify_checkpoint
+from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointingException,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_checkpointing import Checkpoint, CorruptCheckpointError, fingerprint, save
-from dist_checkpointing.checkpoint.reads import PartialReads
+from dist_checkpointing.checkpoint.partial_reads import PartialReads
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.convert import Rules, convert, sources
 from samples import Run

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from damage import files_in
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.checkpoint.verify import verify_checkpoint
+from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy

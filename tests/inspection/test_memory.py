@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dist_checkpointing import Checkpoint, save
-from dist_checkpointing.checkpoint.reads import PartialReads
+from dist_checkpointing.checkpoint.partial_reads import PartialReads
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools.inspect.comparison import compare_checkpoints
 from dist_checkpointing.tools.inspect.values import statistics_of_part, stream_statistics

@@ -23,7 +23,7 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.checkpoint import html_view
+from dist_checkpointing.checkpoint import checkpoint as html_view
 from dist_checkpointing.comm import default_comm
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, load_plain_tensors, save
-from dist_checkpointing.checkpoint.reads import PartialReads
+from dist_checkpointing.checkpoint.partial_reads import PartialReads
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,

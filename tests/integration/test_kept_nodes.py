@@ -22,7 +22,7 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.checkpoint import reads
+from dist_checkpointing.checkpoint import partial_reads
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.options import StorageOptions
@@ -163,7 +163,7 @@ def test_a_single_box_takes_no_plan(saved: Path, monkeypatch: pytest.MonkeyPatch
         planned.append(arguments)
         real(*arguments)
 
-    monkeypatch.setattr(reads, "read", read)
+    monkeypatch.setattr(partial_reads, "read", read)
     checkpoint = Checkpoint.open(saved)
     assert checkpoint["layers.3.weight"][10:290:7].tolist() == [3.0] * 40
     assert not planned

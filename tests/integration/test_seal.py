@@ -23,7 +23,7 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.checkpoint.verify import examine_checkpoint
+from dist_checkpointing.checkpoint.verify_checkpoint import examine_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import RankFailedError
 from dist_checkpointing.filesystem import local_folder

@@ -21,7 +21,7 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.checkpoint.verify import examine_checkpoint
+from dist_checkpointing.checkpoint.verify_checkpoint import examine_checkpoint
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor, read_index, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from samples import Sample, Samples

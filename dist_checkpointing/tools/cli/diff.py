@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.byte_sizes import parse_bytes
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import hint
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.tools.cli.screen import (

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import hint
 from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.tools.cli.run_listing import print_run

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.tools.cli.screen import (

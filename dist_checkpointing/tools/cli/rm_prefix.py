@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.leftovers import PlannedRemoval

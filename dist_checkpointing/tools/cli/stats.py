@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools.cli.moved import print_movement

@@ -27,7 +27,7 @@ from dist_checkpointing.tools.inspect.opening import explaining, open_named
 from dist_checkpointing.tools.inspect.runs import located
 
 if TYPE_CHECKING:
-    from dist_checkpointing.checkpoint.examination import Examination
+    from dist_checkpointing.checkpoint.verify_checkpoint import Examination
 
 EXIT_DAMAGED = 1
 _MOST_BYTES = 2**30
@@ -63,7 +63,7 @@ def verify(
     Example: dckpt verify ckpt/1000 && echo fine
     """
     # Imports torch.
-    from dist_checkpointing.checkpoint.verify import examine_checkpoint  # noqa: PLC0415
+    from dist_checkpointing.checkpoint.verify_checkpoint import examine_checkpoint  # noqa: PLC0415
 
     expected = None if against is None else read_fingerprints(against)
     place = located(checkpoint)

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.checkpoint.verify import stored_objects_damage
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.verify_checkpoint import stored_objects_damage
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.checkpoint.lazy_values import ObjectHandle
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.slicing import ObjectHandle
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.tools.convert.convert import SAFETENSORS

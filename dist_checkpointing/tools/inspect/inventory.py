@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME

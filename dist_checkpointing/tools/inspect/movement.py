@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.tools.inspect.values import (

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
 from dist_checkpointing.filesystem.locks import holder_of
 from dist_checkpointing.filesystem.object_store import Location

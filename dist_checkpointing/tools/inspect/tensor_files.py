@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.checkpoint.reads import PartialReads
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.partial_reads import PartialReads
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor

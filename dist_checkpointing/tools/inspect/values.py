@@ -13,9 +13,8 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.byte_sizes import in_batches
-from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.checkpoint.lazy_values import TensorHandle
-from dist_checkpointing.checkpoint.slicing import positions
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.slicing import TensorHandle, positions
 from dist_checkpointing.format.geometry import Box, split_rows
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.storage.streaming import (

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.format.checksums import StoredPart, read_checksums
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, ravel_offset
 from dist_checkpointing.format.index import StoredTensor

@@ -1,0 +1,442 @@
+"""``verify_checkpoint``: all that is wrong with a whole checkpoint, as findings: files, index,
+objects, data.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TypeVar
+
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    InvalidShardingError,
+    RankFailedError,
+    StateMismatchError,
+    UnsupportedFormatError,
+    merge_findings,
+)
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.checksums import StoredPart, checksum_files, read_table
+from dist_checkpointing.format.index import Index, StoredTensor, large_tensors
+from dist_checkpointing.format.leftovers import noted_removal
+from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal, unnamed_files
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from dist_checkpointing.planning.coverage import find_coverage_problems
+from dist_checkpointing.planning.shard_table import concatenate, describe
+from dist_checkpointing.storage.driver import read
+from dist_checkpointing.storage.interface import set_up_reader
+from dist_checkpointing.storage.progress import Meter, ProgressOption
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
+from dist_checkpointing.strategies.verification import (
+    cause_of,
+    damage_of,
+    damage_of_objects,
+    in_words,
+    not_covered,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What reading all of a checkpoint has shown.
+
+    Attributes:
+        findings: Everything that is damaged, with key, place and file.
+        refused: Objects and common state that were not read, because they hold more than plain data
+            types.
+        remarks: What is strange, and may be intended.
+        num_tensors: Number of tensors that were looked at.
+        num_parts: Number of chunks and pieces that were read.
+        num_bytes: Size of the values that were read.
+        num_bytes_compared: Size of those values whose checksum was compared.
+        num_objects: Number of cells of sharded objects that were read.
+        is_sealed: Whether a seal says which files there should be, and what they hold.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    refused: tuple[Finding, ...] = ()
+    remarks: tuple[Finding, ...] = ()
+    num_tensors: int = 0
+    num_parts: int = 0
+    num_bytes: int = 0
+    num_bytes_compared: int = 0
+    num_objects: int = 0
+    is_sealed: bool = False
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.findings
+
+
+class Notes:
+    """What has been noticed so far."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.refused: list[Finding] = []
+        self.remarks: list[Finding] = []
+        self.num_objects = 0
+        self.lacks_checksums = False
+        self.cells: list[StoredPart] = []
+
+    @contextmanager
+    def noting(self, key: str | None = None) -> Iterator[None]:
+        """Note what is damaged in the body, and go on."""
+        try:
+            yield
+        except (CorruptCheckpointError, StateMismatchError) as error:
+            self.findings += _findings(error, key)
+        except RankFailedError as error:
+            # Of this process alone: what it met says nothing about the checkpoint.
+            raise cause_of(error) from None
+
+    @contextmanager
+    def unpickling(self, key: str | None = None) -> Iterator[None]:
+        """Note, too, what the body does not unpickle."""
+        try:
+            with self.noting(key):
+                yield
+        except UnsupportedFormatError as error:
+            self.refused += _findings(error, key)
+
+    def found(self, look: Callable[[], T]) -> T | None:
+        """What there is; None, and a note, if that is damaged."""
+        found: list[T] = []
+        with self.noting():
+            found.append(look())
+        return found[0] if found else None
+
+    def look_at_files(
+        self, folder: Location, seal: Seal | None, rank: int, world_size: int
+    ) -> None:
+        """Compare the files with what the seal says of them."""
+        if seal is None:
+            return
+        if seal.is_open:
+            problem = "tensors are being removed, or a removal was cut off: files are not compared"
+            remedy = "Remove them once more."
+            self.remarks.append(Finding(problem, path=str(folder), remedy=remedy))
+            return
+        findings = check_files(seal, folder, sorted(seal.files)[rank::world_size])
+        if rank == 0:
+            findings += check_config(seal, folder)
+            inside, beside = unnamed_files(seal, folder)
+            problem = "the seal does not name this file: no save of this checkpoint made it"
+            findings += [Finding(problem, path=str(folder / name)) for name in inside]
+            self.remarks += [
+                Finding("this file is not part of the checkpoint", path=str(folder / name))
+                for name in beside
+            ]
+        # What was found out by reading says more than that the file is another one.
+        said = [str(finding.path) for finding in self.findings]
+        self.findings += [
+            finding for finding in findings if not any(str(finding.path) in path for path in said)
+        ]
+
+    def look_at_state(self, checkpoint: Checkpoint) -> None:
+        """Read the common state and every cell of every sharded object."""
+        with self.unpickling():
+            _ = checkpoint.common
+        for key, handle in (self.found(lambda: checkpoint.objects) or {}).items():
+            for cell in handle:
+                with self.unpickling(key):
+                    _ = handle[cell]
+                    self.num_objects += 1
+
+    def plausible(self, checkpoint: Checkpoint, index: Index, keys: list[str]) -> list[str]:
+        """The tensors that the files can hold; the others are damaged, and are not looked at."""
+        try:
+            checkpoint.reads.require_stored(large_tensors(index, keys), index)
+        except CorruptCheckpointError as error:
+            self.findings += _findings(error)
+            lost = {finding.key for finding in error.findings}
+            return [key for key in keys if key not in lost]
+        return keys
+
+    def checksums(self, folder: Location, index: Index) -> dict[str, list[StoredPart]]:
+        """The parts that have a checksum, by key."""
+        parts: dict[str, list[StoredPart]] = {}
+        for path in checksum_files(folder):
+            try:
+                table = read_table(path)
+            except CorruptCheckpointError as error:
+                self.findings += error.findings
+                self.lacks_checksums = True
+                continue
+            said = table.parts
+            self.cells += table.objects
+            for part in said:
+                # A tensor that is not there any more has no shape to lie in.
+                if part.key not in index or part.lies_in(index[part.key].global_shape):
+                    parts.setdefault(part.key, []).append(part)
+                else:
+                    problem = "a checksum of what is no part of the tensor"
+                    self.findings.append(Finding(problem, part.key, path=str(path)))
+        return parts
+
+    def look_for_lost(
+        self, checkpoint: Checkpoint, index: Index, digests: Mapping[str, object]
+    ) -> None:
+        """Tensors that only the checksums name, in a format without an index."""
+        if checkpoint.backend != ("zarr", 1):
+            return
+        going = noted_removal(checkpoint.folder)
+        for key in sorted(set(digests) - set(index)):
+            folder = checkpoint.folder / key
+            if key in going:
+                self.remarks.append(
+                    Finding("its removal was cut off", key, remedy="Remove it once more.")
+                )
+            elif location.is_folder(folder):
+                self.findings.append(
+                    Finding("its metadata is gone, its chunks are there", key, path=str(folder))
+                )
+            else:
+                self.remarks.append(
+                    Finding("has checksums and no files: removed on purpose, or lost", key)
+                )
+
+    def look_at_what_others_read(self, checkpoint: Checkpoint) -> None:
+        """Our readers have the index; zarr-python and xarray need the consolidated metadata."""
+        if checkpoint.backend != ("zarr", 2):
+            return
+        # Not at the top: the package zarr may be missing.
+        from dist_checkpointing.strategies.zarr.v3 import rebuild_index  # noqa: PLC0415
+
+        try:
+            rebuild_index(checkpoint.folder)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            self.findings += (
+                replace(f, problem=f"zarr-python cannot open it, our own readers can: {f.problem}")
+                for f in error.findings
+            )
+
+
+def said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, ...]:
+    """The findings; what keeps every single tensor from being read becomes one."""
+    alike: dict[tuple[str, str | None], list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault((finding.problem, finding.path), []).append(finding)
+    found: list[Finding] = []
+    for same in alike.values():
+        keys = {finding.key for finding in same if finding.key is not None}
+        if len(keys) >= max(2, num_tensors):
+            what = f"nothing: {len(keys)} tensors and objects cannot be read"
+            found.append(replace(same[0], key=None, expected=None, found=what))
+        else:
+            found += same
+    return tuple(found)
+
+
+def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
+    if not isinstance(error, CheckpointingException) or not error.findings:
+        return (Finding(f"{type(error).__name__}: {error}", key),)
+    return tuple(replace(found, key=found.key or key) for found in in_words(error))
+
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+def verify_checkpoint(
+    checkpoint_dir: str | PathLike[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    trusted: bool = False,
+) -> None:
+    """Read a checkpoint and compare its checksums. Not collective.
+
+    Every file must be as the seal of the save says, and no other file may lie among them. Where no
+    checksums were kept, the data is read all the same, which finds what is missing, cut off or
+    cannot be decoded, but no flipped bits. That a checkpoint has no seal is logged.
+
+    Args:
+        checkpoint_dir: folder or URL of a committed checkpoint.
+        rank: number of the part of the work that is done here.
+        world_size: number of parts.
+        trusted: unpickle anything, see ``load``.
+
+    Raises:
+        CheckpointNotFoundError: if nothing is committed there.
+        CorruptCheckpointError: with everything that is damaged.
+        CheckpointingException: for what cannot be read here, see ``load``.
+        OSError: if the file system, and not the checkpoint, fails: nothing is known then.
+
+    Example:
+        >>> from dist_checkpointing import save, verify_checkpoint
+        >>> save({"step": 100}, "ckpt")
+        >>> verify_checkpoint("ckpt")
+    """
+    found = examine_checkpoint(checkpoint_dir, rank=rank, world_size=world_size, trusted=trusted)
+    if not found.is_sealed:
+        logger.warning(
+            "%s has no seal (it was saved by an older version or another program): flipped bits in"
+            " common state and sharded objects are not found",
+            checkpoint_dir,
+        )
+    if found.findings:
+        raise CorruptCheckpointError("stored data is not what was saved", found.findings)
+    if found.refused:
+        raise UnsupportedFormatError("some of it cannot be read", found.refused)
+
+
+def examine_checkpoint(
+    checkpoint_dir: str | PathLike[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    trusted: bool = False,
+    progress: ProgressOption | None = None,
+) -> Examination:
+    """Read all of a checkpoint and say what is wrong with it. Not collective.
+
+    Looks at the commit, at what describes the checkpoint, at whether the stored parts cover every
+    tensor once, at every part (its checksum, if there is one), and at objects and common state.
+
+    Args:
+        checkpoint_dir: folder or URL of a committed checkpoint.
+        rank: number of the part of the work that is done here; rank 0 also looks at all that is
+            not a tensor.
+        world_size: number of parts.
+        trusted: unpickle anything, see ``load``.
+        progress: called with a Progress whenever something has been read.
+
+    Raises:
+        CheckpointNotFoundError: if nothing is committed there.
+        StrategyNotFoundError: if nobody reads its backend.
+        UnsupportedFormatError: if the tensors are stored in a way that is not read.
+        OSError: if the file system, and not the checkpoint, fails: nothing is known then.
+    """
+    try:
+        checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
+    except CorruptCheckpointError as error:
+        return Examination(_findings(error))
+    seen = Notes()
+    seal = seen.found(lambda: read_seal(checkpoint.folder))
+    index = seen.found(lambda: checkpoint.index)
+    if rank == 0:
+        seen.look_at_state(checkpoint)
+    if index is None:
+        seen.look_at_files(checkpoint.folder, seal, rank, world_size)
+        return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
+    keys = seen.plausible(checkpoint, index, sorted(index)[rank::world_size])
+    digests = seen.checksums(checkpoint.folder, index)
+    if rank == 0:
+        seen.look_for_lost(checkpoint, index, digests)
+        seen.look_at_what_others_read(checkpoint)
+    parts = []
+    for key in keys:
+        parts += _parts(index[key], digests.get(key, []))
+        if digests and not seen.lacks_checksums:
+            seen.findings += not_covered(index[key], digests.get(key, []))
+    seen.findings += _coverage_problems([index[key] for key in keys])
+    meter = Meter("verify", rank, progress)
+    with meter.phase("verifying"), seen.noting():
+        seen.findings += _damage(checkpoint, parts, meter)
+    if rank == 0 and seal is not None:
+        with seen.noting():
+            seen.findings += stored_objects_damage(checkpoint, seen.cells)
+    seen.look_at_files(checkpoint.folder, seal, rank, world_size)
+    sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
+    return Examination(
+        said_once(merge_findings(seen.findings), len(keys)),
+        merge_findings(seen.refused),
+        merge_findings(seen.remarks),
+        len(keys),
+        len(parts),
+        sum(size for _, size in sizes),
+        sum(size for part, size in sizes if part.digest is not None),
+        seen.num_objects,
+        seal is not None,
+    )
+
+
+def _parts(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[StoredPart]:
+    """What to read of a tensor: what has checksums if that is all of it, else every chunk too."""
+    if sum(part.num_elements for part in checked) == math.prod(stored.global_shape):
+        return list(checked)
+    return [*checked, *(StoredPart(stored.key, box, flat) for box, flat in stored.parts())]
+
+
+def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:
+    """Tensors whose pieces leave gaps or overlap; a chunk grid does neither."""
+    leaves: list[ShardedBase] = [
+        ShardedTensor.of_box(stored, box, flat)
+        for stored in tensors
+        for box, flat in stored.pieces or ()
+    ]
+    if not leaves:
+        return []
+    try:
+        table = concatenate([describe(leaves, 0)])
+    except InvalidShardingError as error:
+        return list(_findings(error))
+    written = table.take(table.num_elements > 0)
+    return [
+        replace(
+            finding,
+            problem=f"the stored pieces do not make it up once: {finding.problem}",
+            expected=None,
+            ranks=(),
+            remedy=None,
+        )
+        for finding in find_coverage_problems(table, written)
+    ]
+
+
+def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -> list[Finding]:
+    """Read all parts, and say what is wrong with which."""
+    strategy = checkpoint.reads.sharded
+    if not isinstance(strategy, PlannedLoadStrategy):
+        return _damage_unplanned(checkpoint, parts, meter)
+    reader = checkpoint.reads.make_reader()
+    index = checkpoint.reads.index_for(reader, checkpoint.index)
+    # What all parts need, such as a database that can be opened, is missed once and not by each.
+    read({}, index, strategy.planner, reader, SingleProcess())
+    # An index of another format, or of another save, may name what this reader does not find.
+    unknown = dict.fromkeys(part.key for part in parts if part.key not in index)
+    where = str(checkpoint.folder)
+    findings = [Finding("in the index, and nowhere else", key, path=where) for key in unknown]
+    known = [part for part in parts if part.key not in unknown]
+    return findings + damage_of(known, strategy, reader, index, meter)
+
+
+def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredPart]) -> list[Finding]:
+    """Compare the objects that lie among the tensors with their checksums."""
+    strategy = checkpoint.reads.sharded
+    if not isinstance(strategy, PlannedLoadStrategy) or not checkpoint.index.objects:
+        return []
+    reader = strategy.make_reader(checkpoint.folder)
+    set_up_reader(
+        reader, checkpoint.reads.index_for(reader, checkpoint.index), rank=0, world_size=1
+    )
+    cells = [(key, cell) for key, handle in checkpoint.objects.items() for cell in handle]
+    return damage_of_objects(cells, known, reader)
+
+
+def _damage_unplanned(
+    checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter
+) -> list[Finding]:
+    findings: list[Finding] = []
+    keys = list(dict.fromkeys(part.key for part in parts))
+    meter.expect(sum(checkpoint[key].num_bytes for key in keys))
+    for key in keys:
+        try:
+            _ = checkpoint[key][...]
+        except CorruptCheckpointError as error:
+            findings += _findings(error, key)
+        meter.add(checkpoint[key].num_bytes)
+    return findings
