@@ -20,7 +20,7 @@ if typing.TYPE_CHECKING:
     )
     from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
     from dist_checkpointing.format.commit import check_is_distributed_checkpoint
-    from dist_checkpointing.manager.manager import CheckpointManager
+    from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
     from dist_checkpointing.manager.retention import Retention
     from dist_checkpointing.mapping import (
         LocalNonpersistentObject,
@@ -106,7 +106,7 @@ _NAMES_BY_MODULE = {
     ),
     "filesystem.object_store": ("ObjectPath", "ObjectStoreOptions"),
     "format.commit": ("check_is_distributed_checkpoint",),
-    "manager.manager": ("CheckpointManager",),
+    "manager.checkpoint_manager": ("CheckpointManager",),
     "manager.retention": ("Retention",),
     "mapping": (
         "LocalNonpersistentObject",

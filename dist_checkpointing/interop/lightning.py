@@ -15,7 +15,7 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.interop.torch_state import TorchState
-from dist_checkpointing.manager.manager import CheckpointManager
+from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.serialization.load import load

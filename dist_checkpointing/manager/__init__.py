@@ -1,6 +1,6 @@
 """The checkpoints of one run."""
 
-from dist_checkpointing.manager.manager import CheckpointManager
+from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import JsonLinesLog, SavedStep, TensorBoardLog
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dist_checkpointing import CheckpointManager, ShardedTensor
-from dist_checkpointing.manager import drain
+from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.mapping import ShardedStateDict
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     rank = dist.get_rank()
     fast = Path(folder) / f"node{rank // 2}"
     if action == "DIE":  # before anything is copied
-        drain.Orders.carry_out = lambda *_: Event().wait()  # type: ignore[assignment]
+        tier_copies.Orders.carry_out = lambda *_: Event().wait()  # type: ignore[assignment]
     manager = CheckpointManager(url, fast=fast)
     loaded = None
     if action == "LOAD":

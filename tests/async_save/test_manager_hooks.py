@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dist_checkpointing import CheckpointingException, CheckpointManager, Retention
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.manager import JsonLinesLog, SavedStep, TensorBoardLog
-from dist_checkpointing.manager.run_record import read_record
+from dist_checkpointing.manager.run_folder import read_record
 from dist_checkpointing.testing import run_ranks
 from states import ALONE, trained
 

@@ -25,7 +25,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.format.seal import SEAL_NAME
-from dist_checkpointing.manager.run_record import read_record
+from dist_checkpointing.manager.run_folder import read_record
 from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy

@@ -32,9 +32,14 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import locks
 from dist_checkpointing.filesystem.local_folder import Durability
-from dist_checkpointing.manager import valid_steps
-from dist_checkpointing.manager.run_folder import RunFolder
-from dist_checkpointing.manager.run_record import RunRecord, StepRecord, read_record, write_record
+from dist_checkpointing.manager import latest_valid
+from dist_checkpointing.manager.run_folder import (
+    RunFolder,
+    RunRecord,
+    StepRecord,
+    read_record,
+    write_record,
+)
 from dist_checkpointing.testing import run_ranks
 from states import BACKEND, trained
 
@@ -330,7 +335,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage
         if folder.name.endswith("2") and rank == 1 and len(errors) > 1:
             raise errors[1]
 
-    monkeypatch.setattr(valid_steps, "verify_checkpoint", verify)
+    monkeypatch.setattr(latest_valid, "verify_checkpoint", verify)
 
     def one(comm: Comm) -> tuple[int | None, set[int]]:
         manager = CheckpointManager(tmp_path, comm=comm)

@@ -20,7 +20,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
-from dist_checkpointing.manager import drain, tiers
+from dist_checkpointing.manager import tier_copies, tiers
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
 from stores import new_url
@@ -94,7 +94,7 @@ def test_the_newest_whole_checkpoint_is_loaded_wherever_it_is(
 
 def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None:
     root = new_url()
-    copy = drain.put_file
+    copy = tier_copies.put_file
     damaged: list[Path] = []
 
     def damaging(source: Path, target: Any) -> None:
@@ -106,7 +106,7 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         manager = CheckpointManager(root, fast=tmp_path)
         manager.save(1, state(1))
-        patch.setattr(drain, "put_file", damaging)
+        patch.setattr(tier_copies, "put_file", damaging)
         manager.save(2, state(2))
         with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
             manager.close()

@@ -20,7 +20,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
-from dist_checkpointing.manager import drain
+from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.testing import run_ranks
 from split_disks import (
@@ -176,8 +176,8 @@ def test_a_node_that_does_not_answer_is_named(
 ) -> None:
     root = new_url()
     with monkeypatch.context() as patch:
-        patch.setattr(drain, "_SILENT_SECONDS", 0.1)
-        patch.setattr(drain.PartCopier, "_report", lambda *_: None)
+        patch.setattr(tier_copies, "_SILENT_SECONDS", 0.1)
+        patch.setattr(tier_copies.PartCopier, "_report", lambda *_: None)
 
         def train(comm: Comm) -> None:
             manager = CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm)

@@ -23,7 +23,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
-from dist_checkpointing.manager import drain, long_work
+from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.testing import run_ranks
 from real_ranks import run_script
 from split_disks import (
@@ -81,13 +81,13 @@ def test_disks_keep_what_is_not_in_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, gate = new_url(), threading.Event()
-    own: Callable[..., Any] = drain.Order.carried_out
+    own: Callable[..., Any] = tier_copies.Order.carried_out
 
-    def slow(order: drain.Order, *args: Any) -> Any:
+    def slow(order: tier_copies.Order, *args: Any) -> Any:
         gate.wait()
         return own(order, *args)
 
-    monkeypatch.setattr(drain.Order, "carried_out", slow)
+    monkeypatch.setattr(tier_copies.Order, "carried_out", slow)
 
     def train(comm: Comm) -> None:
         keep = Retention(keep_last=1)
@@ -144,10 +144,10 @@ def test_ranks_meet_while_a_long_copy_goes_on(
 ) -> None:
     """Else they would take rank 0 for dead."""
     root, gate, met = new_url(), threading.Event(), []
-    own: Callable[..., Any] = drain.Order.carried_out
+    own: Callable[..., Any] = tier_copies.Order.carried_out
     told: Callable[..., Any] = ThreadComm.from_rank0
 
-    def slow(order: drain.Order, *args: Any) -> Any:
+    def slow(order: tier_copies.Order, *args: Any) -> Any:
         gate.wait()
         return own(order, *args)
 
@@ -158,9 +158,9 @@ def test_ranks_meet_while_a_long_copy_goes_on(
                 gate.set()
         return told(comm, step, *args, **options)
 
-    monkeypatch.setattr(drain.Order, "carried_out", slow)
+    monkeypatch.setattr(tier_copies.Order, "carried_out", slow)
     monkeypatch.setattr(ThreadComm, "from_rank0", counted)
-    monkeypatch.setattr(long_work, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(tier_copies, "_LOOK_SECONDS", 0.01)
 
     def train(comm: Comm) -> None:
         with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:

@@ -14,7 +14,7 @@ from dist_checkpointing import CheckpointManager, ShardedObject, ShardedTensor
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
-from dist_checkpointing.manager import drain
+from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
 
@@ -100,7 +100,7 @@ def store_down(patch: pytest.MonkeyPatch, first: int = 1, of: str = "") -> Itera
 
     with patch.context() as within:
         within.setattr("time.sleep", lambda _: None)
-        within.setattr(drain, "_SILENT_SECONDS", 1.0)
+        within.setattr(tier_copies, "_SILENT_SECONDS", 1.0)
         within.setattr(ObjectStore, "put", put)
         yield
 

@@ -284,7 +284,7 @@ def _latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None
 def _notes_of(root: Location) -> Callable[[RunStep], tuple[str, ...]]:
     if not location.is_file(root / MANAGER_RECORD):
         return lambda _: ()
-    from dist_checkpointing.manager.run_record import read_record  # noqa: PLC0415 - imports torch
+    from dist_checkpointing.manager.run_folder import read_record  # noqa: PLC0415 - imports torch
 
     steps = read_record(root).steps
 

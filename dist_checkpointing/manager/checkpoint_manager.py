@@ -19,11 +19,10 @@ from dist_checkpointing.errors import (
     Finding,
 )
 from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.manager.latest_valid import ValidSteps
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, tell
-from dist_checkpointing.manager.split_run import run_files
-from dist_checkpointing.manager.tiers import Drain
-from dist_checkpointing.manager.valid_steps import ValidSteps
+from dist_checkpointing.manager.tiers import Drain, run_files
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache

@@ -1,4 +1,5 @@
-"""How the disks of a run copy a checkpoint into the store together, by objects of the store alone.
+"""Copies of a step from one place to the next, in the background, by one rank or by one of each
+machine.
 
 Rank 0 puts an order below the root of the run. The lowest rank of every other disk looks for it
 while its disk has something that is not in the store, does its part, and puts a report. No
@@ -12,6 +13,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from threading import Condition, Event, Thread
 from typing import Final, Literal
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, read_object
@@ -31,15 +34,33 @@ from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+
 ORDER_NAME: Final = ".dckpt/drain.json"
+
+
 REPORTS: Final = ".dckpt/drain"
+
+
 _MAX_BYTES: Final = 1 << 28
+
+
 _THREADS: Final = 4
+
+
 _MOST_SETTLED: Final = 1000
+
+
 _FIRST_PAUSE: Final = 0.02
+
+
 _LAST_PAUSE: Final = 2.0
+
+
 _BEAT_SECONDS: Final = 10.0
+
+
 _SILENT_SECONDS: Final = 90.0
+
 
 Phase = Literal["upload", "verify"]
 
@@ -326,3 +347,38 @@ def _beating(path: ObjectPath) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+_LOOK_SECONDS: Final = 10.0
+
+
+def after_rank0(comm: Comm, step: str, work: Callable[[], object]) -> None:
+    """Let rank 0 do something that takes any time; if it fails, all ranks raise alike. Collective.
+
+    The ranks meet every few seconds, so that none takes another for dead.
+
+    Args:
+        comm: the ranks.
+        step: name of the step, for errors.
+        work: called in a thread of rank 0.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def look() -> bool:
+        wait([done], _LOOK_SECONDS)
+        if done.done():
+            done.result()
+        return done.done()
+
+    if comm.rank == 0:
+        Thread(target=run, name="long-work", daemon=True).start()
+    while not comm.from_rank0(step, look):
+        pass
