@@ -1,6 +1,6 @@
 """Doors to torch (DTensor state dicts, and DCP storages both ways), and to Megatron's own code."""
 
-from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
+from dist_checkpointing.interop.dtensor_state_dict import shard_state_dict, unshard_state_dict
 from dist_checkpointing.interop.torch_dcp import (
     DCPReader,
     DCPStorageLoadStrategy,

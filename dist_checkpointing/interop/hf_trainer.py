@@ -12,8 +12,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dist_checkpointing.comm import default_comm
-from dist_checkpointing.interop.torch_state import TorchState
-from dist_checkpointing.interop.torch_state.rng import rng_state, set_rng_state
+from dist_checkpointing.interop.torch_state import TorchState, rng_state, set_rng_state
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 from dist_checkpointing.serialization.load_metadata import load_common_state_dict
 

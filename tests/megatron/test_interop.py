@@ -27,7 +27,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.format.commit import Attempt
 from dist_checkpointing.interop import megatron
-from dist_checkpointing.interop.megatron.hook import LeftOutError
+from dist_checkpointing.interop.megatron.import_hook import LeftOutError
 from scripts import run_fresh
 
 GOLDEN = Path(__file__).parents[1] / "golden"

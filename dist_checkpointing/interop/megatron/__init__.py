@@ -5,7 +5,6 @@ Call ``install()`` before anything imports ``megatron.core.dist_checkpointing``,
 ``megatron.core`` is the real one.
 """
 
-from dist_checkpointing.interop.megatron.defaults import MegatronDefaults
-from dist_checkpointing.interop.megatron.hook import install, uninstall
+from dist_checkpointing.interop.megatron.import_hook import MegatronDefaults, install, uninstall
 
 __all__ = ["MegatronDefaults", "install", "uninstall"]

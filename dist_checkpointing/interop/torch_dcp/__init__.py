@@ -1,7 +1,7 @@
 """torch DCP in both directions: our backends as DCP storages, DCP storages as our strategies."""
 
 from dist_checkpointing.interop.torch_dcp.reader import DCPReader
-from dist_checkpointing.interop.torch_dcp.storage import (
+from dist_checkpointing.interop.torch_dcp.storage_strategy import (
     DCPStorageLoadStrategy,
     DCPStorageSaveStrategy,
 )

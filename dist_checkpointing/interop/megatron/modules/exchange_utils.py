@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing.interop.megatron.hook import forwarding
+from dist_checkpointing.interop.megatron.import_hook import forwarding
 from dist_checkpointing.interop.megatron.modules.dict_utils import nested_values
 from dist_checkpointing.interop.megatron.modules.utils import _sharded_tensor_shard_id, _ShardId
 from dist_checkpointing.mapping import ShardedTensor, StateDict, is_main_replica

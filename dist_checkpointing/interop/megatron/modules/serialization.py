@@ -15,8 +15,7 @@ from dist_checkpointing.comm import SingleProcess, default_comm
 from dist_checkpointing.errors import StateMismatchError
 from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, read_config
-from dist_checkpointing.interop.megatron.adoption import adopt
-from dist_checkpointing.interop.megatron.defaults import defaults
+from dist_checkpointing.interop.megatron.import_hook import adopt, defaults
 from dist_checkpointing.interop.megatron.modules import utils
 from dist_checkpointing.interop.megatron.modules.strategies.base import get_default_strategy
 from dist_checkpointing.interop.megatron.modules.validation import _validate_common_state_dict

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from dist_checkpointing.interop.megatron.hook import forwarding
+from dist_checkpointing.interop.megatron.import_hook import forwarding
 from dist_checkpointing.strategies import base
 
 __getattr__ = forwarding(__name__, "dist_checkpointing.strategies.base")

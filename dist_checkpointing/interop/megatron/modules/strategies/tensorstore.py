@@ -1,6 +1,6 @@
 """The strategy that loads zarr through TensorStore."""
 
-from dist_checkpointing.interop.megatron.hook import forwarding
+from dist_checkpointing.interop.megatron.import_hook import forwarding
 
 __getattr__ = forwarding(
     __name__,

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dist_checkpointing.interop.megatron.hook import forwarding
+from dist_checkpointing.interop.megatron.import_hook import forwarding
 from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies import torch_dist as ours

@@ -1,6 +1,6 @@
 """The strategies of zarr."""
 
-from dist_checkpointing.interop.megatron.hook import forwarding
+from dist_checkpointing.interop.megatron.import_hook import forwarding
 
 __getattr__ = forwarding(
     __name__,

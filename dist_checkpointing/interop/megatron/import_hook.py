@@ -1,29 +1,128 @@
-"""The import hook: names of Megatron's package become modules of this library."""
+"""``install()``: names of Megatron's package become ours; a table of modules; its defaults;
+folders it saved.
+"""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+import uuid
 import warnings
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.interop.megatron.defaults import use
+from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.locks import FolderLock
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint, read_config
+from dist_checkpointing.format.leftovers import attempt_of, leftovers, note_attempt
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
     get_default_strategy,
     newest_version,
 )
 
+_DATA = re.compile(r".*__\d+_\d+\.distcp")
+
+
+_FILES = re.compile(r"metadata\.json|common\.pt|\.metadata(\.tmp|\.bck)?")
+
+
+_PARTS = re.compile(r"\.zarray|shard_.*\.pt")
+
+
+"""What lies in the folder of a tensor of zarr, of its locks, or of a sharded object."""
+
+
+def adopt(folder: Path) -> None:
+    """Note what Megatron has left in a folder as what a save into it may replace.
+
+    That is a checkpoint, or the data files and what belongs to them of a save that did not come to
+    its end. Nothing is deleted: a checkpoint that is there stays one.
+
+    Raises:
+        CheckpointExistsError: if a save is writing there.
+    """
+    if not local_folder.is_folder(folder):
+        return
+    with FolderLock.acquire(folder):
+        known, theirs = leftovers(folder), _made_by_megatron(folder)
+        if theirs - known:
+            attempt, names = attempt_of(folder) or uuid.uuid4().hex, sorted(theirs | known)
+            note_attempt(folder, attempt, names, local_folder.Durability.FSYNC)
+
+
+def _made_by_megatron(folder: Path) -> set[str]:
+    is_whole = check_is_distributed_checkpoint(folder)
+    paths = [path for path in folder.iterdir() if not path.is_symlink()]
+    data = {path.name for path in paths if _DATA.fullmatch(path.name)}
+    if not is_whole and not data:
+        return set()
+    found = data | {path.name for path in paths if _FILES.fullmatch(path.name)}
+    if is_whole and read_config(folder).sharded_backend == "zarr":
+        # Each array in such a checkpoint is a tensor of it; elsewhere one may be anybody's.
+        folders = (path for path in paths if path.is_dir())
+        found |= {p.name for p in folders if any(_PARTS.fullmatch(q.name) for q in p.iterdir())}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronDefaults:
+    """How ``save`` and ``load`` of the package that Megatron imports behave.
+
+    Attributes:
+        backend: Backend, and its version, of a save that names no strategy.
+        validate: Whether a load checks that the shards of all ranks make up each tensor once.
+        cast: What to do where stored and wanted dtype differ. Megatron converts and says nothing.
+        overwrite: Whether a save may replace a checkpoint, also one that Megatron wrote.
+        trusted: Whether loads unpickle anything, and saves take anything that pickles.
+
+    Example:
+        >>> from dist_checkpointing.interop.megatron import MegatronDefaults
+        >>> MegatronDefaults().backend
+        ('torch_dist', 1)
+    """
+
+    backend: tuple[str, int] = ("torch_dist", 1)
+    validate: bool = True
+    cast: Literal["error", "widen", "any"] = "any"
+    overwrite: bool = True
+    trusted: bool = False
+
+
+_in_use = MegatronDefaults()
+
+
+def defaults() -> MegatronDefaults:
+    """The defaults that are in use in this process."""
+    return _in_use
+
+
+def use(**changes: Any) -> None:
+    """Use these values from now on, and for the others those of the class."""
+    global _in_use  # noqa: PLW0603 - an import hook is one for a process, and so is what it means
+    _in_use = replace(MegatronDefaults(), **changes)
+
+
 PACKAGE = "megatron.core.dist_checkpointing"
+
+
 _MODULES = "dist_checkpointing.interop.megatron.modules"
+
+
 _AS_IT_IS = ("mapping", "strategies.checkpointable")
+
+
 """Modules that have the same names here as in Megatron."""
+
+
 _INTERNAL = tuple(
     f"strategies.{name}"
     for name in ("cached_metadata_filesystem_reader", "state_dict_saver", "two_stage")

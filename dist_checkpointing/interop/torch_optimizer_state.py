@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, on whatever groups and ranks it was and is."""
+"""Optimizer and scheduler state by parameter name, over other groups and ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.interop.torch_state.nests import keys_of, outline, tensors_to_fill
+from dist_checkpointing.interop.torch_module_state import keys_of, outline, tensors_to_fill
 from dist_checkpointing.mapping import StateDict, StoredState
 from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, is_container, unflatten_part
 from dist_checkpointing.validation.common_state_agreement import CommonDigests
 
 logger = logging.getLogger(__name__)
 
+
 NamesOf = Callable[[torch.Tensor], list[str]]
+
+
 _PREFIX: Final = "optimizer.state."
 
 
@@ -265,3 +269,34 @@ class OptimizerTemplate:
                 group[key].fill_(values[0])
             else:
                 group[key] = values[0]
+
+
+_OF_GROUPS: Final = ("base_lrs", "min_lrs", "max_lrs")
+
+
+"""What schedulers keep for each group, beside the last rates."""
+
+
+def regroup(scheduler: LRScheduler, optimizer: OptimizerTemplate) -> None:
+    """Give each group what the scheduler has loaded for the saved groups of its parameters."""
+    groups = scheduler.optimizer.param_groups
+    sources = [optimizer.saved_groups(group) for group in groups]
+    num_saved = len(getattr(scheduler, "_last_lr", groups))
+    # With several optimizers the groups of this one are a run of all.
+    known = [number for numbers in sources for number in numbers]
+    first = min(known) if known and num_saved < optimizer.num_groups else 0
+    if sources != [[first + number] for number in range(num_saved)]:
+        for name in _OF_GROUPS:
+            saved = getattr(scheduler, name, None)
+            if not isinstance(saved, list) or len(saved) != num_saved:
+                continue
+            values = []
+            for group, numbers in zip(groups, sources, strict=True):
+                own = [saved[number - first] for number in numbers if number - first < num_saved]
+                if not own or any(value != own[0] for value in own):
+                    own = [group.get("initial_lr", group["lr"]) if name == "base_lrs" else saved[0]]
+                values.append(own[0])
+            setattr(scheduler, name, values)
+        scheduler._last_lr = [group["lr"] for group in groups]  # noqa: SLF001 - there is no setter
+    for part in getattr(scheduler, "_schedulers", ()):
+        regroup(part, optimizer)

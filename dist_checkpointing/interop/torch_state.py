@@ -1,12 +1,16 @@
-"""TorchState: a model, its optimizer and what else a training needs, to be saved and restored."""
+"""TorchState: model, optimizer, scheduler, RNG and more as one object; names of module tensors,
+tied weights.
+"""
 
 from __future__ import annotations
 
 import logging
 import operator
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -16,37 +20,65 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
-from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
-from dist_checkpointing.interop.torch_state.module_tensors import (
+from dist_checkpointing.interop.dtensor_state_dict import shard_state_dict, unshard_state_dict
+from dist_checkpointing.interop.torch_module_state import (
     ModuleTensors,
+    outline,
+    tensors_to_fill,
     unwrapped,
 )
-from dist_checkpointing.interop.torch_state.nests import outline, tensors_to_fill
-from dist_checkpointing.interop.torch_state.optimizer_state import (
+from dist_checkpointing.interop.torch_optimizer_state import (
     OptimizerTemplate,
     optimizer_tree,
+    regroup,
 )
-from dist_checkpointing.interop.torch_state.rng import rng_state, set_rng_state
-from dist_checkpointing.interop.torch_state.schedulers import regroup
-from dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    StateDict,
-    StoredState,
-)
+from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, StoredState
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning.replica_check import digest_of_values
 from dist_checkpointing.validation.common_state_agreement import CommonDigests
 
+__all__ = ["TorchState"]
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of the generators of Python, NumPy, torch and the current CUDA device."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the one that training code uses
+    state["numpy"] = [name, np.asarray(keys).tolist(), *rest]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continue where ``rng_state`` was called."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))  # noqa: NPY002
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 logger = logging.getLogger(__name__)
 
+
 _RECORD: Final = "torch_state"
+
+
 _NO_RECORD: Final[Mapping[str, Any]] = {
     "world_size": 0,
     "ties": {},
     "per_rank": (),
     "objects": (),
 }
+
+
 _RESERVED: Final = frozenset({"model", "optimizer", "step", "rng", _RECORD})
 
 
