@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dist_checkpointing.testing.ranks import run_ranks
+from dist_checkpointing.testing.simulated_ranks import run_ranks
 
 if TYPE_CHECKING:
     from dist_checkpointing.testing.conformance import StrategyConformance

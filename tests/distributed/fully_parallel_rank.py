@@ -25,7 +25,7 @@ from dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from dist_checkpointing.testing.conformance.hooks import observed
+from dist_checkpointing.testing.conformance.backend_hooks import observed
 
 ALGORITHMS: Any = ("broadcast", "gather_object", "gather_rounds")
 CASES: dict[str, tuple[tuple[str, int], Any]] = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dist_checkpointing import Checkpoint, ShardedTensor, save
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.testing.conformance.sample_shards import random_bits
 from dist_checkpointing.tools.inspect import comparison, plain_state, values
 from dist_checkpointing.tools.inspect.comparison import (
     Difference,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dist_checkpointing import Checkpoint, save
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.mapping.tensor_memory import DTYPES
-from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.testing.conformance.sample_shards import random_bits
 from dist_checkpointing.tools.inspect import values
 from dist_checkpointing.tools.inspect.values import (
     Statistics,

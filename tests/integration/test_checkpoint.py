@@ -27,7 +27,7 @@ from dist_checkpointing.checkpoint import checkpoint as html_view
 from dist_checkpointing.comm import default_comm
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing.conformance.shards import assert_same_bits
+from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
 from dist_checkpointing.tools.inspect.comparison import Tolerance, compare_checkpoints
 from samples import Sample, Samples
 from scripts import run_fresh

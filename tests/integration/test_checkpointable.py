@@ -18,7 +18,7 @@ from dist_checkpointing.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
     assert_same_bits,

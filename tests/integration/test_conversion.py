@@ -30,7 +30,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.testing.conformance.sample_shards import random_bits
 from dist_checkpointing.tools.convert import (
     COMMON_KEY,
     OBJECTS_KEY,

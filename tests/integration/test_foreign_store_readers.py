@@ -20,7 +20,7 @@ from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOp
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.testing.conformance.sample_shards import random_bits
 from s3_proxy import Fault, proxy_before
 from states import between, flat
 from stores import new_url

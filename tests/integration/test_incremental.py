@@ -37,7 +37,7 @@ from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import assert_same_bits
+from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
 from states import ALONE, cell, every_kind, rows, shard, wholes
 
 SHARING = pytest.mark.parametrize(

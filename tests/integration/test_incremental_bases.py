@@ -25,7 +25,7 @@ from dist_checkpointing.storage.options import BaseCheck, StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import assert_same_bits
+from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
 from states import between, wholes
 
 STRATEGIES = (TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy)

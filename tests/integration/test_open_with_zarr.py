@@ -20,7 +20,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.testing.conformance.sample_shards import random_bits
 from states import FORMAT, between, flat, rows, save_on, shard
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=[row.name for row in DTYPES])

@@ -26,7 +26,7 @@ from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSav
 from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.testing.conformance.sample_shards import random_bits
 from stores import copied_up, new_url
 from tiers import examples
 

@@ -45,7 +45,7 @@ from dist_checkpointing.strategies.torch_dist import (
 )
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
     assert_same_bits,

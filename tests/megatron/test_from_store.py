@@ -14,7 +14,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.testing.conformance.sample_shards import random_bits
 from real_ranks import run_script
 
 FOLDERS = [Path(folder) for folder in os.environ.get("MEGATRON_CORE", "").split(":") if folder]

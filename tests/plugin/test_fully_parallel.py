@@ -19,7 +19,7 @@ from dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
     assert_same_bits,

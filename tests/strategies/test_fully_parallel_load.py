@@ -41,8 +41,8 @@ from dist_checkpointing.strategies.tensorstore import (
 )
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.hooks import observed
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.backend_hooks import observed
+from dist_checkpointing.testing.conformance.sample_shards import (
     assert_same_bits,
     poisoned,
     random_bits,

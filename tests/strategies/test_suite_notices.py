@@ -18,7 +18,7 @@ from dist_checkpointing.storage import WriteResult, WriteResults, done
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader, ZarrV3Writer
 from dist_checkpointing.testing import StrategyConformance
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
     data_of,

@@ -1,9 +1,9 @@
 """The suite that every backend passes: subclass it, name the backend, run pytest."""
 
+from dist_checkpointing.testing.conformance.backend_hooks import failures_on
+from dist_checkpointing.testing.conformance.call_order import StorageProtocol
 from dist_checkpointing.testing.conformance.contents import HOSTILE_KEYS, WEIRD_KEYS, Contents
 from dist_checkpointing.testing.conformance.failures import Failures
-from dist_checkpointing.testing.conformance.hooks import failures_on
-from dist_checkpointing.testing.conformance.protocol import StorageProtocol
 from dist_checkpointing.testing.conformance.round_trips import RoundTrips
 
 __all__ = [

@@ -21,9 +21,9 @@ from dist_checkpointing.serialization.load_metadata import (
 )
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.testing.conformance.hooks import BackendHooks
+from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
     assert_same_bits,

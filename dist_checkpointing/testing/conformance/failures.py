@@ -29,9 +29,9 @@ from dist_checkpointing.serialization.load_metadata import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
-from dist_checkpointing.testing.conformance.hooks import BackendHooks, failures_on, observed
+from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks, failures_on, observed
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.sample_shards import (
     CUTS,
     assert_same_bits,
     by_rows,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.testing.conformance.hooks import BackendHooks
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks
+from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
     Sharding,

@@ -25,7 +25,7 @@ from dist_checkpointing.strategies.planned_strategies import (
 )
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select_strategy
-from dist_checkpointing.testing.ranks import run_ranks
+from dist_checkpointing.testing.simulated_ranks import run_ranks
 
 StateOf = Callable[[int], dict[str, Any]]
 """Returns the state dict or template of a rank."""

@@ -21,9 +21,9 @@ from dist_checkpointing.strategies.planned_strategies import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
 )
-from dist_checkpointing.testing.conformance.hooks import BackendHooks, Observe, observed
+from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks, Observe, observed
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
-from dist_checkpointing.testing.conformance.shards import (
+from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
     assert_same_bits,
@@ -32,7 +32,7 @@ from dist_checkpointing.testing.conformance.shards import (
     random_bits,
     template,
 )
-from dist_checkpointing.testing.ranks import run_ranks
+from dist_checkpointing.testing.simulated_ranks import run_ranks
 
 _FULL = {name: random_bits(CUT_SHAPE, torch.int32, i) for i, name in enumerate(CUTS)}
 
