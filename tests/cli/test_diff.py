@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from dist_checkpointing import ShardedObject, save
 from dist_checkpointing.tools.convert import memory
 from samples import Run, Sample, Samples
-from states import shard
+from states import shard, wholes
 
 NAMES = ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"]
 
@@ -37,7 +38,8 @@ def test_nan_is_not_nan_unless_asked(sample: Sample, dckpt: Run) -> None:
     finished = dckpt("diff", sample.folder, sample.folder)
     assert finished.code == 1
     (row,) = [line for line in finished.out.split("\n") if line.startswith("optimizer.moment")]
-    assert row.split() == ["optimizer.moment", "1", "of", "48", "nan", "nan", "[2,3]", "nan", "nan"]
+    cells = ["optimizer.moment", "nan", "1", "of", "48", "nan", "nan", "[2,3]", "nan", "nan"]
+    assert row.split() == cells
     assert dckpt("diff", sample.folder, sample.folder, "--equal-nan").code == 0
 
 
@@ -91,7 +93,7 @@ def test_every_kind_of_difference(tmp_path: Path, dckpt: Run) -> None:
         f"only in {b} + only_b 3 int8",
         "shape 4 float32 2x2 float32",
         "dtype 5 float32 5 bfloat16",
-        "value 2 of 12 8 inf [1,2] 6 6.5",
+        "value 35.6% 2 of 12 8 inf [1,2] 6 6.5",
         "- cell[0].seed = 1 + cell[0].seed = 2",
         "- step = 3 + step = 4",
         "differences: 3 of 4 tensors differing, 1 only in the first, 1 only in the second",
@@ -110,8 +112,42 @@ def test_every_kind_of_difference(tmp_path: Path, dckpt: Run) -> None:
         "max_rel": "Infinity",
         "first_index": [1, 2],
         "first_values": [6.0, 6.5],
+        "norm_before": pytest.approx(torch.arange(12.0).norm().item()),
+        "norm_of_change": pytest.approx(64.25**0.5),
     }
     assert document["objects"] == [{"name": "cell[0].seed", "texts": ["1", "2"]}]
+
+
+def test_what_changed_most_comes_first(tmp_path: Path, dckpt: Run) -> None:
+    before = {
+        "far": torch.ones(40, 3),
+        "near": torch.full((64,), 10.0).bfloat16(),
+        "new": torch.zeros(4),
+        "odd": torch.tensor([1.0, math.nan, math.inf, 3.0]),
+        "lost": torch.ones(3),
+        "optimizer.step": torch.tensor(10.0),
+    }
+    after = {key: tensor.clone() for key, tensor in before.items()}
+    after["far"][:10] = 3
+    after["near"][0] = 10.5
+    after["new"][1] = 0.25
+    after["odd"][0] = 1.5
+    after["lost"][0] = math.nan
+    after["optimizer.step"] += 90
+    save(wholes(before), tmp_path / "1")
+    save(wholes(after), tmp_path / "2", ("zarr", 2))
+    pair = tmp_path / "1", tmp_path / "2"
+    out = dckpt("diff", *pair, "--equal-nan").out
+    rows = [line.split() for line in out.partition("\n\n")[0].splitlines()[2:]]
+    assert [row[0] for row in rows] == ["lost", "new", "far", "odd", "near"]
+    moved = dict(zip(("lost", "new", "far", "odd", "near"), rows, strict=True))
+    assert moved["new"][1:3] == ["from", "0"]
+    assert moved["far"][1] == "100%"
+    assert moved["odd"][1] == "15.8%"  # of the norm of 1 and 3
+    assert "not listed: 1 optimizer counter" in out
+    document = dckpt("diff", *pair, "--equal-nan", "--json").json
+    assert [row["key"] for row in document["tensors"]][:3] == ["lost", "new", "optimizer.step"]
+    assert " 900% " in dckpt("diff", *pair, "optimizer.*").out
 
 
 def test_tolerances_and_options(tmp_path: Path, dckpt: Run) -> None:

@@ -61,7 +61,7 @@ def test_only_what_differs_is_read(tmp_path: Path, dckpt: Run) -> None:
     finished = dckpt("diff", a, b)
     assert finished.code == 1
     (row,) = [line for line in finished.out.split("\n") if line.startswith("w ")]
-    assert row.split()[1:4] == ["1", "of", "384"]
+    assert row.split()[2:5] == ["1", "of", "384"]
     assert "[3,5]" in row
     assert "nan" not in [line.split(" ")[0] for line in finished.out.split("\n")]
     # Where one has none, and where asked for, NaN is not NaN.

@@ -21,14 +21,13 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "`show` of an object": (["show", "a", "o"], []),
     "`show` of common state": (["show", "a", "step"], []),
     "`stats`": (["stats", "a"], ["--scan"]),
-    "`stats --compare`": (["stats", "b", "--compare", "a"], []),
     "`verify`": (["verify", "a"], []),
     "`diff`": (["diff", "a", "b", "--summary"], ["WITHOUT --summary"]),
     "`convert`": (["convert", "a", "c", "--to", "zarr", "--dry-run"], []),
     "`plan`": (["plan", "a", "--tp", "2"], []),
     "`map`": (["map", "a", "-o", "a.html"], []),
     "`rm-prefix`": (["rm-prefix", "a", "w", "--dry-run"], []),
-    "`watch`: a line for each save that has ended": (["watch", "a"], []),
+    "`ls --follow`: a line for each save that has ended": (["ls", "a", "--follow"], []),
 }
 
 

@@ -92,7 +92,7 @@ def test_a_step_is_named_wherever_a_checkpoint_is_taken(tmp_path: Path, dckpt: R
         (["plan", one], 0),
         (["map", one, "-o", tmp_path / "map.html"], 0),
         (["convert", one, converted, "--to", "zarr"], 0),
-        (["watch", one], 0),
+        (["ls", one, "--follow"], 0),
         (["rm-prefix", one, "w", "--dry-run"], 0),
     ):
         finished = dckpt(*arguments)
@@ -141,7 +141,7 @@ def test_what_is_not_whole(tmp_path: Path, dckpt: Run) -> None:
         refused = dckpt("ls", f"{root}@1")
         assert refused.code == 2
         assert f"it is being saved now, by process {os.getpid()}" in refused.err
-        assert f"dckpt watch {root / 'step-00000001'}" in refused.err
+        assert f"dckpt ls {root / 'step-00000001'} --follow" in refused.err
     assert "a save was begun here and never committed" in dckpt("ls", f"{root}@1").err
     assert listed(dckpt, root)["1"]["state"] == "unfinished"
 

@@ -61,7 +61,7 @@ def test_the_difference_of_two_tensors(
     assert found.num_differing == len(differing)
     assert found.num_compared == len(rows)
     if not differing:
-        assert found == Difference(num_compared=len(rows))
+        assert found == Difference(num_compared=len(rows), norm_before=found.norm_before)
         return
     assert found.first_index == (differing[0],)
     assert repr(found.first_values) == repr(rows[differing[0]])
@@ -98,6 +98,17 @@ def test_large_integers_are_compared_exactly() -> None:
     assert compare_tensors(a[:1], b[:1].double()).num_differing == 1
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_norms_of_float32_neither_overflow_nor_underflow(scale: float) -> None:
+    a = torch.tensor([3.0, 4.0, math.nan, 0.0]) * scale
+    b = torch.tensor([0.0, 4.0, math.nan, 4.0]) * scale
+    found = compare_tensors(a, b)
+    assert found.norm_before == pytest.approx(5 * scale)
+    assert found.norm_of_change == pytest.approx(5 * scale)
+    assert found.relative_change == pytest.approx(1)
+    assert compare_tensors(a[:0], b[:0]).relative_change == 0
+
+
 def test_other_dtypes_and_no_axes() -> None:
     a = torch.tensor(1.5)
     assert compare_tensors(a.bfloat16(), a.double()).num_differing == 0
@@ -127,8 +138,18 @@ def test_checkpoints_are_compared_in_pieces(tmp_path: Path, memory_bytes: int) -
     a, b = Checkpoint.open(tmp_path / "a"), Checkpoint.open(tmp_path / "b")
     found = compare_checkpoints(a, b, memory_bytes=memory_bytes, report=seen.append)
     (row,) = found.differing
+    assert row.values is not None
+    assert row.values.norm_before == pytest.approx(full.double().norm().item())
+    assert row.values.norm_of_change == pytest.approx(21**0.5)
     assert row.values == Difference(
-        3, 1200, 4.0, row.values.max_rel if row.values else 0, (7, 3), (143.0, 144.0)
+        3,
+        1200,
+        4.0,
+        row.values.max_rel,
+        (7, 3),
+        (143.0, 144.0),
+        row.values.norm_before,
+        row.values.norm_of_change,
     )
     assert sum(seen) == full.nbytes
     assert max(seen) <= max(memory_bytes // 2, 4)

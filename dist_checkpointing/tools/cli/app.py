@@ -24,7 +24,6 @@ from dist_checkpointing.tools.cli import (
     show,
     stats,
     verify,
-    watch,
 )
 from dist_checkpointing.tools.cli import map as map_command
 from dist_checkpointing.tools.cli.screen import fail, print_json, say
@@ -76,10 +75,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS: Final[dict[str, tuple[Callable[..., None], str]]] = {
-    "ls": (ls.ls, "List a checkpoint, or the steps of a run."),
+    "ls": (ls.ls, "List a checkpoint, or the steps of a run; follow its saves."),
     "show": (show.show, "Show one tensor, object or value."),
-    "stats": (stats.stats, "Count what it consists of, or what moved."),
-    "watch": (watch.watch, "Follow a save that is going on."),
+    "stats": (stats.stats, "Count what it consists of."),
     "verify": (verify.verify, "Read all of it and name what is damaged."),
     "diff": (diff.diff, "Compare two checkpoints."),
     "convert": (convert.convert, "Convert it into another format."),

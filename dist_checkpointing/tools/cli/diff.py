@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT = 1
 _MOST_LISTED = 50
-_NARROW = 96
+_HEADERS = ("KEY", "MOVED BY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
+_NARROW = 106
 
 
 def diff(
@@ -83,6 +85,10 @@ def diff(
     objects and common state are compared too. Tensors that have the same
     fingerprint in both (see --fingerprint of dckpt ls) are not read: they are
     the same bit for bit, NaN included.
+
+    Tensors that changed most come first: MOVED BY is the L2 norm of the
+    change divided by the norm before. Single numbers of an optimizer, such as
+    counts of steps, are listed only if PATTERN selects them, and in --json.
 
     Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot
     be compared. Also opens safetensors (a file or a folder) and files of
@@ -128,7 +134,7 @@ def diff(
     elif summary and not quiet:
         say(_verdict(found))
     elif not quiet:
-        for line in _lines(a, b, found):
+        for line in _lines(a, b, found, with_counters=pattern is not None):
             say(line)
     if not found.is_same:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -142,7 +148,9 @@ def _names(opened: Checkpoint) -> Iterator[str]:
     yield from plain_state.entries(opened.common)
 
 
-def _lines(a: Checkpoint, b: Checkpoint, found: Comparison) -> Iterator[str]:
+def _lines(
+    a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: bool
+) -> Iterator[str]:
     for sign, opened, keys in (("-", a, found.only_first), ("+", b, found.only_second)):
         if keys:
             yield painted(f"only in {one_line(str(opened.path))}", "bold")
@@ -159,15 +167,19 @@ def _lines(a: Checkpoint, b: Checkpoint, found: Comparison) -> Iterator[str]:
         yield from _more(kinds)
         yield ""
     values = [row for row in found.differing if row.values and row.values.num_differing]
-    if values:
+    shown = [row for row in values if with_counters or not row.is_counter]
+    if shown:
         yield painted("other values", "bold")
-        headers: tuple[str, ...] = ("KEY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
-        rows = [_value_row(row) for row in values[:_MOST_LISTED]]
+        rows = [_value_row(row) for row in shown[:_MOST_LISTED]]
+        headers: tuple[str, ...] = _HEADERS
         if (terminal_width() or _NARROW) < _NARROW:
-            headers, rows = headers[:4], [_narrowed(row) for row in rows]
-        yield from in_columns(headers, rows, right=[1, 2, 3])
-        yield from _more(values)
+            headers, rows = headers[:5], [_narrowed(row) for row in rows]
+        yield from in_columns(headers, rows, right=[1, 2, 3, 4])
+        yield from _more(shown)
         yield ""
+    if len(shown) < len(values):
+        number = counted(len(values) - len(shown), "optimizer counter")
+        yield painted(f"not listed: {number} (a PATTERN or --json lists them)", "dim")
     for title, entries in (("sharded objects", found.objects), ("common state", found.common)):
         if entries:
             yield painted(title, "bold")
@@ -212,6 +224,7 @@ def _value_row(row: TensorComparison) -> tuple[str, ...]:
     pair = " ".join(_number(value) for value in values.first_values)
     return (
         one_line(row.key),
+        _percent(values.relative_change),
         share,
         # If only NaN differ, there is no distance.
         f"{values.max_abs:.3g}" if values.max_abs else "nan",
@@ -223,7 +236,13 @@ def _value_row(row: TensorComparison) -> tuple[str, ...]:
 
 def _narrowed(row: tuple[str, ...]) -> tuple[str, ...]:
     """The columns for a narrow terminal, without the number of all elements."""
-    return (row[0], row[1].partition(" ")[0], *row[2:4])
+    return (*row[:2], row[2].partition(" ")[0], *row[3:5])
+
+
+def _percent(share: float) -> str:
+    if math.isfinite(share):
+        return f"{100 * share:.3g}%"
+    return "nan" if math.isnan(share) else "from 0"
 
 
 def _number(value: Any) -> str:

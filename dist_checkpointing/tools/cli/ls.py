@@ -13,6 +13,7 @@ from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import hint
 from dist_checkpointing.threads import paused_collector
+from dist_checkpointing.tools.cli.follow import follow_saves
 from dist_checkpointing.tools.cli.run_listing import print_run
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
@@ -74,6 +75,9 @@ def ls(
             "--fingerprint", "-f", help="Fingerprints of the tensors; reads those without one."
         ),
     ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Follow the saves that are going on; see below.")
+    ] = False,
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
@@ -89,18 +93,31 @@ def ls(
     shape, and not on how a tensor is cut. One that the save did not keep is
     computed: the tensor is read.
 
-    Exit code: 0, 1 if PATTERN matches nothing, 2 if there is nothing to list.
+    With --follow, shows who saves, how many bytes so far, and how each save
+    ends: of a run, which need not exist yet, until Ctrl-C; of one checkpoint,
+    until its save has ended. Only looks at files: the training does not
+    notice. With --json, prints one line of JSON for each save that has ended.
 
-    Example: dckpt ls runs/gpt
+    Exit code: 0, 1 if PATTERN matches nothing or the save that --follow showed
+    ended without a commit, 2 if there is nothing to list, 130 after Ctrl-C.
+
+    Example: dckpt ls runs/gpt --follow
 
     Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
     """
     wanted = name_filter(pattern, regex=regex)
     place = located(checkpoint)
+    of_one = pattern is not None or everything or fingerprint or tree or depth is not None
+    if follow and of_one:
+        raise ValueError("--follow shows saves: it takes no PATTERN and no option but --json")
     if is_run(place):
-        if pattern is not None or everything or fingerprint or tree or depth is not None:
+        if of_one:
             raise ValueError(f"{place} is a run: name a step of it, as {place}@{LATEST}")
-        print_run(read_run(place), as_json=as_json)
+        if not (follow and as_json):
+            print_run(read_run(place), as_json=as_json)
+    if follow:
+        raise typer.Exit(follow_saves(place, as_json=as_json))
+    if is_run(place):
         return
     opened = open_tensors(place, trusted=trusted)
     with paused_collector():

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.tools.cli.moved import print_movement
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
     CheckpointArgument,
@@ -34,38 +31,13 @@ if TYPE_CHECKING:
     from dist_checkpointing.tools.inspect.values import Statistics
 
 
-_MOST_LARGEST = 5
-_MOST_MOVED = 20
-
-
 def stats(
     checkpoint: CheckpointArgument,
     *,
     scan: Annotated[
         bool, typer.Option("--scan", help="Read every tensor and look for NaN and infinity.")
     ] = False,
-    compare: Annotated[
-        Path | None,
-        typer.Option(
-            "--compare",
-            parser=as_location,
-            metavar="EARLIER",
-            help="Show which tensors have moved most since this checkpoint.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="With --compare: FILE.html for all tensors that moved."
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file.")] = False,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            "--top", "-n", min=0, show_default="5, 20 with --compare", help="How many to list."
-        ),
-    ] = None,
+    top: Annotated[int, typer.Option("--top", "-n", min=0, help="How many to list.")] = 5,
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
@@ -73,31 +45,10 @@ def stats(
 
     With --scan the exit code is 1 if a tensor holds NaN or infinity.
 
-    With --compare, "moved by" is the norm of the change divided by the norm
-    before, and tensors that moved most come first. Memory stays bounded,
-    whatever the size.
-
     Example: dckpt stats ckpt/1000 --scan
-
-    Example: dckpt stats --compare runs/gpt@1000 runs/gpt@2000 -o moved.html
     """
     opened = open_tensors(checkpoint, trusted=trusted)
-    if compare is not None:
-        if scan:
-            raise ValueError("--scan and --compare are two different reads: pass one of them")
-        earlier = open_tensors(compare, trusted=trusted)
-        print_movement(
-            earlier,
-            opened,
-            top=_MOST_MOVED if top is None else top,
-            page=output,
-            force=force,
-            as_json=as_json,
-        )
-        return
-    if output is not None:
-        raise ValueError("--output is the page of --compare: pass --compare EARLIER")
-    found = take_inventory(opened, most_listed=_MOST_LARGEST if top is None else top)
+    found = take_inventory(opened, most_listed=top)
     strange = _scan(opened) if scan else None
     if as_json:
         print_json(_as_json(opened, found, strange))

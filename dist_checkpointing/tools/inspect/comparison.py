@@ -15,6 +15,7 @@ import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.checkpoint.slicing import ObjectHandle
+from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.tools.convert.convert import SAFETENSORS
@@ -28,6 +29,7 @@ from dist_checkpointing.tools.inspect.values import (
 )
 
 Array = npt.NDArray[Any]
+_SMALL_NORM = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class Difference:
         max_rel: Largest ``|a - b| / |b|``; infinity if ``b`` is 0.
         first_index: Index of the first element that differs, in C order.
         first_values: The two values of that element.
+        norm_before: L2 norm of all finite values of the first.
+        norm_of_change: L2 norm of ``a - b`` where the values differ and are finite.
     """
 
     num_differing: int = 0
@@ -72,6 +76,17 @@ class Difference:
     max_rel: float = 0.0
     first_index: Ints | None = None
     first_values: tuple[Any, Any] | None = None
+    norm_before: float = 0.0
+    norm_of_change: float = 0.0
+
+    @property
+    def relative_change(self) -> float:
+        """``norm_of_change / norm_before``; NaN if nothing finite changed."""
+        if self.num_differing and not self.norm_of_change:
+            return math.nan
+        if not self.norm_before:
+            return math.inf if self.num_differing else 0.0
+        return self.norm_of_change / self.norm_before
 
     def with_more(self, other: Difference) -> Difference:
         """The difference of both parts together."""
@@ -84,6 +99,8 @@ class Difference:
             max(self.max_rel, other.max_rel),
             first.first_index,
             first.first_values,
+            math.hypot(self.norm_before, other.norm_before),
+            math.hypot(self.norm_of_change, other.norm_of_change),
         )
 
 
@@ -112,6 +129,13 @@ class TensorComparison:
     def has_same_values(self) -> bool:
         """Whether shape and values are the same."""
         return self.values is not None and self.values.num_differing == 0
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it is a single number of an optimizer, such as the count of its steps."""
+        return (
+            is_of_optimizer(self.key) and self.values is not None and self.values.num_compared == 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +177,12 @@ class Comparison:
 
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
-        """The tensors that both have and that differ."""
+        """The tensors that both have and that differ; those that changed most come first."""
         if self.ignores_dtype:
-            return tuple(row for row in self.tensors if not row.has_same_values)
-        return tuple(row for row in self.tensors if not row.is_same)
+            rows = [row for row in self.tensors if not row.has_same_values]
+        else:
+            rows = [row for row in self.tensors if not row.is_same]
+        return tuple(sorted(rows, key=_rank))
 
     @property
     def is_same(self) -> bool:
@@ -164,6 +190,11 @@ class Comparison:
         return not (
             self.only_first or self.only_second or self.differing or self.objects or self.common
         )
+
+
+def _rank(row: TensorComparison) -> float:
+    change = math.nan if row.values is None else row.values.relative_change
+    return -math.inf if math.isnan(change) else -change
 
 
 def compare_checkpoints(
@@ -261,6 +292,7 @@ def compare_tensors(
     start = 0
     for x, y in zip(slabs(a), slabs(b), strict=True):
         found, place = _compare_slab(x, y, tolerance)
+        total = total.with_more(Difference(norm_before=_norm(x)))
         if place is not None:
             index = np.unravel_index(start + place, a.shape) if a.ndim else ()
             offset = origin or (0,) * a.ndim
@@ -297,8 +329,24 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
         if not len(places):
             return Difference(), None
         relative = distance / size
-    found = Difference(len(places), max_abs=_largest(distance), max_rel=_largest(relative))
+    found = Difference(
+        len(places),
+        max_abs=_largest(distance),
+        max_rel=_largest(relative),
+        norm_of_change=_norm(distance),
+    )
     return found, int(places[0])
+
+
+def _norm(values: Array) -> float:
+    """The L2 norm of the finite values."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm = float(np.linalg.norm(values))
+        if _SMALL_NORM < norm < math.inf:
+            return norm
+        # The squares of float32 overflow and underflow.
+        wide = np.complex128 if values.dtype.kind == "c" else np.float64
+        return float(np.linalg.norm(values[np.isfinite(values)].astype(wide)))
 
 
 def _largest(numbers: Array) -> float:

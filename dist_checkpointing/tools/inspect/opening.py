@@ -111,7 +111,7 @@ def _what_it_is(path: Location) -> tuple[str, str] | None:
     if isinstance(path, Path) and (path / ATTEMPT_NAME).exists():
         holder = holder_of(path)
         now = f"it is being saved now, by process {holder.pid} on {holder.host}" if holder else ""
-        return (now, f"dckpt watch {path} tells when it is done.") if now else None
+        return (now, f"dckpt ls {path} --follow tells when it is done.") if now else None
     if is_run(path):
         number = len(step_folders(path))
         remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."

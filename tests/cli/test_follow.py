@@ -1,4 +1,4 @@
-"""``dckpt watch`` beside a save that is going on in another thread or process."""
+"""``dckpt ls --follow`` beside a save that is going on in another thread or process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from dist_checkpointing import CheckpointManager, save
 from dist_checkpointing.filesystem.locks import FolderLock, holder_of
 from dist_checkpointing.serialization.save_steps import SaveJob
-from dist_checkpointing.tools.cli import watch as watching
+from dist_checkpointing.tools.cli import follow as following
 from samples import Run
 from states import at_step
 
@@ -56,7 +56,7 @@ def after(looks: int, then: Callable[[], None], monkeypatch: pytest.MonkeyPatch)
         if next(count, None) is None:
             then()
 
-    monkeypatch.setattr(watching, "_pause", pause)
+    monkeypatch.setattr(following, "_pause", pause)
 
 
 def test_a_save_until_its_commit(
@@ -66,7 +66,7 @@ def test_a_save_until_its_commit(
     let_go = holding_commits(monkeypatch)
     thread = while_saving(lambda: save(at_step(1), folder), folder)
     after(3, let_go, monkeypatch)
-    finished = dckpt("watch", folder)
+    finished = dckpt("ls", folder, "--follow")
     thread.join()
     assert (finished.code, finished.err) == (0, "")
     begun, ended = finished.out.splitlines()
@@ -101,9 +101,10 @@ def test_the_saves_of_a_run_until_ctrl_c(
             raise KeyboardInterrupt
 
     after(3, then, monkeypatch)
-    finished = dckpt("watch", root)
+    finished = dckpt("ls", root, "--follow")
     assert (finished.code, finished.err) == (130, "")
-    title, begun, second, third = finished.out.splitlines()
+    assert finished.out.startswith(f"{root}\nSTEP ")
+    title, begun, second, third = finished.out.splitlines()[-4:]
     assert title == f"{root}: waiting for saves; Ctrl-C ends"
     assert begun.startswith(f"2: being saved by process {os.getpid()} on ")
     assert ", about " in begun
@@ -130,7 +131,7 @@ save(at_step(1), {str(folder)!r})
         assert process.stdout.readline() == "written\n"
         killer = threading.Timer(1, process.kill)
         killer.start()
-        finished = dckpt("watch", folder)
+        finished = dckpt("ls", folder, "--follow")
         killer.join()
     assert process.returncode == -signal.SIGKILL
     begun, ended = finished.out.splitlines()
@@ -152,23 +153,50 @@ def test_a_step_that_is_deleted_meanwhile(
         shutil.rmtree(folder)
 
     after(2, delete, monkeypatch)
-    finished = dckpt("watch", folder)
+    finished = dckpt("ls", folder, "--follow")
     assert finished.code == 1
     assert finished.out.splitlines()[-1] == "c: deleted"
 
 
-@pytest.mark.parametrize("name", ["c", "nothing", "other"])
+@pytest.mark.parametrize("name", ["run", "c"])
+def test_it_waits_for_what_is_not_there_yet(
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls = iter(range(2))
+
+    def then() -> None:
+        if next(calls):
+            raise KeyboardInterrupt
+        save(at_step(1), tmp_path / "run" / "step-00000001" if name == "run" else tmp_path / "c")
+
+    after(2, then, monkeypatch)
+    finished = dckpt("ls", tmp_path / name, "--follow")
+    assert (finished.code, finished.err) == (130 if name == "run" else 0, "")
+    title, ended = finished.out.splitlines()
+    assert title == f"{tmp_path / name}: waiting for saves; Ctrl-C ends"
+    assert ended.startswith("1: whole, " if name == "run" else "c: whole, ")
+
+
+def test_no_pattern_and_no_other_option(tmp_path: Path, dckpt: Run) -> None:
+    for words in (["w"], ["--tree"], ["--all"]):
+        finished = dckpt("ls", tmp_path, *words, "--follow")
+        assert (finished.code, finished.out) == (2, "")
+        assert "--follow shows saves" in finished.err
+
+
+@pytest.mark.parametrize("name", ["c", "file", "other"])
 def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run, name: str) -> None:
     save(at_step(1), tmp_path / "c")
+    (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "_CHECKPOINT_METADATA").touch()
-    finished = dckpt("watch", tmp_path / name)
+    finished = dckpt("ls", tmp_path / name, "--follow")
     if name == "c":
         assert finished.code == 0
         assert finished.out.startswith("c: whole, ")
         return
     assert (finished.code, finished.out) == (2, "")
-    assert ("does not exist" if name == "nothing" else "Orbax") in finished.err
+    assert ("it is a file" if name == "file" else "Orbax") in finished.err
 
 
 def test_a_save_as_json(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +204,7 @@ def test_a_save_as_json(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPa
     let_go = holding_commits(monkeypatch)
     thread = while_saving(lambda: save(at_step(1), folder), folder)
     after(3, let_go, monkeypatch)
-    finished = dckpt("watch", folder, "--json")
+    finished = dckpt("ls", folder, "--follow", "--json")
     thread.join()
     found = json.loads(finished.out)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -197,6 +225,6 @@ def test_a_deleted_step_as_json(
         shutil.rmtree(folder)
 
     after(2, delete, monkeypatch)
-    finished = dckpt("watch", folder, "--json")
+    finished = dckpt("ls", folder, "--follow", "--json")
     assert finished.code == 1
     assert json.loads(finished.out)["state"] == "deleted"
