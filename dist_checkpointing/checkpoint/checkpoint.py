@@ -199,7 +199,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
         found: dict[str, str] = {}
         if missing:
             # Not at the top: it imports torch.
-            from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
+            from dist_checkpointing.storage.fingerprints import (  # noqa: PLC0415
+                fingerprints_by_reading,
+            )
 
             found = fingerprints_by_reading(self.index, missing, self.read, report)
         return {key: found[key] if key in found else known[key] for key in wanted}

@@ -7,7 +7,7 @@ around a body, so searching for these five names finds every such point.
 
 from __future__ import annotations
 
-from dist_checkpointing.comm.default_comm import default_comm, group_comm
+from dist_checkpointing.comm.defaults import default_comm, group_comm
 from dist_checkpointing.comm.interface import Comm, SingleProcess
 from dist_checkpointing.comm.thread_comm import ThreadComm
 from dist_checkpointing.comm.torch_distributed import TorchComm

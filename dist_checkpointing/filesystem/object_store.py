@@ -1,4 +1,4 @@
-"""S3, GCS and Azure through obstore: ``ObjectPath``, options, requests, retries, conditional puts."""
+"""S3, GCS and Azure through obstore: paths, options, requests, retries, conditional puts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of files in a checkpoint: keys as file names, reserved names, which keys are optimizer state."""
+"""Names of files in a checkpoint: keys as file names, reserved names, keys of optimizers."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, SupportsFloat
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.default_comm import chosen_comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Self, TypeVar, Unpack, cast
 import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.default_comm import chosen_comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException, RankFailedError
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful

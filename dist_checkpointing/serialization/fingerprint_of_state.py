@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.comm.default_comm import chosen_comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.default_comm import chosen_comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.geometry import Ints

@@ -42,7 +42,9 @@ _BUILT_IN = {
     "load_sharded.zarr.1": f"{_PACKAGE}.zarr:ZarrLoadShardedStrategy",
     "save_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3SaveShardedStrategy",
     "load_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3LoadShardedStrategy",
-    "load_sharded.dcp.1": "dist_checkpointing.interop.torch_dcp.storage_strategy:reader_must_be_named",
+    "load_sharded.dcp.1": (
+        "dist_checkpointing.interop.torch_dcp.storage_strategy:reader_must_be_named"
+    ),
 }
 
 _KINDS = {

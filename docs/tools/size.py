@@ -83,8 +83,8 @@ def cycles() -> list[list[str]]:
 def imports_internals(path: Path) -> bool:
     """Whether a file imports what is not public.
 
-    That is a module two or more dots deep (``dist_checkpointing.planning.resharding``), public names in
-    it included, or a name with an underscore in front.
+    That is a module two or more dots deep (``dist_checkpointing.planning.resharding``), public
+    names in it included, or a name with an underscore in front.
     """
     imported: list[tuple[str, str]] = []
     for node in ast.walk(ast.parse(path.read_text())):
