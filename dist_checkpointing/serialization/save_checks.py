@@ -27,7 +27,7 @@ from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.plain_data import check_plain
+from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.validation.unwrapped import check_storable, warn_of_large_tensors
 
 

@@ -43,8 +43,8 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.strategies import plain_data
-from dist_checkpointing.strategies.plain_data import check_plain
+from dist_checkpointing.strategies import safe_pickle
+from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
 from states import FORMAT, save_on, shard
@@ -388,13 +388,13 @@ def test_one_bad_value_among_many_odd_ones_is_found_in_few_tries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
-    whole = plain_data._failure_of
+    whole = safe_pickle._failure_of
 
     def counted(values: list[object], *, trusted: bool) -> Exception | None:
         sizes.append(len(values))
         return whole(values, trusted=trusted)
 
-    monkeypatch.setattr(plain_data, "_failure_of", counted)
+    monkeypatch.setattr(safe_pickle, "_failure_of", counted)
     zone = dt.timezone(dt.timedelta(hours=1))
     odd: list[Any] = [dt.datetime(2024, 1, 1, tzinfo=zone) for _ in range(1000)]
     check_plain({"a": odd, "b": list(range(1000))}, {}, trusted=False)

@@ -164,6 +164,12 @@ def _array_with_fields_outside() -> bytes:
     return made + array_state + b"b"
 
 
+def _repeated(path: str, argument: bytes, count: int) -> bytes:
+    """A tuple of so many results of one call."""
+    prepared = _name(path) + b"q\x00" + argument + b"q\x01"
+    return _dict_of(b"(" + prepared + b"h\x00h\x01\x85R" * count + b"t")
+
+
 DEEP: Final = b")" + b"\x85" * 200_000
 """A tuple nested 200,000 levels deep."""
 
@@ -189,6 +195,16 @@ PICKLES: Final[dict[str, bytes]] = {
     "bytes of a range": _dict_of(_call("__builtin__.bytearray", _range(1 << 40))),
     "a Size of a range": _dict_of(_call("torch.Size", _range(1 << 40))),
     "a tensor of a range": _dict_of(_call("torch.FloatTensor", _range(1 << 40))),
+    "lists of a text": _repeated("__builtin__.list", _text("x" * 5_000), 500),
+    "copies of a list": _repeated("__builtin__.set", b"](" + b"K\x01" * 5_000 + b"e", 3_000),
+    "copies of bytes": _repeated("__builtin__.bytearray", _text("x" * 100_000), 3_000),
+    "copies of a state": _dict_of(
+        b"(}(" + b"".join(_text(str(i)) + b"N" for i in range(5_000)) + b"uq\x00"
+        + _name("argparse.Namespace") + b"q\x01" + b"h\x01)Rh\x00b" * 3_000 + b"t"
+    ),
+    "many deques": _dict_of(
+        b"(" + _name("collections.deque") + b"q\x00" + b"h\x00)R" * 300_000 + b"t"
+    ),
     "a range as arguments": _dict_of(_name("__builtin__.list") + _range(1 << 40) + b"R"),
     "arguments of a call": _dict_of(
         _name("__builtin__.bytearray")
@@ -274,7 +290,10 @@ DCP_PICKLES: Final[dict[str, bytes]] = {
     "a set of what shares": b"\x80\x04\x8f(" + _key_doubled()[3:-4] + b"\x90.",
     "a frozenset of what shares": b"\x80\x04(" + _key_doubled()[3:-4] + b"\x91.",
     "a key that shares": _key_doubled(),
-    "the same key many times": b"\x80\x04" + _key_doubled()[3:-4] + b"q\xff0" + b".",
+    "sizes of bytes": _repeated("torch.Size", b"B\x88\x13\x00\x00" + bytes(5_000), 500),
+    "many marks": _START + b"(" * 100_000,
+    "a memo with gaps": b"\x80\x02Nr\x02\x00\x00\x00.",
+    "two ways to number values": b"\x80\x04Nq\x01\x94.",
     "an extension": b"\x80\x02\x82\x01.",
     "a buffer": b"\x80\x05\x97.",
 }

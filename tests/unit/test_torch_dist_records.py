@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.strategies.torch_archive import BadRecord
+from dist_checkpointing.strategies.torch_archives import BadRecord
 from dist_checkpointing.strategies.torch_dist.reader import FoundTensor, find_tensor
 from dist_checkpointing.strategies.torch_dist.writer import ALIGNMENT, record_format
 from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits, random_bits

@@ -42,9 +42,9 @@ from dist_checkpointing.planning.shard_table import ShardRow, table_of_rows
 from dist_checkpointing.storage.driver import Written, finish_all, write_plan
 from dist_checkpointing.storage.interface import StorageWriter, set_up_writer
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
-from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 
 

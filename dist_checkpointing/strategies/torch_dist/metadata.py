@@ -47,7 +47,7 @@ from dist_checkpointing.format.index import MAX_AXES, Index, Pieces, StoredTenso
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedObject, tensor_memory
 from dist_checkpointing.planning import MetadataIndex, ReadTable
-from dist_checkpointing.strategies.pickle_guard import BadPickle, check_pickle
+from dist_checkpointing.strategies.pickle_scanner import BadPickle, check_pickle
 
 
 def common_box_shape(tensor: StoredTensor) -> Ints | None:
@@ -250,8 +250,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if (module, name) not in _KNOWN:
-            # Go on, to name all of them.
+            # Go on, to name all of them; one stub serves for them, because a class takes 1 KiB.
             self.foreign.add(f"{module}.{name}")
+            module = name = ""
         if (module, name) not in self._stubs:
             self._stubs[module, name] = type("Stub", (_Object,), {"origin": (module, name)})
         return self._stubs[module, name]

@@ -40,10 +40,10 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.base import LoadCommonStrategy
 from dist_checkpointing.strategies.chunk_reads import Filler, damaged
-from dist_checkpointing.strategies.pickle_guard import Checks, check_pickle
+from dist_checkpointing.strategies.pickle_scanner import check_pickle
 from dist_checkpointing.strategies.planned_strategies import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.torch_archive import BadRecord, Read, entries
+from dist_checkpointing.strategies.torch_archives import BadRecord, Read, entries
 from dist_checkpointing.strategies.torch_dist.metadata import (
     COMMON_STATE_CELL,
     DcpMetadata,
@@ -58,6 +58,9 @@ from dist_checkpointing.strategies.torch_dist.writer import STORAGE_CLASSES, con
 from dist_checkpointing.threads import in_threads
 
 _MOST_DESCRIPTION_BYTES = 1 << 16
+
+
+_MOST_ELEMENTS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +157,11 @@ class _Description(pickle.Unpickler):
         return dtype, name, size
 
 
-_ANY_STORAGE = Checks(storage=lambda _: 0)  # what it says of its storage is looked at afterwards
-
-
 @lru_cache(maxsize=1024)
 def _describe(content: bytes) -> StoredLayout | None:
     try:
-        check_pickle(content, checks=_ANY_STORAGE)
+        # What it says of its storage is compared afterwards.
+        check_pickle(content, storage=lambda _: _MOST_ELEMENTS)
         storage, offset, shape, stride, dtype = _Description(io.BytesIO(content)).load()
         stored, name, size = storage
         numbers = (offset, size, *shape, *stride)

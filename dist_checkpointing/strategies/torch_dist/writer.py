@@ -43,7 +43,7 @@ from dist_checkpointing.storage.interface import StorageWriter, WriteResult, Wri
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.safe_pickle import serialize
-from dist_checkpointing.strategies.torch_archive import (
+from dist_checkpointing.strategies.torch_archives import (
     CENTRAL,
     END,
     END64,

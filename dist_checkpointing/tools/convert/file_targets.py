@@ -20,7 +20,7 @@ from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
-from dist_checkpointing.strategies.torch_archive import entries
+from dist_checkpointing.strategies.torch_archives import entries
 from dist_checkpointing.tools.convert import safetensors_files as st
 from dist_checkpointing.tools.convert.copying import Copier, TensorInFile, write_tensor
 from dist_checkpointing.tools.convert.plan import ConversionPlan, PlannedTensor
