@@ -36,8 +36,7 @@ from dist_checkpointing import (
     load_plain_tensors,
 )
 from dist_checkpointing.comm import ThreadComm
-from dist_checkpointing.storage.options import Durability, StorageOptions
-from dist_checkpointing.storage.progress import Progress
+from dist_checkpointing.storage import Durability, Progress, StorageOptions
 from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 

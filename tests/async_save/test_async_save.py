@@ -86,9 +86,17 @@ def kind(backend: tuple[str, int]) -> Any:
     return type(get_default_strategy(StrategyAction.SAVE_SHARDED, *backend))
 
 
-@pytest.mark.parametrize("finalize", ["background", "caller"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "world_size", "finalize"),
+    [
+        (BACKENDS[0], 1, "background"),
+        (BACKENDS[0], 4, "caller"),
+        (BACKENDS[1], 2, "background"),
+        (BACKENDS[2], 2, "caller"),
+        (BACKENDS[3], 4, "background"),
+        (BACKENDS[3], 1, "caller"),
+    ],
+)
 def test_changes_after_the_call_are_not_saved(
     tmp_path: Path, backend: tuple[str, int], world_size: int, finalize: Any
 ) -> None:
@@ -248,41 +256,6 @@ def test_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(2, one)
     assert left == [0]
     assert_holds(tmp_path / "c", 1)
-
-
-def test_busy(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def one(comm: Comm) -> None:
-        saver = AsyncSaver(comm=comm)
-        strategy = kind(BACKENDS[0])(planner=Gate(gate))
-        first = saver.save(State(comm, 1).dict, tmp_path / "1", strategy, capture="background")
-        with pytest.raises(TimeoutError):
-            saver.wait(0.01)
-        with pytest.raises(TimeoutError):
-            first.result(0.01)
-        comm.all_gather(None)
-        gate.set()
-        first.result(30)
-        saver.save(State(comm, 2).dict, tmp_path / "2").result(30)
-
-    run_ranks(2, one)
-    assert_holds(tmp_path / "1", 1)
-    assert_holds(tmp_path / "2", 2)
-
-
-def test_two_savers_do_not_interfere(tmp_path: Path) -> None:
-    def one(comm: Comm) -> None:
-        first, second = AsyncSaver(comm=comm), AsyncSaver(comm=comm)
-        for step in (1, 2, 3):
-            saver, backend = (first, second)[step % 2], BACKENDS[step % 4]
-            saver.save(State(comm, step).dict, tmp_path / str(step), backend)
-        first.close()
-        second.close()
-
-    run_ranks(4, one)
-    for step in (1, 2, 3):
-        assert_holds(tmp_path / str(step), step)
 
 
 def test_shared_buffers_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from dist_checkpointing import (
     CheckpointingException,
-    RankFailedError,
     check_is_distributed_checkpoint,
     save,
 )
@@ -97,23 +96,6 @@ def test_a_failure_is_told_to_all_ranks_and_does_not_stop_the_next_call(tmp_path
     assert_at_step(tmp_path / "2", 2)
 
 
-def test_a_foreign_function_that_fails() -> None:
-    def fail() -> None:
-        raise OSError("no such host")
-
-    def one(comm: Comm) -> None:
-        queue = AsyncCallsQueue(comm=comm)
-        called: list[int] = []
-        work = fail if comm.rank == 1 else None
-        queue.schedule_async_request(AsyncRequest(work, (), [lambda: called.append(1)]))
-        with pytest.raises(RankFailedError, match="no such host"):
-            queue.maybe_finalize_async_calls(blocking=True)
-        assert not called
-        assert queue.get_num_unfinalized_calls() == 0
-
-    run_ranks(2, one)
-
-
 def test_two_queues_do_not_interfere(tmp_path: Path) -> None:
     def one(comm: Comm) -> None:
         queues = [AsyncCallsQueue(comm=comm) for _ in range(2)]
@@ -135,22 +117,6 @@ def test_abort(tmp_path: Path) -> None:
     queue.close(abort=True)
     assert queue.get_num_unfinalized_calls() == 0
     assert not check_is_distributed_checkpoint(tmp_path / "c")
-
-
-def test_preload_happens_before_scheduling_returns() -> None:
-    seen: list[Any] = []
-    data = [1]
-    queue = AsyncCallsQueue(comm=SingleProcess())
-    made = AsyncRequest(lambda *args: seen.append(args), ("a", None, "b"), [], {}, data.copy)
-    queue.schedule_async_request(made)
-    data[0] = 2
-    queue.maybe_finalize_async_calls(blocking=True)
-    assert seen == [("a", [1], "b")]
-
-
-def test_a_scheduled_request_is_frozen() -> None:
-    with pytest.raises(RuntimeError, match="frozen"):
-        AsyncRequest(None, (), []).freeze().add_finalize_fn(lambda: None)
 
 
 def test_execute_sync(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dist_checkpointing.comm import TorchComm, default_comm
 from dist_checkpointing.serialization.async_save import StagedSave
 from states import at_step
 
-ROUNDS = 4
+ROUNDS = 2
 
 
 @pytest.fixture

@@ -18,14 +18,12 @@ from dist_checkpointing import (
     AsyncSaver,
     async_save,
     load,
-    load_plain_tensors,
     save,
 )
 from dist_checkpointing import threads as background
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
-from dist_checkpointing.testing import run_ranks
-from states import assert_at_step, at_step, shard
+from states import assert_at_step, at_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
@@ -216,16 +214,6 @@ def test_threads_share_a_queue() -> None:
     assert sorted(numbers) == list(range(THREADS))
     assert queue.maybe_finalize_async_calls(blocking=True) == list(range(THREADS))
     assert sorted(executed) == list(range(THREADS))
-
-
-def test_ranks_that_are_threads_each_have_a_saver(tmp_path: Path) -> None:
-    def one(comm: Any) -> None:
-        part = (0, comm.rank, comm.world_size)
-        own = {"w": shard("w", torch.ones(2), part)}
-        async_save(own, tmp_path / "1", comm=comm).result(PATIENCE_SECONDS)
-
-    run_ranks(4, one)
-    assert load_plain_tensors(tmp_path / "1")["w"].shape == (8,)
 
 
 def test_a_thread_is_waited_for_until_it_has_let_go_of_its_work() -> None:

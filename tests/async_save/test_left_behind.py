@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dist_checkpointing import (
+    AsyncSaver,
     CheckpointExistsError,
     CheckpointManager,
     RankFailedError,
@@ -22,11 +23,9 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.planning import SavePlan, SavePlanner
-from dist_checkpointing.serialization.async_save import AsyncSaver
 from dist_checkpointing.storage import WriteResults
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
@@ -185,16 +184,6 @@ def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
 def test_silent_ranks(tracebacks: dict[int, str], silent: tuple[int, ...]) -> None:
     error = RankFailedError("step", [Finding("a", ranks=(0, 1))], tracebacks)
     assert error.silent_ranks == silent
-
-
-def test_only_names_of_ours_are_temporary(tmp_path: Path) -> None:
-    ours = ["a.json.01234567.tmp", ".dckpt/i.json.89abcdef.tmp"]
-    others = ["b.json.01234567.tmp", "a.json.0123456.tmp", "a.json.01234567.tmp.tmp", "a.json.tmp"]
-    (tmp_path / ".dckpt").mkdir()
-    for name in (*ours, *others):
-        (tmp_path / name).touch()
-    found = local_folder.temporaries(["a.json", ".dckpt/i.json", "missing/x"], tmp_path)
-    assert sorted(found) == sorted(tmp_path / name for name in ours)
 
 
 def test_errors_of_ranks_that_all_stopped_free_the_folder(tmp_path: Path) -> None:

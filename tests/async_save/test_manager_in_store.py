@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_checkpointing import CheckpointManager, Retention, ShardedTensor
+from dist_checkpointing import CheckpointManager, ObjectPath, Retention, ShardedTensor
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.mapping import ShardedStateDict
 from stores import new_url

@@ -17,7 +17,6 @@ from dist_checkpointing import (
     CheckpointManager,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    Retention,
     StateMismatchError,
     UnsupportedFormatError,
     save,
@@ -26,7 +25,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.manager.run_folder import read_record
-from dist_checkpointing.storage.options import Checksum, StorageOptions
+from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
@@ -196,15 +195,6 @@ def test_only_a_load_of_everything_makes_a_step_the_last_verified(tmp_path: Path
     CheckpointManager(tmp_path).load(alone)
     assert read_record(tmp_path).last_verified == 1, "half of a tensor"
     assert load(None, "w", "m", "rng") == 2
-
-
-def test_what_a_load_has_verified_is_kept(tmp_path: Path) -> None:
-    saved_by(tmp_path, "zarr", 1, 1, 2)
-    manager = CheckpointManager(tmp_path, "zarr", retention=Retention(keep_last=1))
-    assert manager.load(template())["step"] == 2
-    for step in (3, 4):
-        manager.save(step, state(step))
-    assert manager.steps() == [2, 4]
 
 
 def test_checkpoints_without_checksums_are_loaded_as_far_as_they_can_be_read(

@@ -19,9 +19,9 @@ from dist_checkpointing import (
     async_save,
     save,
 )
-from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, default_comm
+from dist_checkpointing.comm import Comm, ThreadComm, default_comm
 from dist_checkpointing.serialization.async_save import _KEPT_AS
-from dist_checkpointing.storage.progress import Progress
+from dist_checkpointing.storage import Progress
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
 from states import assert_at_step, at_step
@@ -72,14 +72,6 @@ def test_the_next_async_save_raises_what_nobody_has_heard(
         async_save(at_step(2, comm), tmp_path / "2", comm=comm).result(30)
 
     run_ranks(1, one)
-    assert_at_step(tmp_path / "2", 2)
-
-
-def test_ranks_alone_have_one_saver(tmp_path: Path) -> None:
-    async_save(at_step(1), tmp_path / "1").result(30)
-    saver = SingleProcess().kept[_KEPT_AS]
-    async_save(at_step(2), tmp_path / "2").result(30)
-    assert SingleProcess().kept[_KEPT_AS] is saver
     assert_at_step(tmp_path / "2", 2)
 
 

@@ -12,14 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import CheckpointManager, Retention, ShardedTensor, load, verify_checkpoint
+from damage import damage
+from dist_checkpointing import (
+    CheckpointManager,
+    ObjectPath,
+    Retention,
+    ShardedTensor,
+    load,
+    verify_checkpoint,
+)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
+from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.manager import tier_copies, tiers
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
@@ -35,13 +43,6 @@ def steps_in(place: object) -> list[str]:
     root = ObjectPath.of(place) if isinstance(place, str) else place
     assert isinstance(root, ObjectPath)
     return [name for name in root.store.list_folder(root.prefix)[0] if name.startswith("step-")]
-
-
-def damage(folder: Path) -> None:
-    (path,) = (path for path in folder.rglob("data/model/*") if path.is_file())
-    content = bytearray(path.read_bytes())
-    content[5] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("when", ["background", "wait"])
@@ -114,7 +115,7 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
         assert stored.load(state(0))["value"] == 1
 
 
-@pytest.mark.parametrize("nth", [1, 2, 4, 6, 9, 12])
+@pytest.mark.parametrize("nth", [1, 4, 6, 12])
 def test_a_copy_that_is_cut_off_is_made_again(
     nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

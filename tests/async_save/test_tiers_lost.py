@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing import CheckpointManager, Retention, verify_checkpoint
+from dist_checkpointing import CheckpointManager, ObjectPath, Retention, verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -18,7 +18,6 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     RankFailedError,
 )
-from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.serialization.disk_parts import Disks
@@ -36,8 +35,9 @@ from split_disks import (
 from stores import new_url
 
 
-@pytest.mark.parametrize("lost", [["node0"], ["node1"], ["node0", "node1"]])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("lost", "ranks"), [(["node0"], 4), (["node1"], 2), (["node0", "node1"], 4)]
+)
 def test_nodes_whose_disks_are_gone_go_on_from_the_store(
     lost: list[str], ranks: int, tmp_path: Path
 ) -> None:
@@ -60,7 +60,7 @@ def test_nodes_whose_disks_are_gone_go_on_from_the_store(
     check_newest(tmp_path, root, 3, 4)
 
 
-@pytest.mark.parametrize("first", [1, 2, 3, 5, 8, 11, 14, 17, 20, 23])
+@pytest.mark.parametrize("first", [1, 2, 5, 11, 17, 23])
 def test_a_copy_that_is_cut_off_is_made_by_the_next_manager(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,16 +13,16 @@ import torch
 
 from dist_checkpointing import (
     CheckpointManager,
+    ObjectPath,
     Retention,
     load,
     verify_checkpoint,
 )
-from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.thread_comm import ThreadComm
+from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
+from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.testing import run_ranks
 from real_ranks import run_script
@@ -38,8 +38,10 @@ from split_disks import (
 from stores import new_url
 
 
-@pytest.mark.parametrize("strategy", ["tensorstore", "zarr", "torch_dist"])
-@pytest.mark.parametrize("ranks", [1, 3, 4, 6])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("tensorstore", 1), ("tensorstore", 6), ("zarr", 3), ("torch_dist", 4)],
+)
 def test_any_layout_loads_what_two_nodes_have_saved(
     ranks: int, strategy: str, tmp_path: Path
 ) -> None:
@@ -190,21 +192,6 @@ def test_what_needs_one_folder_is_refused(tmp_path: Path) -> None:
 
     run_ranks(4, train)
     assert steps_in(root) == [1]
-
-
-def test_a_deleted_step_is_gone_everywhere(tmp_path: Path) -> None:
-    root = new_url()
-
-    def train(comm: Comm) -> None:
-        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm, drain="wait") as manager:
-            for step in (1, 2):
-                manager.save(step, state(comm, step))
-            manager.delete(1)
-            assert manager.steps() == [2]
-
-    run_ranks(4, train)
-    for place in (root, tmp_path / "node0", tmp_path / "node1"):
-        assert steps_in(place) == [2]
 
 
 @pytest.mark.exhaustive  # eleven seconds

@@ -14,6 +14,7 @@ import dist_checkpointing
 from chaos_course import Course, Ending, Mayhem
 from chaos_life import ChaosError, Job, Kill, Life, Story
 from chaos_report import summary_table
+from damage import damage
 from dist_checkpointing import CheckpointManager
 from dist_checkpointing.comm import SingleProcess
 from harness import LaunchError, Tell, run_ranks
@@ -95,11 +96,7 @@ def test_going_on_from_an_old_checkpoint_is_seen(
 
 def test_a_damaged_checkpoint_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = commit(tmp_path, 1, 2)
-    files = [path for path in manager.folder(1).rglob("*") if path.is_file()]
-    largest = max(files, key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
+    damage(manager.folder(1))
     with pytest.raises(ChaosError, match="step 1 is committed, but not whole"):
         course_of(FINISHED, tmp_path, monkeypatch)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from damage import damage
 from dist_checkpointing import CheckpointManager
 from dist_checkpointing.comm import SingleProcess
 from managed_training import train_managed
@@ -101,13 +102,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, text: Text, expected: dict[int, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Run(tmp_path, text, until=6)
-    largest = max(
-        (path for path in first.manager.folder(6).rglob("*") if path.is_file()),
-        key=lambda path: path.stat().st_size,
-    )
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
+    damage(first.manager.folder(6))
     second = Run(tmp_path, text)
     assert second.resumed == 4
     assert second.losses == {step: loss for step, loss in expected.items() if step > 4}

@@ -35,14 +35,7 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing import (
-    CheckpointNotFoundError,
-    ShardedTensor,
-    check_is_distributed_checkpoint,
-    load_plain_tensors,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
@@ -68,7 +61,7 @@ def values(step: int) -> dict[str, torch.Tensor]:
 
 
 def state(step: int) -> dict[str, Any]:
-    shard = ShardedTensor.from_rank_offsets
+    shard = dc.ShardedTensor.from_rank_offsets
     return {**{key: shard(key, tensor) for key, tensor in values(step).items()}, "step": step}
 
 
@@ -138,30 +131,30 @@ def work(root: Path, strategy: Any, what: str, numbers: tuple[int, int, int]) ->
     acts = {"save": kill, "delete": lambda: delete(root / "1"), "both": delete_half}
     moments.at(first, acts[what])
     try:
-        save(state(2), root / "2", strategy(options=OPTIONS), base=root / "1")
-    except CheckpointNotFoundError:
+        dc.save(state(2), root / "2", strategy(options=OPTIONS), base=root / "1")
+    except dc.CheckpointNotFoundError:
         # The base was gone before the save had looked at it, and had touched anything.
-        assert not check_is_distributed_checkpoint(root / "1")
+        assert not dc.check_is_distributed_checkpoint(root / "1")
         assert not (root / "2").exists()
 
 
 def assert_right(folder: Path, step: int) -> None:
-    verify_checkpoint(folder)
-    found = load_plain_tensors(folder)
+    dc.verify_checkpoint(folder)
+    found = dc.load_plain_tensors(folder)
     assert found["step"] == step
     for key, tensor in values(step).items():
         assert torch.equal(found[key], tensor), f"{folder}: {key}"
 
 
 def look(root: Path, strategy: Any, what: str) -> None:
-    has_base = check_is_distributed_checkpoint(root / "1")
+    has_base = dc.check_is_distributed_checkpoint(root / "1")
     assert has_base or what != "save", "the base was lost"
     if has_base:
         assert_right(root / "1", 1)
-    if check_is_distributed_checkpoint(root / "2"):
+    if dc.check_is_distributed_checkpoint(root / "2"):
         assert_right(root / "2", 2)
     base = root / "1" if has_base else None
-    save(state(3), root / "2", strategy(options=OPTIONS), base=base, overwrite=True)
+    dc.save(state(3), root / "2", strategy(options=OPTIONS), base=base, overwrite=True)
     if has_base:
         remove_checkpoint(root / "1")
     assert_right(root / "2", 3)
@@ -192,7 +185,7 @@ def main() -> None:
     deadline = time.monotonic() + seconds
     counts: Counter[str] = Counter()
     for strategy in STRATEGIES:
-        in_fork(lambda: save(state(1), folder / strategy.__name__, strategy(options=OPTIONS)))  # noqa: B023
+        in_fork(lambda: dc.save(state(1), folder / strategy.__name__, strategy(options=OPTIONS)))  # noqa: B023
     number = 0
     while time.monotonic() < deadline:
         strategy, what = STRATEGIES[number % 3], ("save", "delete", "both")[number // 3 % 3]

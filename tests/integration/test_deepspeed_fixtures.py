@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import Checkpoint, load, load_plain_tensors
-from dist_checkpointing.errors import (
-    CheckpointingException,
-    CorruptCheckpointError,
-    UnsupportedFormatError,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.interop.torch_state import TorchState
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
@@ -61,7 +56,7 @@ def edit(file: Path, change: Callable[[Any], None]) -> None:
     torch.save(content, file)
 
 
-def refused(path: Path, error: type[CheckpointingException]) -> str:
+def refused(path: Path, error: type[dc.CheckpointingException]) -> str:
     with pytest.raises(error) as caught:
         convert(path, path.parent / "out")
     assert not (path.parent / "out").exists()
@@ -71,8 +66,8 @@ def refused(path: Path, error: type[CheckpointingException]) -> str:
 @ALL
 def test_every_value_is_that_of_deepspeed(tmp_path: Path, name: str) -> None:
     convert(FOLDER / name, tmp_path / "out")
-    opened = Checkpoint.open(tmp_path / "out")
-    loaded = load_plain_tensors(tmp_path / "out")
+    opened = dc.Checkpoint.open(tmp_path / "out")
+    loaded = dc.load_plain_tensors(tmp_path / "out")
     tensors = {key: loaded[key] for key in opened}
     wanted = expected(name)
     assert len(wanted) == (16 if name == "zero1" else 18)
@@ -98,7 +93,7 @@ def test_a_training_goes_on_from_it(tmp_path: Path, name: str) -> None:
     others = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=1.0)
     state = TorchState(model, optimizer)
-    load(state, tmp_path / "out", cast="widen")  # frozen parameters are bfloat16
+    dc.load(state, tmp_path / "out", cast="widen")  # frozen parameters are bfloat16
     assert state.step == 3
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
@@ -138,7 +133,7 @@ def test_the_folder_above_is_that_of_the_latest_step(tmp_path: Path) -> None:
     assert open_source(FOLDER / "zero3").path == FOLDER / "zero3" / STEP
     path = written("zero3", tmp_path)
     (path / "latest").write_text("../zero3/global_step9")
-    assert "metadata.json" in refused(path, CheckpointingException)
+    assert "metadata.json" in refused(path, dc.CheckpointingException)
 
 
 def test_the_steps_of_deepspeeds_optimizers(tmp_path: Path) -> None:
@@ -152,8 +147,8 @@ def test_the_steps_of_deepspeeds_optimizers(tmp_path: Path) -> None:
     for rank in (0, 1):
         edit(path / STEP / OPTIM.format(rank), count_in_groups)
     convert(path, tmp_path / "out")
-    opened = Checkpoint.open(tmp_path / "out")
-    tensors = load_plain_tensors(tmp_path / "out")
+    opened = dc.Checkpoint.open(tmp_path / "out")
+    tensors = dc.load_plain_tensors(tmp_path / "out")
     assert torch.equal(tensors["optimizer.state.body.bias.step"], torch.tensor(3.0))
     assert "step" not in opened.common["optimizer"]["param_groups"][0]
 
@@ -178,33 +173,33 @@ def test_elastic_checkpoints(tmp_path: Path) -> None:
 def test_ranks_that_are_missing_or_too_many(tmp_path: Path, name: str) -> None:
     path = written(name, tmp_path)
     shutil.copy(path / STEP / OPTIM.format(1), path / STEP / OPTIM.format(2))
-    text = refused(path, CorruptCheckpointError)
+    text = refused(path, dc.CorruptCheckpointError)
     assert "there was no such rank; expected files of ranks 0 to 1" in text
     assert "rank 2. Remove what another run left." in text
     (path / STEP / OPTIM.format(2)).unlink()
     (path / STEP / OPTIM.format(1)).unlink()
-    text = refused(path, CorruptCheckpointError)
+    text = refused(path, dc.CorruptCheckpointError)
     assert "its file is missing; expected files of ranks 0 to 1" in text
     assert "rank 1. Copy the files of all nodes here." in text
     (path / STEP / OPTIM.format(0)).unlink()
-    assert "there are no *_optim_states.pt" in refused(path, UnsupportedFormatError)
+    assert "there are no *_optim_states.pt" in refused(path, dc.UnsupportedFormatError)
 
 
 def test_a_missing_file_of_the_model(tmp_path: Path) -> None:
     path = written("zero3", tmp_path)
     missing = path / STEP / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     missing.unlink()
-    assert f"missing; file {missing}" in refused(path, CorruptCheckpointError)
+    assert f"missing; file {missing}" in refused(path, dc.CorruptCheckpointError)
 
 
 def test_files_of_another_run(tmp_path: Path) -> None:
     path = written("zero3", tmp_path)
     file = path / STEP / OPTIM.format(1)
     edit(file, lambda content: content["optimizer_state_dict"].update(partition_count=4))
-    text = refused(path, CorruptCheckpointError)
+    text = refused(path, dc.CorruptCheckpointError)
     assert "expected stage 3, 2 ranks; found stage 3, 4 ranks" in text
     shutil.copy(FOLDER / "zero2" / STEP / OPTIM.format(1), file)
-    text = refused(path, CorruptCheckpointError)
+    text = refused(path, dc.CorruptCheckpointError)
     assert "expected stage 3, 2 ranks; found stage 2, 2 ranks" in text
     assert str(file) in text
 
@@ -215,7 +210,7 @@ def test_partitions_that_do_not_fit_the_shapes(tmp_path: Path, name: str) -> Non
     model = "mp_rank_00_model_states.pt"
     file = path / STEP / (f"zero_pp_rank_0_{model}" if name == "zero3" else model)
     edit(file, lambda content: content["param_shapes"][0].update({"new": torch.Size([9, 9])}))
-    assert "shapes do not fit" in refused(path, CorruptCheckpointError)
+    assert "shapes do not fit" in refused(path, dc.CorruptCheckpointError)
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
@@ -228,7 +223,7 @@ def test_state_that_is_cut_off(tmp_path: Path, name: str) -> None:
         base["state"][0]["exp_avg"] = base["state"][0]["exp_avg"][:50].clone()
 
     edit(path / STEP / OPTIM.format(1), cut)
-    text = refused(path, CorruptCheckpointError)
+    text = refused(path, dc.CorruptCheckpointError)
     assert "'optimizer.state.body.weight.exp_avg': cut off" in text
     assert "found 50" in text
 
@@ -242,7 +237,7 @@ def test_damaged_files(tmp_path: Path, name: str) -> None:
             continue
         content = file.read_bytes()
         file.write_bytes(content[: len(content) // 2])
-        assert str(file) in refused(path, CorruptCheckpointError)
+        assert str(file) in refused(path, dc.CorruptCheckpointError)
         file.write_bytes(content)
 
 
@@ -250,7 +245,7 @@ def test_classes_of_others_need_trust(tmp_path: Path) -> None:
     path = written("zero2", tmp_path)
     file = path / STEP / "mp_rank_00_model_states.pt"
     edit(file, lambda content: content.update(client=torch.nn.Identity()))
-    text = refused(path, UnsupportedFormatError)
+    text = refused(path, dc.UnsupportedFormatError)
     assert "torch.nn.modules.linear.Identity" in text
 
 
@@ -265,7 +260,7 @@ def test_classes_of_others_need_trust(tmp_path: Path) -> None:
 def test_parts_of_models_are_refused(tmp_path: Path, name: str, other: str) -> None:
     path = written(name, tmp_path)
     (path / other).touch()
-    text = refused(path, UnsupportedFormatError)
+    text = refused(path, dc.UnsupportedFormatError)
     assert "tensor, pipeline or expert parallelism" in text
     assert "on data-parallel ranks alone" in text
 
@@ -273,7 +268,7 @@ def test_parts_of_models_are_refused(tmp_path: Path, name: str, other: str) -> N
 def test_a_universal_tensor_of_another_size(tmp_path: Path) -> None:
     path = written("universal3", tmp_path)
     torch.save(torch.zeros(5), path / "zero" / "body.bias" / "exp_avg.pt")
-    assert "'body.bias': another size; expected (7,)" in refused(path, CorruptCheckpointError)
+    assert "'body.bias': another size; expected (7,)" in refused(path, dc.CorruptCheckpointError)
 
 
 def test_without_zero_the_file_of_the_model_is_converted(tmp_path: Path) -> None:
@@ -281,9 +276,9 @@ def test_without_zero_the_file_of_the_model_is_converted(tmp_path: Path) -> None
     for file in (path / STEP).glob("*_optim_states.pt"):
         file.unlink()
     model = path / STEP / "mp_rank_00_model_states.pt"
-    assert "Convert its *_model_states.pt" in refused(path, UnsupportedFormatError)
+    assert "Convert its *_model_states.pt" in refused(path, dc.UnsupportedFormatError)
     convert(model, tmp_path / "out")
-    assert "module.frozen.weight" in Checkpoint.open(tmp_path / "out")
+    assert "module.frozen.weight" in dc.Checkpoint.open(tmp_path / "out")
 
 
 def test_other_commands_name_it(dckpt: Run) -> None:

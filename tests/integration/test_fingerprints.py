@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dist_checkpointing import (
-    Checkpoint,
-    CheckpointManager,
-    CorruptCheckpointError,
-    InvalidShardingError,
-    ShardedTensor,
-    ShardedTensorFactory,
-    UnsupportedFormatError,
-    async_save,
-    fingerprint,
-    load,
-    remove_sharded_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import INDEX_NAME, Index, read_index
@@ -38,7 +26,7 @@ from dist_checkpointing.strategies.tensorstore import (
 )
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from states import ALONE, BACKEND, between, every_kind, flat, rows, shard
+from states import ALONE, BACKEND, between, every_kind, flat, rows, save_on, shard, wholes
 
 GENERATOR = torch.Generator().manual_seed(5)
 FULL = torch.randn(48, 35, generator=GENERATOR)
@@ -79,7 +67,7 @@ def state(comm: Comm, *, blank: bool = False, cuts: str = "rows") -> dict[str, A
 
 
 def prints(count: int, **options: Any) -> dict[str, str]:
-    found = run_ranks(count, lambda comm: fingerprint(state(comm, **options), comm=comm))
+    found = run_ranks(count, lambda comm: dc.fingerprint(state(comm, **options), comm=comm))
     assert all(own == found[0] for own in found)
     return {key: text for key, text in found[0].items() if key != "layers"}
 
@@ -89,7 +77,7 @@ def test_layout_does_not_matter() -> None:
     for count, cuts in ((2, "rows"), (4, "flat"), (3, "uneven"), (5, "columns"), (6, "flat")):
 
         def weight(comm: Comm, cuts: str = cuts) -> dict[str, str]:
-            return fingerprint({"w": state(comm, cuts=cuts)["w"]}, comm=comm)
+            return dc.fingerprint({"w": state(comm, cuts=cuts)["w"]}, comm=comm)
 
         found = run_ranks(count, weight)
         assert found == [{"w": whole["w"]}] * count
@@ -100,14 +88,9 @@ def test_layout_does_not_matter() -> None:
 @BACKEND
 def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, int]) -> None:
     keeps = backend in (("tensorstore", 1), ("zarr", 2))
-    run_ranks(
-        4,
-        lambda comm: save(
-            state(comm, cuts="flat"), tmp_path / "c", backend, comm=comm, fingerprints=keeps
-        ),
-    )
-    opened = Checkpoint.open(tmp_path / "c")
-    expected = run_ranks(4, lambda comm: fingerprint(state(comm), comm=comm))[0]
+    save_on(4, partial(state, cuts="flat"), tmp_path / "c", backend, fingerprints=keeps)
+    opened = dc.Checkpoint.open(tmp_path / "c")
+    expected = run_ranks(4, lambda comm: dc.fingerprint(state(comm), comm=comm))[0]
     assert opened.fingerprints() == opened.fingerprints(stored=False) == expected
     assert opened.index.fingerprints == (expected if keeps else {})
     assert opened.fingerprint("w") == expected["w"]
@@ -118,7 +101,7 @@ def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, i
         def restore(comm: Comm, cuts: str = cuts) -> torch.Tensor:
             template = state(comm, blank=True, cuts=cuts)
             del template["layers"], template["half"]
-            load(template, tmp_path / "c", comm=comm, verify="restored")
+            dc.load(template, tmp_path / "c", comm=comm, verify="restored")
             data: torch.Tensor = template["w"].data
             return data
 
@@ -130,30 +113,34 @@ def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, i
 @BACKEND
 def test_format_without_a_place_says_so(tmp_path: Path, backend: tuple[str, int]) -> None:
     if backend in (("tensorstore", 1), ("zarr", 2)):
-        save(every_kind(), tmp_path / "c", backend, fingerprints=True)
-        assert len(read_index(tmp_path / "c").fingerprints) == len(Checkpoint.open(tmp_path / "c"))  # type: ignore[union-attr]
+        dc.save(every_kind(), tmp_path / "c", backend, fingerprints=True)
+        index = read_index(tmp_path / "c")
+        assert index is not None
+        assert len(index.fingerprints) == len(dc.Checkpoint.open(tmp_path / "c"))
         return
-    with pytest.raises(UnsupportedFormatError, match="has no place for fingerprints"):
-        save(every_kind(), tmp_path / "c", backend, fingerprints=True)
+    with pytest.raises(dc.UnsupportedFormatError, match="has no place for fingerprints"):
+        dc.save(every_kind(), tmp_path / "c", backend, fingerprints=True)
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    values = {"a": of_dtype(dtype), "b": of_dtype(dtype, (3, 5, 7)).transpose(0, 2)}
-    whole = {key: shard(key, value) for key, value in values.items()}
-    expected = fingerprint(whole, comm=ALONE)
-    save(whole, tmp_path / "c", fingerprints=True)
-    assert Checkpoint.open(tmp_path / "c").fingerprints() == expected
-    assert Checkpoint.open(tmp_path / "c").fingerprints(stored=False) == expected
-    cut = run_ranks(3, lambda c: fingerprint({"a": rows("a", values["a"], c)}, comm=c))
-    assert cut[0] == {"a": expected["a"]}
-    parts = run_ranks(2, lambda c: fingerprint({"a": part_of(values["a"], c)}, comm=c))
-    assert parts[0] == {"a": expected["a"]}
+def test_every_dtype(tmp_path: Path) -> None:
+    values = {f"{dtype} a": of_dtype(dtype) for dtype in KINDS}
+    turned = {f"{dtype} b": of_dtype(dtype, (3, 5, 7)).transpose(0, 2) for dtype in KINDS}
+    whole = wholes(values | turned)
+    expected = dc.fingerprint(whole, comm=ALONE)
+    dc.save(whole, tmp_path / "c", fingerprints=True)
+    assert dc.Checkpoint.open(tmp_path / "c").fingerprints() == expected
+    assert dc.Checkpoint.open(tmp_path / "c").fingerprints(stored=False) == expected
+    expected = {key: expected[key] for key in values}
 
+    def pieces(comm: Comm) -> dict[str, str]:
+        ends = [(0, 61), (61, 24 * 7)][comm.rank]
+        return dc.fingerprint({k: flat(k, own, *ends) for k, own in values.items()}, comm=comm)
 
-def part_of(full: torch.Tensor, comm: Comm) -> ShardedTensor:
-    return flat("a", full, *((0, 61) if comm.rank == 0 else (61, full.numel())))
+    def cut(comm: Comm) -> dict[str, str]:
+        return dc.fingerprint({k: rows(k, own, comm) for k, own in values.items()}, comm=comm)
+
+    assert run_ranks(3, cut)[0] == run_ranks(2, pieces)[0] == expected
 
 
 @pytest.mark.parametrize("most_bytes", [16, 200, 10**6])
@@ -169,7 +156,7 @@ def test_values_of_another_device_come_in_blocks(most_bytes: int) -> None:
 
 def test_kind_and_every_value_count() -> None:
     def of(values: torch.Tensor) -> str:
-        return fingerprint({"w": shard("w", values)}, comm=ALONE)["w"]
+        return dc.fingerprint({"w": shard("w", values)}, comm=ALONE)["w"]
 
     zeros = torch.zeros(4, 6)
     kinds = [zeros, zeros.int(), zeros.reshape(6, 4), zeros.reshape(-1), zeros.bfloat16(), -zeros]
@@ -177,8 +164,8 @@ def test_kind_and_every_value_count() -> None:
 
 
 def test_factories_and_other_planners(tmp_path: Path) -> None:
-    def factory() -> ShardedTensorFactory:
-        return ShardedTensorFactory(
+    def factory() -> dc.ShardedTensorFactory:
+        return dc.ShardedTensorFactory(
             "f",
             torch.arange(12.0).reshape(4, 3),
             lambda key, data, *_: {
@@ -194,61 +181,53 @@ def test_factories_and_other_planners(tmp_path: Path) -> None:
             return data * 2
 
     own = {"f": factory()}
-    assert [*fingerprint(own, comm=ALONE)] == ["f.0", "f.1"]
-    save(own, tmp_path / "c", fingerprints=True)
-    assert Checkpoint.open(tmp_path / "c").fingerprints() == fingerprint(own, comm=ALONE)
-    load({"f": factory()}, tmp_path / "c", verify="restored")
+    assert [*dc.fingerprint(own, comm=ALONE)] == ["f.0", "f.1"]
+    dc.save(own, tmp_path / "c", fingerprints=True)
+    assert dc.Checkpoint.open(tmp_path / "c").fingerprints() == dc.fingerprint(own, comm=ALONE)
+    dc.load({"f": factory()}, tmp_path / "c", verify="restored")
     strategy = TensorStoreSaveShardedStrategy(planner=Doubled())
-    save(own, tmp_path / "d", strategy, fingerprints=True)
-    opened = Checkpoint.open(tmp_path / "d")
-    assert opened.fingerprints() == opened.fingerprints(stored=False) != fingerprint(own)
+    dc.save(own, tmp_path / "d", strategy, fingerprints=True)
+    opened = dc.Checkpoint.open(tmp_path / "d")
+    assert opened.fingerprints() == opened.fingerprints(stored=False) != dc.fingerprint(own)
 
 
 def test_parallel_saves_and_compressed_chunks(tmp_path: Path) -> None:
     def saved(comm: Comm) -> None:
         own = FullyParallelSaveStrategyWrapper(TensorStoreSaveShardedStrategy())
-        save(state(comm), tmp_path / "c", own, comm=comm, fingerprints=True)
+        dc.save(state(comm), tmp_path / "c", own, comm=comm, fingerprints=True)
 
     run_ranks(4, saved)
-    opened = Checkpoint.open(tmp_path / "c")
+    opened = dc.Checkpoint.open(tmp_path / "c")
     assert opened.index.fingerprints == opened.fingerprints(stored=False)
-    run_ranks(
-        4,
-        lambda comm: save(
-            state(comm),
-            tmp_path / "z",
-            Zarr3SaveShardedStrategy(codec="zstd", options=StorageOptions(threads=2)),
-            comm=comm,
-            fingerprints=True,
-        ),
-    )
-    assert Checkpoint.open(tmp_path / "z").fingerprints(stored=False) == opened.fingerprints()
+    strategy = Zarr3SaveShardedStrategy(codec="zstd", options=StorageOptions(threads=2))
+    save_on(4, state, tmp_path / "z", strategy, fingerprints=True)
+    assert dc.Checkpoint.open(tmp_path / "z").fingerprints(stored=False) == opened.fingerprints()
 
 
 def test_saves_in_the_background(tmp_path: Path) -> None:
     values = FULL.clone()
     own = {"w": shard("w", values), "n": shard("n", torch.arange(5))}
-    expected = fingerprint(own, comm=ALONE)
-    with CheckpointManager(tmp_path, comm=ALONE, fingerprints=True) as manager:
+    expected = dc.fingerprint(own, comm=ALONE)
+    with dc.CheckpointManager(tmp_path, comm=ALONE, fingerprints=True) as manager:
         manager.async_save(1, own)
         values.zero_()
         manager.wait()
         manager.save(2, own)
         manager.save(3, own, fingerprints=False)
-    of_step = [Checkpoint.open(manager.folder(step)).index.fingerprints for step in (1, 2, 3)]
-    assert of_step == [expected, fingerprint(own, comm=ALONE), {}]
-    async_save(own, tmp_path / "c", comm=ALONE, fingerprints=True).result()
-    assert Checkpoint.open(tmp_path / "c").index.fingerprints == of_step[1]
+    of_step = [dc.Checkpoint.open(manager.folder(step)).index.fingerprints for step in (1, 2, 3)]
+    assert of_step == [expected, dc.fingerprint(own, comm=ALONE), {}]
+    dc.async_save(own, tmp_path / "c", comm=ALONE, fingerprints=True).result()
+    assert dc.Checkpoint.open(tmp_path / "c").index.fingerprints == of_step[1]
 
 
 def test_older_readers_pass_over_them(tmp_path: Path) -> None:
-    save({"w": shard("w", FULL), "v": shard("v", FULL)}, tmp_path / "c", fingerprints=True)
+    dc.save({"w": shard("w", FULL), "v": shard("v", FULL)}, tmp_path / "c", fingerprints=True)
     content = json.loads((tmp_path / "c" / INDEX_NAME).read_bytes())
     assert len(content["fingerprints"]) == 2
     assert content["format_minor"] == 0
-    remove_sharded_tensors(tmp_path / "c", "v")
-    opened = Checkpoint.open(tmp_path / "c")
-    assert opened.index.fingerprints == fingerprint({"w": shard("w", FULL)}, comm=ALONE)
+    dc.remove_sharded_tensors(tmp_path / "c", "v")
+    opened = dc.Checkpoint.open(tmp_path / "c")
+    assert opened.index.fingerprints == dc.fingerprint({"w": shard("w", FULL)}, comm=ALONE)
 
 
 @pytest.mark.parametrize("column", [["0" * 31], ["0" * 32] * 2, {"w": "0" * 32}, [7], ["G" * 32]])
@@ -260,7 +239,7 @@ def test_wrong_ones_are_no_index(column: Any) -> None:
     content = json.loads(good)
     del content["checksum"]
     assert Index.from_json(sealed(content)).fingerprints == {"w": "0" * 32}
-    with pytest.raises(CorruptCheckpointError, match="fingerprint"):
+    with pytest.raises(dc.CorruptCheckpointError, match="fingerprint"):
         Index.from_json(sealed({**content, "fingerprints": column}))
 
 
@@ -273,12 +252,12 @@ def sealed(content: dict[str, Any]) -> bytes:
 
 def test_incomplete_states_have_none() -> None:
     def halves(comm: Comm) -> dict[str, str]:
-        return fingerprint({"w": shard("w", FULL, (0, comm.rank, 3))}, comm=comm)
+        return dc.fingerprint({"w": shard("w", FULL, (0, comm.rank, 3))}, comm=comm)
 
-    with pytest.raises(InvalidShardingError, match="no shard holds this part"):
+    with pytest.raises(dc.InvalidShardingError, match="no shard holds this part"):
         run_ranks(2, halves)
-    with pytest.raises(InvalidShardingError, match="there is nothing to save"):
-        fingerprint({"w": shard("w", FULL).without_data()}, comm=ALONE)
+    with pytest.raises(dc.InvalidShardingError, match="there is nothing to save"):
+        dc.fingerprint({"w": shard("w", FULL).without_data()}, comm=ALONE)
 
 
 class Broken(DefaultLoadPlanner):
@@ -296,44 +275,44 @@ class Broken(DefaultLoadPlanner):
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_wrong_memory_is_found_on_all_ranks(tmp_path: Path, keeps: bool) -> None:
-    run_ranks(3, lambda comm: save(state(comm), tmp_path / "c", comm=comm, fingerprints=keeps))
+    run_ranks(3, lambda comm: dc.save(state(comm), tmp_path / "c", comm=comm, fingerprints=keeps))
 
     def restore(comm: Comm, key: str) -> None:
         template = {key: state(comm, blank=True)[key]}
         strategy = TensorStoreLoadShardedStrategy(planner=Broken())
-        load(template, tmp_path / "c", strategy, comm=comm, verify="restored")
+        dc.load(template, tmp_path / "c", strategy, comm=comm, verify="restored")
 
-    with pytest.raises(CorruptCheckpointError, match="not what was saved") as caught:
+    with pytest.raises(dc.CorruptCheckpointError, match="not what was saved") as caught:
         run_ranks(4, lambda comm: restore(comm, "w"))
     (finding,) = caught.value.findings
     assert finding.key == "w"
-    assert finding.expected == fingerprint({"w": shard("w", FULL)}, comm=ALONE)["w"]
+    assert finding.expected == dc.fingerprint({"w": shard("w", FULL)}, comm=ALONE)["w"]
     # Only one copy of several is wrong, and it is not the one that is counted.
-    with pytest.raises(CorruptCheckpointError, match="copies of one part differ") as caught:
+    with pytest.raises(dc.CorruptCheckpointError, match="copies of one part differ") as caught:
         run_ranks(4, lambda comm: restore(comm, "norm"))
     assert [(f.key, f.ranks) for f in caught.value.findings] == [("norm", (0, 1))]
 
 
 def test_what_is_not_compared_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = {"a": shard("a", FULL), "b": shard("b", FULL), "c": shard("c", FULL)}
-    save(whole, tmp_path / "c", fingerprints=True)
+    dc.save(whole, tmp_path / "c", fingerprints=True)
     template = {
         "a": shard("a", torch.zeros_like(FULL)),
         "b": shard("b", torch.zeros(24, 35), (0, 1, 2)),
         "c": shard("c", torch.zeros_like(FULL).double()),
     }
     with caplog.at_level(logging.WARNING):
-        load(template, tmp_path / "c", cast="widen", verify="restored", comm=ALONE)
+        dc.load(template, tmp_path / "c", cast="widen", verify="restored", comm=ALONE)
     assert "2 tensors are not compared" in caplog.text
     assert "shape: b, c" in caplog.text
     with pytest.raises(ValueError, match="verify must be"):
-        load(template, tmp_path / "c", verify="memory")  # type: ignore[call-overload]
+        dc.load(template, tmp_path / "c", verify="memory")  # type: ignore[call-overload]
 
 
 def test_overlapping_templates_are_compared_by_main_replicas(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save({"w": shard("w", FULL)}, tmp_path / "c", fingerprints=True)
+    dc.save({"w": shard("w", FULL)}, tmp_path / "c", fingerprints=True)
 
     def restore(comm: Comm) -> None:
         blank = torch.zeros_like(FULL)
@@ -341,7 +320,7 @@ def test_overlapping_templates_are_compared_by_main_replicas(
             own = shard("w", blank[:24].clone(), (0, comm.rank, 2))
         else:
             own = shard("w", blank, replica_id=1)
-        load({"w": own}, tmp_path / "c", comm=comm, verify="restored")
+        dc.load({"w": own}, tmp_path / "c", comm=comm, verify="restored")
 
     with caplog.at_level(logging.WARNING):
         run_ranks(3, restore)

@@ -14,15 +14,12 @@ import zarr
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from zarr.storage import ObjectStore as ZarrStore
 
-from dist_checkpointing import ShardedObject, ShardedTensor, load, save
+from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.errors import RankFailedError
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
 from dist_checkpointing.format.commit import data_folder
-from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import random_bits
 from s3_proxy import Fault, proxy_before
-from states import between, flat
 from stores import new_url
 
 WEIGHT = torch.arange(24.0).reshape(6, 4)
@@ -96,51 +93,6 @@ def test_torch_reads_a_downloaded_checkpoint(s3_place: ObjectPath, tmp_path: Pat
     target = {"layer.weight": torch.zeros(6, 4)}
     load_by_dcp(target, checkpoint_id=str(tmp_path), no_dist=True)
     assert torch.equal(target["layer.weight"], WEIGHT)
-
-
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
-def test_every_dtype_comes_back(backend: str) -> None:
-    values = {row.name: random_bits((5, 8), row.torch) for row in DTYPES}
-
-    def leaves(source: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return {n: ShardedTensor.from_rank_offsets(n, v) for n, v in source.items()}
-
-    url = new_url()
-    save(leaves(values), url, backend)
-    loaded = load(leaves({n: torch.zeros_like(v) for n, v in values.items()}), url, verify=True)
-    for name, value in values.items():
-        assert torch.equal(loaded[name].view(torch.uint8), value.view(torch.uint8)), name
-
-
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-def test_uneven_flattened_and_objects_come_back(backend: str) -> None:
-    full = torch.arange(35.0).reshape(7, 5)
-    url = new_url()
-
-    def leaves(rank: int, world_size: int, source: torch.Tensor) -> dict[str, Any]:
-        first, last = (7 * r // world_size for r in (rank, rank + 1))
-        start, stop = (35 * r // world_size for r in (rank, rank + 1))
-        return {
-            "uneven": between("uneven", source, first, last),
-            "flat": flat("flat", source, start, stop),
-            "cell": ShardedObject("cell", {"rank": rank}, (world_size,), (rank,)),
-        }
-
-    run_ranks(4, lambda comm: save(leaves(comm.rank, 4, full), url, backend, comm=comm))
-
-    def read(comm: Any) -> None:
-        template = leaves(comm.rank, 3, torch.zeros_like(full))
-        del template["cell"]
-        found = load(template, url, comm=comm, verify=True)
-        expected = leaves(comm.rank, 3, full)
-        for key in ("uneven", "flat"):
-            assert torch.equal(found[key], expected[key].data)
-
-    run_ranks(3, read)
-    template = {
-        "cell": [ShardedObject("cell", None, (4,), (number,)) for number in range(4)],
-    }
-    assert load(template, url)["cell"] == [{"rank": rank} for rank in range(4)]
 
 
 def test_errors_name_the_object_and_the_last_answer(s3_options: ObjectStoreOptions) -> None:

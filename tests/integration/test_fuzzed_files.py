@@ -111,7 +111,7 @@ def test_a_file_is_read_as_it_was_or_refused(kind: str, copies: Path, child: Lim
     files = places(copies, KINDS[kind])
     assert files
 
-    @examples(60)
+    @examples(40)
     @given(st.integers(0, len(files) - 1), changes())
     def check(number: int, change: Callable[[bytes], bytes]) -> None:
         checkpoint, path = files[number]
@@ -130,7 +130,7 @@ def test_a_file_is_read_as_it_was_or_refused(kind: str, copies: Path, child: Lim
     check()
 
 
-@examples(60)
+@examples(40)
 @given(changes())
 def test_a_safetensors_header_is_read_or_refused(
     child: LimitedChild, tmp_path_factory: pytest.TempPathFactory, change: Callable[[bytes], bytes]
@@ -146,7 +146,7 @@ def test_a_safetensors_header_is_read_or_refused(
     ), outcomes  # fmt: skip
 
 
-@examples(60)
+@examples(40)
 @given(changes(), st.booleans())
 def test_a_torch_file_is_read_or_refused(
     child: LimitedChild,
@@ -171,7 +171,7 @@ def test_the_record_of_a_run_is_read_or_refused(tmp_path: Path, child: LimitedCh
     before = path.read_bytes()
     json.loads(before)
 
-    @examples(60)
+    @examples(40)
     @given(changes())
     def check(change: Callable[[bytes], bytes]) -> None:
         path.write_bytes(change(before))

@@ -14,15 +14,7 @@ from urllib.parse import quote
 import pytest
 import torch
 
-from dist_checkpointing import (
-    Checkpoint,
-    ShardedObject,
-    ShardedTensor,
-    load,
-    remove_sharded_tensors,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.mapping.tensor_memory import as_numpy
@@ -49,7 +41,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def assert_holds(folder: Path, keys: set[str]) -> None:
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = dc.Checkpoint.open(folder)
     assert set(checkpoint) == keys
     for key in keys:
         assert same(checkpoint[key][...], full(key)), key
@@ -60,7 +52,7 @@ def assert_holds(folder: Path, keys: set[str]) -> None:
 
 def test_it_holds_what_was_saved() -> None:
     assert_holds(GOLDEN, set(EXPECTED["tensors"]))
-    verify_checkpoint(GOLDEN)
+    dc.verify_checkpoint(GOLDEN)
     # It is one of TensorStore's own: small values lie in the tree.
     _, values = Tree(GOLDEN).all()
     assert values.inline
@@ -78,14 +70,14 @@ def test_it_loads_on_other_ranks(world_size: int) -> None:
                 start, stop = stop * comm.rank // world_size, stop * (comm.rank + 1) // world_size
             part = torch.zeros_like(whole[start:stop] if whole.ndim else whole)
             offset = (start, *(0,) * (whole.ndim - 1)) if whole.ndim else ()
-            state[key] = ShardedTensor(
+            state[key] = dc.ShardedTensor(
                 key, part, part.dtype, tuple(part.shape), tuple(whole.shape), offset, None
             )
-        state["rng"] = ShardedObject("rng", None, (2,), (comm.rank % 2,))
-        loaded = load(dict(state), GOLDEN, comm=comm, verify=True)
+        state["rng"] = dc.ShardedObject("rng", None, (2,), (comm.rank % 2,))
+        loaded = dc.load(dict(state), GOLDEN, comm=comm, verify=True)
         assert loaded["rng"] == EXPECTED["objects"]["rng"][comm.rank % 2]
         for key, leaf in state.items():
-            if isinstance(leaf, ShardedTensor):
+            if isinstance(leaf, dc.ShardedTensor):
                 box = tuple(
                     slice(a, a + n)
                     for a, n in zip(leaf.global_offset, leaf.local_shape, strict=True)
@@ -98,10 +90,10 @@ def test_it_loads_on_other_ranks(world_size: int) -> None:
 def test_what_is_removed_from_it_gives_its_space_back(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     shutil.copytree(GOLDEN, folder)
-    remove_sharded_tensors(folder, "optimizer")
+    dc.remove_sharded_tensors(folder, "optimizer")
     kept = {key for key in EXPECTED["tensors"] if not key.startswith("optimizer")}
     assert_holds(folder, kept)
-    verify_checkpoint(folder)
+    dc.verify_checkpoint(folder)
     assert not (folder / "data/optimizer").exists()
     assert len(list((folder / "d").iterdir())) == 1
 
@@ -115,18 +107,18 @@ def test_we_write_the_same_keys_and_values(tmp_path: Path) -> None:
         for key in sorted(keys):
             whole = full(key)
             if not whole.ndim:
-                state[key] = ShardedTensor.from_rank_offsets(key, whole, replica_id=comm.rank)
+                state[key] = dc.ShardedTensor.from_rank_offsets(key, whole, replica_id=comm.rank)
                 continue
             rows = -(-whole.shape[0] // 2)
             part = whole[:rows] if comm.rank == 0 else whole[rows:]
             offset = (rows * comm.rank, *(0,) * (whole.ndim - 1))
-            state[key] = ShardedTensor(
+            state[key] = dc.ShardedTensor(
                 key, part.clone(), part.dtype, tuple(part.shape), tuple(whole.shape), offset, None
             )
-        state["rng"] = ShardedObject(
+        state["rng"] = dc.ShardedObject(
             "rng", EXPECTED["objects"]["rng"][comm.rank], (2,), (comm.rank,)
         )
-        save(state, tmp_path / "c", comm=comm)
+        dc.save(state, tmp_path / "c", comm=comm)
 
     run_ranks(2, save_rank)
     ours, theirs = (read_by_tensorstore(folder) for folder in (tmp_path / "c", GOLDEN))

@@ -10,7 +10,6 @@ import pkgutil
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,50 +48,31 @@ print(json.dumps(told))
 """
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a fresh interpreter has imported, stage by stage."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    dist_checkpointing.save({"step": 5}, folder, ("zarr", 2))
-    finished = run_fresh("-c", STAGES, folder)
+def test_what_an_import_takes_with_it(tmp_path: Path) -> None:
+    dist_checkpointing.save({"step": 5}, tmp_path, ("zarr", 2))
+    finished = run_fresh("-c", STAGES, tmp_path)
     assert finished.stderr == ""
-    found: dict[str, Any] = json.loads(finished.stdout)
-    return found
-
-
-@pytest.mark.parametrize(
-    "module",
-    ["dist_checkpointing", "dist_checkpointing.serialization", "dist_checkpointing.testing"],
-)
-def test_an_import_takes_no_zarr_and_no_tensorstore_with_it(
-    told: dict[str, Any], module: str
-) -> None:
-    assert told[module] == []
-
-
-def test_an_import_initialises_no_process_group_and_starts_no_thread(told: dict[str, Any]) -> None:
-    assert (told["is initialized"], told["threads"]) == (False, 1)
-
-
-def test_reading_common_state_needs_no_zarr(told: dict[str, Any]) -> None:
-    assert told["is checkpoint"]
-    assert told["common state"] == []
-
-
-def test_interop_is_there_without_an_import_of_its_own_and_costs_nothing_before(
-    told: dict[str, Any],
-) -> None:
-    assert not told["dcp"]
-    assert told["interop"] == "shard_state_dict"
-
-
-def test_simulated_ranks_do_not_need_pytest(told: dict[str, Any]) -> None:
-    assert told["ranks"] == [0, 1, 2]
+    assert json.loads(finished.stdout) == {
+        # No zarr and no TensorStore, not even where common state is read.
+        "dist_checkpointing": [],
+        "dist_checkpointing.serialization": [],
+        "dist_checkpointing.testing": [],
+        "common state": [],
+        "is initialized": False,
+        "threads": 1,
+        "ranks": [0, 1, 2],
+        "is checkpoint": True,
+        "dcp": False,
+        "interop": "shard_state_dict",
+    }
 
 
 def test_all_names_are_there_sorted_and_nothing_else_is_public() -> None:
     names = dist_checkpointing.__all__
     assert sorted(names) == names
+    namespace: dict[str, object] = {}
+    exec("from dist_checkpointing import *", namespace)
+    assert {*namespace} - {"__builtins__"} == {*names}
     assert len(set(names)) == len(names)
     for name in names:
         assert getattr(dist_checkpointing, name) is not None
@@ -143,16 +123,13 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 def test_the_version_is_written_down_once() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", dist_checkpointing.__version__)
+    assert (PACKAGE / "py.typed").is_file()
     pyproject = PACKAGE.parent / "pyproject.toml"
     if not pyproject.exists():
         pytest.skip("not a checkout")
     described = tomllib.loads(pyproject.read_text())
     assert described["project"]["dynamic"] == ["version"]
     assert described["tool"]["hatch"]["version"]["path"] == "dist_checkpointing/__init__.py"
-
-
-def test_type_checkers_are_told_of_the_annotations() -> None:
-    assert (PACKAGE / "py.typed").is_file()
 
 
 def test_the_licence_is_there_in_full() -> None:
@@ -165,28 +142,6 @@ def test_the_licence_is_there_in_full() -> None:
     text = (root / name).read_text()
     assert "END OF TERMS AND CONDITIONS" in text
     assert "The dist_checkpointing authors" in text
-
-
-def test_the_names_of_megatron_are_there() -> None:
-    assert {
-        "LocalNonpersistentObject",
-        "ShardedObject",
-        "ShardedTensor",
-        "check_is_distributed_checkpoint",
-        "load",
-        "load_common_state_dict",
-        "load_content_metadata",
-        "load_plain_tensors",
-        "load_tensors_metadata",
-        "remove_sharded_tensors",
-        "save",
-    } <= set(dist_checkpointing.__all__)
-
-
-def test_a_star_import_gives_exactly_all() -> None:
-    namespace: dict[str, object] = {}
-    exec("from dist_checkpointing import *", namespace)
-    assert {name for name in namespace if name != "__builtins__"} == set(dist_checkpointing.__all__)
 
 
 @pytest.mark.parametrize("name", ["strategies", "backends.strategies", "__main__"])

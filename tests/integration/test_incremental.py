@@ -14,31 +14,18 @@ import tensorstore as ts
 import torch
 import zarr
 
+import dist_checkpointing as dc
 from damage import files_in
-from dist_checkpointing import (
-    Checkpoint,
-    CheckpointManager,
-    Retention,
-    ShardedTensor,
-    async_save,
-    load,
-    load_plain_tensors,
-    remove_sharded_tensors,
-    save,
-    verify_checkpoint,
-)
+from dist_checkpointing import Checkpoint, fingerprint, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import (
-    CheckpointingException,
-    CheckpointNotFoundError,
-    UnsupportedFormatError,
-)
+from dist_checkpointing.storage import fingerprints
+from dist_checkpointing.storage.fingerprints import sums_of_tensor
 from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
-from states import ALONE, cell, every_kind, rows, shard, wholes
+from states import cell, every_kind, rows, shard, wholes
 
 SHARING = pytest.mark.parametrize(
     "backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)], ids=lambda b: f"{b[0]}{b[1]}"
@@ -50,6 +37,11 @@ ROW_BLOCKS = pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2)
 def model(seed: int = 0, count: int = 8) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {f"layer{i}.w": torch.randn(40, 64, generator=generator) for i in range(count)}
+
+
+def data_names(folder: Path) -> set[str]:
+    chunk = re.compile(r"data/.*|(?!\.).*/(c(\.\d+)*|\d+(\.\d+)*)")
+    return {name for name in files_in(folder) if chunk.fullmatch(name)}
 
 
 def shared_names(folder: Path) -> set[str]:
@@ -70,8 +62,8 @@ def own_bytes(folder: Path) -> int:
 
 
 def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    verify_checkpoint(folder)
-    found = load_plain_tensors(folder)
+    dc.verify_checkpoint(folder)
+    found = dc.load_plain_tensors(folder)
     for key, tensor in tensors.items():
         assert_same_bits(found[key], tensor, key)
 
@@ -79,9 +71,9 @@ def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 @SHARING
 def test_only_what_changed_is_written(backend: Any, tmp_path: Path) -> None:
     tensors = model()
-    save(wholes(tensors), tmp_path / "1", backend)
+    dc.save(wholes(tensors), tmp_path / "1", backend)
     changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
-    save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1")
+    dc.save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1")
     assert shared_names(tmp_path / "2")
     # One tensor, and what describes the checkpoint.
     assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
@@ -89,15 +81,16 @@ def test_only_what_changed_is_written(backend: Any, tmp_path: Path) -> None:
     assert_holds(tmp_path / "2", changed)
 
 
-@SHARING
-@pytest.mark.parametrize("first", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    ("backend", "first"), [(("tensorstore", 1), "1"), (("zarr", 2), "2"), (("zarr", 1), "3")]
+)
 def test_checkpoints_are_deleted_in_any_order(backend: Any, first: str, tmp_path: Path) -> None:
     states = {"1": model()}
     states["2"] = {**states["1"], "layer0.w": torch.ones(40, 64)}
     states["3"] = {**states["2"], "layer1.w": torch.zeros(40, 64)}
     base = None
     for name, tensors in states.items():
-        save(wholes(tensors), tmp_path / name, backend, base=base)
+        dc.save(wholes(tensors), tmp_path / name, backend, base=base)
         base = tmp_path / name
     for gone in [first, *(name for name in ("2", "1", "3") if name != first)][:2]:
         shutil.rmtree(tmp_path / gone)
@@ -122,17 +115,16 @@ def test_every_kind_of_part_is_shared(backend: Any, tmp_path: Path) -> None:
         }
 
     first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(3, lambda comm: save(state(comm), first, backend, comm=comm))
-    run_ranks(3, lambda comm: save(state(comm), second, backend, comm=comm, base=first))
+    run_ranks(3, lambda comm: dc.save(state(comm), first, backend, comm=comm))
+    run_ranks(3, lambda comm: dc.save(state(comm), second, backend, comm=comm, base=first))
     before, after = files_in(first), files_in(second)
-    chunk = re.compile(r"data/.*|(?!\.).*/(c(\.\d+)*|\d+(\.\d+)*)")
-    data = {name for name in before if chunk.fullmatch(name)}
+    data = data_names(first)
     assert data
     assert shared_names(second) == data
     assert {name: after[name] for name in data} == {name: before[name] for name in data}
     shutil.rmtree(first)
-    verify_checkpoint(second)
-    expected = load_plain_tensors(second)
+    dc.verify_checkpoint(second)
+    expected = dc.load_plain_tensors(second)
     assert_same_bits(expected["halves"], torch.arange(12).reshape(6, 2).half(), "halves")
 
 
@@ -141,8 +133,8 @@ def test_other_libraries_open_them_alone(tmp_path: Path) -> None:
     changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
     for backend in (("tensorstore", 1), ("zarr", 2), ("zarr", 1)):
         root = tmp_path / backend[0] / str(backend[1])
-        save(wholes(tensors), root / "1", backend)
-        save(wholes(changed), root / "2", backend, base=root / "1")
+        dc.save(wholes(tensors), root / "1", backend)
+        dc.save(wholes(changed), root / "2", backend, base=root / "1")
         shutil.rmtree(root / "1")
     for key, tensor in changed.items():
         store = {
@@ -171,8 +163,8 @@ def test_a_layout_with_some_of_the_same_boxes(backend: Any, tmp_path: Path) -> N
         return {**copies, "part": rows("part", torch.arange(80.0).reshape(8, 10), comm)}
 
     first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(4, lambda comm: save(state(comm), first, backend, comm=comm))
-    run_ranks(2, lambda comm: save(state(comm), second, backend, comm=comm, base=first))
+    run_ranks(4, lambda comm: dc.save(state(comm), first, backend, comm=comm))
+    run_ranks(2, lambda comm: dc.save(state(comm), second, backend, comm=comm, base=first))
     assert own_bytes(second) < 12000
     assert_holds(second, {**tensors, "part": torch.arange(80.0).reshape(8, 10)})
 
@@ -180,16 +172,16 @@ def test_a_layout_with_some_of_the_same_boxes(backend: Any, tmp_path: Path) -> N
 def test_blocks_of_rows_in_the_chunks_of_the_base(tmp_path: Path) -> None:
     tensors = model()
     first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(4, lambda comm: save(sharded(tensors, comm), first, comm=comm))
+    run_ranks(4, lambda comm: dc.save(sharded(tensors, comm), first, comm=comm))
     changed = {**tensors, "layer3.w": tensors["layer3.w"].clone()}
     changed["layer3.w"][39, 63] += 1
-    run_ranks(8, lambda comm: save(sharded(changed, comm), second, comm=comm, base=first))
+    run_ranks(8, lambda comm: dc.save(sharded(changed, comm), second, comm=comm, base=first))
     # The last of eight blocks of the tensor has changed.
     assert own_bytes(second) < tensors["layer3.w"].nbytes // 8 + 4000
     shutil.rmtree(first)
     assert_holds(second, changed)
     third = tmp_path / "3"
-    run_ranks(8, lambda comm: save(sharded(changed, comm), third, comm=comm, base=second))
+    run_ranks(8, lambda comm: dc.save(sharded(changed, comm), third, comm=comm, base=second))
     assert own_bytes(third) < 4000
     shutil.rmtree(second)
     assert_holds(third, changed)
@@ -209,23 +201,23 @@ def test_larger_chunks_are_cut_like_those_of_the_base(backend: Any, tmp_path: Pa
         if comm.world_size == 4:
             cut, rows_left = tensors["whole"][18 * comm.rank :][:18].clone(), (70, 10)
             begin = (18 * comm.rank, 0)
-            own["whole"] = ShardedTensor(
+            own["whole"] = dc.ShardedTensor(
                 "whole", cut, cut.dtype, tuple(cut.shape), rows_left, begin, None
             )
         return own
 
     folders = [tmp_path / name for name in "123"]
-    run_ranks(4, lambda comm: save(state(comm), folders[0], backend, comm=comm))
+    run_ranks(4, lambda comm: dc.save(state(comm), folders[0], backend, comm=comm))
     for folder, base, changed in zip(folders[1:], folders, (0, 1), strict=False):
         tensors["layer3.w"] = tensors["layer3.w"].clone()
         tensors["layer3.w"][39, 63] += changed
-        run_ranks(2, lambda comm: save(state(comm), folder, backend, comm=comm, base=base))  # noqa: B023
+        run_ranks(2, lambda comm: dc.save(state(comm), folder, backend, comm=comm, base=base))  # noqa: B023
         described = sum(path.stat().st_size for path in folder.rglob("zarr.json"))
         assert own_bytes(folder) - described < changed * tensors["layer3.w"].nbytes // 4 + 2500
         shutil.rmtree(base)
         assert_holds(folder, tensors)
         whole = wholes({key: torch.zeros_like(t) for key, t in tensors.items()})
-        for key, found in load(whole, folder, verify=True).items():
+        for key, found in dc.load(whole, folder, verify=True).items():
             assert_same_bits(found, tensors[key], key)
 
 
@@ -234,9 +226,9 @@ def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(
     backend: Any, tmp_path: Path
 ) -> None:
     tensors = {"w": torch.randn(130, 4)}
-    run_ranks(130, lambda comm: save(sharded(tensors, comm), tmp_path / "1", backend, comm=comm))
-    save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
-    assert Checkpoint.open(tmp_path / "2").index.chunk_shape("w") == (130, 4)
+    run_ranks(130, lambda comm: dc.save(sharded(tensors, comm), tmp_path / "1", backend, comm=comm))
+    dc.save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
+    assert dc.Checkpoint.open(tmp_path / "2").index.chunk_shape("w") == (130, 4)
     assert_holds(tmp_path / "2", tensors)
 
 
@@ -244,10 +236,10 @@ def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(
 def test_a_file_that_is_hardly_used_is_not_shared(least_shared: float, tmp_path: Path) -> None:
     tensors = model(count=10)
     strategy = TensorStoreSaveShardedStrategy(options=StorageOptions(least_shared=least_shared))
-    save(wholes(tensors), tmp_path / "1", strategy)
+    dc.save(wholes(tensors), tmp_path / "1", strategy)
     for name, changes in (("2", 4), ("3", 6)):
         state = {k: t + 1 if i < changes else t for i, (k, t) in enumerate(tensors.items())}
-        save(wholes(state), tmp_path / name, strategy, base=tmp_path / "1")
+        dc.save(wholes(state), tmp_path / name, strategy, base=tmp_path / "1")
         assert_holds(tmp_path / name, state)
         assert bool(shared_names(tmp_path / name)) == (1 - changes / 10 >= least_shared)
 
@@ -259,7 +251,7 @@ def test_what_does_not_change_gets_files_of_its_own(tmp_path: Path) -> None:
         for i in range(3, 9):
             tensors[f"layer{i}.w"] = tensors[f"layer{i}.w"] + 1
         base = tmp_path / str(int(name) - 1) if name > "1" else None
-        save(wholes(tensors), tmp_path / name, base=base)
+        dc.save(wholes(tensors), tmp_path / name, base=base)
     state_bytes = sum(tensor.nbytes for tensor in tensors.values())
     assert not shared_names(tmp_path / "1")
     assert shared_names(tmp_path / "2") == shared_names(tmp_path / "4")
@@ -271,13 +263,13 @@ def test_a_file_that_all_ranks_together_hardly_use(tmp_path: Path) -> None:
     """A rank sees only its own part of a file: the last word is with the one who sees all."""
     tensors = model(count=10)
     first, second = tmp_path / "1", tmp_path / "2"
-    save(wholes(tensors), first)
+    dc.save(wholes(tensors), first)
     left = {"layer0.w": tensors["layer0.w"], "layer1.w": tensors["layer1.w"]}
 
     def state(comm: Comm) -> dict[str, Any]:
         return {k: shard(k, t, replica_id=comm.rank) for k, t in left.items()}
 
-    run_ranks(2, lambda comm: save(state(comm), second, comm=comm, base=first))
+    run_ranks(2, lambda comm: dc.save(state(comm), second, comm=comm, base=first))
     assert not shared_names(second)
     copied = list((second / "data" / "model").iterdir())
     assert [path.name.partition("-")[0] for path in copied] == ["used"]
@@ -294,25 +286,25 @@ def test_a_removal_leaves_other_checkpoints_alone(backend: Any, tmp_path: Path) 
         "optimizer.v": torch.ones(900),
     }
     for name, base in (("1", None), ("2", tmp_path / "1"), ("3", tmp_path / "2")):
-        save(wholes(tensors), tmp_path / name, backend, base=base)
-    remove_sharded_tensors(tmp_path / "2", "optimizer.")
-    remove_sharded_tensors(tmp_path / "3", "layer1.")
+        dc.save(wholes(tensors), tmp_path / name, backend, base=base)
+    dc.remove_sharded_tensors(tmp_path / "2", "optimizer.")
+    dc.remove_sharded_tensors(tmp_path / "3", "layer1.")
     assert_holds(tmp_path / "1", tensors)
     kept = {key: tensor for key, tensor in tensors.items() if key.startswith("layer")}
     assert_holds(tmp_path / "2", kept)
-    assert set(Checkpoint.open(tmp_path / "2").index) == set(kept)
+    assert set(dc.Checkpoint.open(tmp_path / "2").index) == set(kept)
     # What is left of it may still be a base.
-    save(wholes(tensors), tmp_path / "4", backend, base=tmp_path / "2")
+    dc.save(wholes(tensors), tmp_path / "4", backend, base=tmp_path / "2")
     assert_holds(tmp_path / "4", tensors)
 
 
 @SHARING
 def test_overwriting_in_place(backend: Any, tmp_path: Path) -> None:
     tensors = model()
-    save(wholes(tensors), tmp_path / "1", backend)
-    save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
+    dc.save(wholes(tensors), tmp_path / "1", backend)
+    dc.save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
     changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
-    save(wholes(changed), tmp_path / "1", backend, base=tmp_path / "2", overwrite=True)
+    dc.save(wholes(changed), tmp_path / "1", backend, base=tmp_path / "2", overwrite=True)
     assert_holds(tmp_path / "1", changed)
     assert_holds(tmp_path / "2", tensors)
 
@@ -320,9 +312,9 @@ def test_overwriting_in_place(backend: Any, tmp_path: Path) -> None:
 @SHARING
 def test_asynchronous_saves(backend: Any, tmp_path: Path) -> None:
     tensors = model()
-    async_save(wholes(tensors), tmp_path / "1", backend).result()
+    dc.async_save(wholes(tensors), tmp_path / "1", backend).result()
     changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
-    async_save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1").result()
+    dc.async_save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1").result()
     assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
     assert_holds(tmp_path / "2", changed)
 
@@ -330,8 +322,8 @@ def test_asynchronous_saves(backend: Any, tmp_path: Path) -> None:
 @SHARING
 def test_a_manager_shares_with_its_latest_checkpoint(backend: Any, tmp_path: Path) -> None:
     tensors = model()
-    manager = CheckpointManager(
-        tmp_path, backend, retention=Retention(keep_last=2), incremental=True
+    manager = dc.CheckpointManager(
+        tmp_path, backend, retention=dc.Retention(keep_last=2), incremental=True
     )
     for step in range(1, 6):
         tensors["layer3.w"] = tensors["layer3.w"] + 1
@@ -351,7 +343,7 @@ def test_a_manager_shares_with_its_latest_checkpoint(backend: Any, tmp_path: Pat
 
 def test_a_manager_does_not_share_with_what_is_damaged(tmp_path: Path) -> None:
     tensors = model()
-    manager = CheckpointManager(tmp_path, ("zarr", 2), incremental=True)
+    manager = dc.CheckpointManager(tmp_path, ("zarr", 2), incremental=True)
     for step in (1, 2):
         manager.save(step, wholes(tensors))
     chunk = manager.folder(2) / "layer0.w" / "c.0.0"
@@ -368,51 +360,77 @@ def test_a_manager_does_not_share_with_what_is_damaged(tmp_path: Path) -> None:
 
 def test_what_cannot_be_a_base_is_refused(tmp_path: Path) -> None:
     state = wholes(model())
-    save(state, tmp_path / "1")
-    with pytest.raises(CheckpointNotFoundError):
-        save(state, tmp_path / "2", base=tmp_path / "none")
-    with pytest.raises(CheckpointingException, match="its own base"):
-        save(state, tmp_path / "1", base=tmp_path / "x" / ".." / "1", overwrite=True)
-    with pytest.raises(UnsupportedFormatError, match="torch_dist 1"):
-        save(state, tmp_path / "2", "torch_dist", base=tmp_path / "1")
-    with pytest.raises(UnsupportedFormatError, match="torch_dist 1"):
-        CheckpointManager(tmp_path / "run", "torch_dist", incremental=True)
+    dc.save(state, tmp_path / "1")
+    with pytest.raises(dc.CheckpointNotFoundError):
+        dc.save(state, tmp_path / "2", base=tmp_path / "none")
+    with pytest.raises(dc.CheckpointingException, match="its own base"):
+        dc.save(state, tmp_path / "1", base=tmp_path / "x" / ".." / "1", overwrite=True)
+    with pytest.raises(dc.UnsupportedFormatError, match="torch_dist 1"):
+        dc.save(state, tmp_path / "2", "torch_dist", base=tmp_path / "1")
+    with pytest.raises(dc.UnsupportedFormatError, match="torch_dist 1"):
+        dc.CheckpointManager(tmp_path / "run", "torch_dist", incremental=True)
     unchecked = TensorStoreSaveShardedStrategy(options=StorageOptions(checksum=Checksum.NONE))
-    with pytest.raises(UnsupportedFormatError, match="digests"):
-        save(state, tmp_path / "2", unchecked, base=tmp_path / "1")
+    with pytest.raises(dc.UnsupportedFormatError, match="digests"):
+        dc.save(state, tmp_path / "2", unchecked, base=tmp_path / "1")
     assert not (tmp_path / "2").exists()
     assert_holds(tmp_path / "1", model())
 
 
 def test_a_base_of_another_format_is_not_used(tmp_path: Path) -> None:
     tensors = model()
-    save(wholes(tensors), tmp_path / "1", ("zarr", 2))
+    dc.save(wholes(tensors), tmp_path / "1", ("zarr", 2))
     for name, strategy in (("2", "tensorstore"), ("3", Zarr3SaveShardedStrategy(codec="zstd"))):
-        save(wholes(tensors), tmp_path / name, strategy, base=tmp_path / "1")
+        dc.save(wholes(tensors), tmp_path / name, strategy, base=tmp_path / "1")
         assert not shared_names(tmp_path / name)
         assert_holds(tmp_path / name, tensors)
 
 
-def test_compressed_chunks_are_shared(tmp_path: Path) -> None:
-    tensors = model()
-    strategy = Zarr3SaveShardedStrategy(codec="zstd")
-    save(wholes(tensors), tmp_path / "1", strategy)
-    save(wholes(tensors), tmp_path / "2", strategy, base=tmp_path / "1")
-    assert len(shared_names(tmp_path / "2")) == len(tensors)
-    assert_holds(tmp_path / "2", tensors)
+# What is hashed and summed in a save with a base is what a full save hashes and sums.
 
 
-def test_a_load_from_it_reads_the_values(tmp_path: Path) -> None:
-    tensors = model()
-    first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(2, lambda comm: save(sharded(tensors, comm), first, comm=comm))
-    run_ranks(2, lambda comm: save(sharded(tensors, comm), second, comm=comm, base=first))
-    empty = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+def num_shared(folder: Path) -> int:
+    return sum(path.is_file() and path.stat().st_nlink > 1 for path in folder.rglob("*"))
 
-    def read(comm: Comm) -> Any:
-        return load(sharded(empty, comm), second, comm=comm, verify=True)
 
-    for rank, found in enumerate(run_ranks(5, read)):
-        for key, tensor in tensors.items():
-            assert_same_bits(found[key], tensor.chunk(5)[rank], key)
-    assert ALONE.world_size == 1
+@pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2)])
+def test_fingerprints_are_those_of_a_full_save(
+    backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shared is summed too; what is compared and then written is summed once."""
+    tensors = {
+        **{f"layer{i}.w": torch.randn(40, 64) for i in range(8)},
+        "large": torch.randn(600, 500),
+        "frozen": torch.randn(600, 500),
+    }
+    save(wholes(tensors), tmp_path / "1", backend)
+    tensors["layer3.w"] += 1
+    tensors["large"][-1, -1] += 1  # which is seen only when all of it is hashed
+    summed: list[int] = []
+    own = sums_of_tensor
+
+    def counting(values: torch.Tensor, *rest: Any) -> Any:
+        summed.append(values.numel())
+        return own(values, *rest)
+
+    monkeypatch.setattr(fingerprints, "sums_of_tensor", counting)
+    save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1", fingerprints=True)
+    assert sorted(summed) == sorted(tensor.numel() for tensor in tensors.values())
+    assert num_shared(tmp_path / "2")
+    opened = Checkpoint.open(tmp_path / "2")
+    assert {key: opened.fingerprint(key) for key in tensors} == fingerprint(wholes(tensors))
+    verify_checkpoint(tmp_path / "2")
+
+
+def test_small_values_beside_shared_ones(tmp_path: Path) -> None:
+    """Digests made for the comparison, and those made on writing, are those of a full save."""
+    sizes = (0, 1, 3, 30, 60, 61, 100, 3000)
+    tensors = {f"w{i}.{size}": torch.randn(size) for size in sizes for i in range(20)}
+    save(wholes(tensors), tmp_path / "1")
+    changed = {key: tensor + (key[1:3] == "7.") for key, tensor in tensors.items()}
+    save(wholes(changed), tmp_path / "2", base=tmp_path / "1")
+    save(wholes(changed), tmp_path / "full")
+    assert num_shared(tmp_path / "2")
+    verify_checkpoint(tmp_path / "2")
+    for end in ("bin", "upper"):
+        name = f".dckpt/checksums/00000.{end}"
+        assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "full" / name).read_bytes()

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dist_checkpointing import (
-    CheckpointingException,
-    InvalidShardingError,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    load,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import run_ranks
 from states import BACKENDS
@@ -40,7 +32,7 @@ def _is_plain(leaf: Any, *names: str) -> bool:
 
 
 def test_the_fields_of_a_tensor_become_plain_ints() -> None:
-    shard = ShardedTensor(
+    shard = dc.ShardedTensor(
         "w",
         torch.zeros(2),
         torch.float32,
@@ -70,15 +62,15 @@ def test_rank_offsets_may_come_from_numpy() -> None:
     dp, tp = np.unravel_index(3, (2, 2))
     offset = (0, tp, np.int64(2))
     zero: Any = np.int64(0)
-    shard = ShardedTensor.from_rank_offsets(
+    shard = dc.ShardedTensor.from_rank_offsets(
         "w", FULL[2:], offset, (np.int8(1), dp - 1, Three()), replica_id=zero
     )
     assert (shard.global_shape, shard.global_offset) == ((4, 18), (2, 0))
     assert shard.axis_fragmentations == (2, 3)
     assert _is_plain(shard, "global_shape", "global_offset", "axis_fragmentations", "replica_id")
-    stacked = ShardedTensor.from_rank_offsets("w", FULL, offset, prepend_axis_num=np.int64(1))  # type: ignore[arg-type]
+    stacked = dc.ShardedTensor.from_rank_offsets("w", FULL, offset, prepend_axis_num=np.int64(1))  # type: ignore[arg-type]
     assert stacked.global_shape == (2, 4, 6)
-    flat = ShardedTensor.from_rank_offsets_flat(
+    flat = dc.ShardedTensor.from_rank_offsets_flat(
         "w",
         torch.zeros(3),
         np.array([2, 6]),  # type: ignore[arg-type]
@@ -91,11 +83,11 @@ def test_rank_offsets_may_come_from_numpy() -> None:
 
 
 def test_the_fields_of_an_object_and_of_a_factory_become_plain_ints() -> None:
-    cell = ShardedObject("o", 1, np.array([2, 3]), (np.int64(1), Three()), np.int64(0))  # type: ignore[arg-type]
+    cell = dc.ShardedObject("o", 1, np.array([2, 3]), (np.int64(1), Three()), np.int64(0))  # type: ignore[arg-type]
     assert cell.unique_key == "o/shard_1.3_2.3"
     assert _is_plain(cell, "global_shape", "global_offset", "replica_id")
     replica_id: Any = (np.int64(1), 0)
-    factory = ShardedTensorFactory(
+    factory = dc.ShardedTensorFactory(
         "f", FULL, lambda *_: {}, lambda x: x, replica_id, slice(np.int8(0), Three())
     )
     assert (factory.replica_id, factory.flattened_range) == ((1, 0), slice(0, 3))
@@ -105,35 +97,35 @@ def test_the_fields_of_an_object_and_of_a_factory_become_plain_ints() -> None:
 @pytest.mark.parametrize("wrong", [None, 0.0, "0", (0, 1.5), np.float64(0)])
 def test_what_is_no_integer_is_named_with_its_key(wrong: Any) -> None:
     makers: list[Callable[[], object]] = [
-        lambda: ShardedTensor.from_rank_offsets("my.key", FULL, replica_id=wrong),
-        lambda: ShardedTensor.from_rank_offsets("my.key", FULL, (0, wrong, 2)),
-        lambda: ShardedObject("my.key", 1, (1,), (0,), wrong),
-        lambda: ShardedTensorFactory("my.key", FULL, lambda *_: {}, lambda x: x, wrong),
+        lambda: dc.ShardedTensor.from_rank_offsets("my.key", FULL, replica_id=wrong),
+        lambda: dc.ShardedTensor.from_rank_offsets("my.key", FULL, (0, wrong, 2)),
+        lambda: dc.ShardedObject("my.key", 1, (1,), (0,), wrong),
+        lambda: dc.ShardedTensorFactory("my.key", FULL, lambda *_: {}, lambda x: x, wrong),
     ]
     for make in makers:
-        with pytest.raises(InvalidShardingError, match="integers") as caught:
+        with pytest.raises(dc.InvalidShardingError, match="integers") as caught:
             make()
         assert [finding.key for finding in caught.value.findings] == ["my.key"]
 
 
 def test_a_rank_offset_has_three_entries() -> None:
     wrong: Any = (0, 1)
-    with pytest.raises(CheckpointingException, match=r"found \(0, 1\)"):
-        ShardedTensor.from_rank_offsets("w", FULL, wrong)
+    with pytest.raises(dc.CheckpointingException, match=r"found \(0, 1\)"):
+        dc.ShardedTensor.from_rank_offsets("w", FULL, wrong)
 
 
 def test_an_array_is_not_a_tensor() -> None:
     array: Any = FULL.numpy()
     whole: Any = np.float32
     makers: list[Callable[[], object]] = [
-        lambda: ShardedTensor.from_rank_offsets("w", array),
-        lambda: ShardedTensor("w", array, whole, (4, 6), (4, 6), (0, 0), None),
-        lambda: ShardedTensor.from_rank_offsets_flat(
+        lambda: dc.ShardedTensor.from_rank_offsets("w", array),
+        lambda: dc.ShardedTensor("w", array, whole, (4, 6), (4, 6), (0, 0), None),
+        lambda: dc.ShardedTensor.from_rank_offsets_flat(
             "w", array.reshape(-1), (4, 6), flattened_range=slice(0, 24)
         ),
     ]
     for make in makers:
-        with pytest.raises(InvalidShardingError, match=r"torch tensor; found numpy\.ndarray"):
+        with pytest.raises(dc.InvalidShardingError, match=r"torch tensor; found numpy\.ndarray"):
             make()
 
 
@@ -144,10 +136,10 @@ def test_a_state_dict_full_of_them_comes_back(tmp_path: Path, backend: tuple[str
         offset: Any = (np.int64(0), row, np.int64(2))
         replica: Any = np.int64(0)
         leaves: dict[str, Any] = {
-            "w": ShardedTensor.from_rank_offsets(
+            "w": dc.ShardedTensor.from_rank_offsets(
                 "w", FULL.chunk(2)[rank].clone(), offset, replica_id=replica
             ),
-            "o": ShardedObject("o", {"rank": rank}, (np.int64(2),), (row,), replica),  # type: ignore[arg-type]
+            "o": dc.ShardedObject("o", {"rank": rank}, (np.int64(2),), (row,), replica),  # type: ignore[arg-type]
         }
         # What a user changes afterwards is not made plain before it is used.
         leaves["w"].replica_id = np.int64(0)
@@ -159,8 +151,8 @@ def test_a_state_dict_full_of_them_comes_back(tmp_path: Path, backend: tuple[str
         return leaves
 
     def work(comm: Comm) -> None:
-        save(state(comm.rank, with_data=True), tmp_path / "c", backend, comm=comm)
-        loaded = load(state(comm.rank, with_data=False), tmp_path / "c", comm=comm)
+        dc.save(state(comm.rank, with_data=True), tmp_path / "c", backend, comm=comm)
+        loaded = dc.load(state(comm.rank, with_data=False), tmp_path / "c", comm=comm)
         assert torch.equal(loaded["w"], FULL.chunk(2)[comm.rank])
         assert loaded["o"] == {"rank": comm.rank}
 

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    CheckpointExistsError,
-    CorruptCheckpointError,
-    load,
-    save,
-)
+from dist_checkpointing import CheckpointExistsError, CorruptCheckpointError, load, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.planning import LoadPlan, LoadPlanner

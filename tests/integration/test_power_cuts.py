@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,18 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_checkpointing import (
+    ShardedObject,
     check_is_distributed_checkpoint,
     load_plain_tensors,
     remove_sharded_tensors,
     save,
     verify_checkpoint,
 )
+from dist_checkpointing.interop import DCPWriter
 from dist_checkpointing.storage.options import Durability, StorageOptions
+from dist_checkpointing.strategies.base import PlannedSaveStrategy
+from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from lossy_disk import LossyDisk
-from states import BACKEND, BACKENDS, assert_at_step, save_on, trained
+from states import BACKEND, BACKENDS, assert_at_step, save_on, shard, trained
 
 Backend = tuple[str, int]
 
@@ -148,3 +155,59 @@ def test_nothing_is_waited_for_twice(
     save({"w": trained(1)["w"], "step": 1}, places[0] / "run/c", backend)
     assert not disk.in_vain
     assert len(disk.synced) == NUM_SYNCS[f"{backend[0]}{backend[1]}"], disk.synced
+
+
+# What a save waits for: every file and folder, or with ``Durability.PAGE_CACHE`` no disk.
+
+
+def strategy(backend: str, version: int, durability: Durability) -> PlannedSaveStrategy:
+    found = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    assert isinstance(found, PlannedSaveStrategy)
+    return type(found)(options=StorageOptions(durability=durability))
+
+
+def check_synced(folder: Path, synced: set[Path], durability: Durability) -> None:
+    if durability is Durability.FSYNC:
+        assert {folder, *folder.rglob("*")} <= synced
+    else:
+        assert not synced
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """The files and folders that Python code waits for, by their final names."""
+    paths: set[Path] = set()
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        paths.add(path.with_name(re.sub(r"\.[0-9a-f]{8}\.tmp$", "", path.name)))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return paths
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("durability", Durability)
+def test_a_save_by_dcp_does_so_too(
+    tmp_path: Path, synced: set[Path], durability: Durability
+) -> None:
+    writer = DCPWriter(tmp_path / "c", strategy("zarr", 2, durability))
+    dcp_save({"w": torch.arange(6.0), "step": 1}, storage_writer=writer)
+    check_synced(tmp_path / "c", synced, durability)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("durability", Durability)
+def test_a_save_waits_for_the_disk_or_not(
+    tmp_path: Path, synced: set[Path], backend: tuple[str, int], durability: Durability
+) -> None:
+    state = {
+        "w": shard("w", torch.arange(6.0)),
+        "o": ShardedObject("o", [1], (1,), (0,)),
+        "step": 1,
+    }
+    save(state, tmp_path / "c", strategy(*backend, durability))
+    check_synced(tmp_path / "c", synced, durability)
+    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], torch.arange(6.0))

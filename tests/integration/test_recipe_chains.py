@@ -428,7 +428,7 @@ SAVED_KINDS = ["whole", "rows", "rows", "flat", "prepended"]
 LOADED_KINDS = ["whole", "rows", "rows", "flat", "prepended", "box", "box"]
 
 
-@examples(300)
+@examples(200)
 @given(
     case=cases(),
     backend=st.sampled_from(BACKENDS),
@@ -530,7 +530,7 @@ def assert_says(made: Derivation, stored: dict[str, torch.Tensor], full: State) 
     }
 
 
-@examples(150)
+@examples(100)
 @given(
     case=cases(),
     backend=st.sampled_from(BACKENDS),

@@ -5,25 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dist_checkpointing import (
-    Checkpoint,
-    CheckpointingException,
-    CorruptCheckpointError,
-    Recipe,
-    ShardedObject,
-    StateMismatchError,
-    UnsupportedFormatError,
-    load,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
+from dist_checkpointing import load
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning.recipe import derive
@@ -42,115 +32,70 @@ from dist_checkpointing.planning.recipe_rules import (
     Unstack,
 )
 from dist_checkpointing.serialization.load_recipe import preview_recipe
-from dist_checkpointing.storage import Durability, StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.tensorstore import (
-    TensorStoreLoadShardedStrategy,
-    TensorStoreSaveShardedStrategy,
-)
+from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.tools.convert import convert
 from dist_checkpointing.tools.forecast.forecast import forecast_of
 from dist_checkpointing.tools.forecast.templates import RankWants
-from states import BACKEND, blanks, shard, wholes
-
-UNSYNCED = TensorStoreSaveShardedStrategy(options=StorageOptions(durability=Durability.PAGE_CACHE))
-Tensors = dict[str, torch.Tensor]
-Step = tuple[Rule, Tensors]
+from states import blanks, shard, wholes
 
 
 def numbered(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + math.prod(shape), dtype=torch.float32).reshape(shape)
 
 
-def interleaved(parts: Sequence[torch.Tensor], axis: int, groups: int) -> torch.Tensor:
-    """The first group of all, then the second of all, and so on."""
-    cut = [part.tensor_split(groups, axis) for part in parts]
-    return torch.cat([own[group] for group in range(groups) for own in cut], axis)
-
-
-def test_groups_and_squares(tmp_path: Path) -> None:
-    save(wholes({"qkv": numbered(8, 2), "square": numbered(3, 3)}), tmp_path / "c")
-    split_up = Split("qkv", ["q", "k", "v"], sizes=[2, 1, 1], groups=2)
-    convert(tmp_path / "c", tmp_path / "d", recipe=Recipe(split_up, Transpose("square")))
-    found: Any = load_plain_tensors(tmp_path / "d")
-    rows_of = {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]}
-    assert all(torch.equal(found[key], numbered(8, 2)[own]) for key, own in rows_of.items())
-    assert torch.equal(found["square"], numbered(3, 3).T)
-
-
 def test_what_is_only_renamed_is_proven(tmp_path: Path) -> None:
-    save(wholes({"a": numbered(4, 3), "b": numbered(2)}), tmp_path / "c", fingerprints=True)
-    recipe = Recipe(Rename("a", to="c"), Resize("b", size=3))
+    dc.save(wholes({"a": numbered(4, 3), "b": numbered(2)}), tmp_path / "c", fingerprints=True)
+    recipe = dc.Recipe(Rename("a", to="c"), Resize("b", size=3))
     assert convert(tmp_path / "c", tmp_path / "d", recipe=recipe).num_proven == 1
-
-
-@BACKEND
-def test_every_backend(tmp_path: Path, backend: Any) -> None:
-    q, k = numbered(4, 6), -numbered(2, 6)
-    save(wholes({"q": q, "k": k, "x": q.T.contiguous()}), tmp_path / "c", backend)
-    recipe = Recipe(Concat(["q", "k"], into="qk", groups=2), Transpose("x"), Resize("x", 1, 7))
-    padded = torch.cat([q, torch.zeros(4, 1)], 1)
-    expected = {"qk": interleaved([q, k], 0, 2), "x": padded}
-    found = load(blanks(expected), tmp_path / "c", recipe=recipe, verify=backend[0] != "zarr")
-    assert all(torch.equal(found[key], own) for key, own in expected.items())
 
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:
     tensors = {f"layers.{i}.{n}": numbered(2, 3, start=100 * i) for i in range(3) for n in "ab"}
     tensors["emb"] = numbered(5, 2)
-    objects = {"rng": ShardedObject("layers.0.rng", {"seed": 1}, (1,), (0,))}
-    save({**wholes(tensors), **objects, "step": 7}, tmp_path / "ckpt")
+    objects = {"rng": dc.ShardedObject("layers.0.rng", {"seed": 1}, (1,), (0,))}
+    dc.save({**wholes(tensors), **objects, "step": 7}, tmp_path / "ckpt")
     return tmp_path / "ckpt"
 
 
 def test_a_cast_converts_once_and_is_no_mismatch(ckpt: Path) -> None:
-    recipe = Recipe(CastTo("emb|layers.*", "bfloat16"))
+    recipe = dc.Recipe(CastTo("emb|layers.*", "bfloat16"))
     template = blanks({"emb": torch.empty(5, 2, dtype=torch.bfloat16)})
     found = load(template, ckpt, recipe=recipe)
     assert torch.equal(found["emb"], numbered(5, 2).bfloat16())
-    with pytest.raises(StateMismatchError, match="dtype differs"):
-        load(template, ckpt, recipe=Recipe(Drop("layers.0.a")))
+    with pytest.raises(dc.StateMismatchError, match="dtype differs"):
+        load(template, ckpt, recipe=dc.Recipe(Drop("layers.0.a")))
 
 
 def test_what_is_missing_is_zero_kept_or_an_error(ckpt: Path) -> None:
-    recipe = Recipe(Missing("new.zero.{x}"), Missing("new.{x*}", fill="template"))
+    recipe = dc.Recipe(Missing("new.zero.{x}"), Missing("new.{x*}", fill="template"))
     template = wholes({"new.zero.w": torch.ones(2, 2), "new.w": torch.ones(2, 2)})
-    template["rng"] = ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
+    template["rng"] = dc.ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
     found = load(template, ckpt, recipe=recipe, strict="raise_unexpected")
     assert found["new.zero.w"].eq(0).all()
     assert found["new.w"].eq(1).all()
     assert found["rng"] == {"seed": 5}
     assert found["step"] == 7
-    refusing = Recipe(Missing("new.zero.{x}", fill="error"), *recipe.rules)
-    with pytest.raises(StateMismatchError, match=r"'new.zero.w': not in the checkpoint"):
+    refusing = dc.Recipe(Missing("new.zero.{x}", fill="error"), *recipe.rules)
+    with pytest.raises(dc.StateMismatchError, match=r"'new.zero.w': not in the checkpoint"):
         load(template, ckpt, recipe=refusing)
     template["new.w"].data = None
-    with pytest.raises(StateMismatchError, match=r"'new.w': the template has no values to keep"):
+    with pytest.raises(dc.StateMismatchError, match=r"'new.w': the template has no values to keep"):
         load(template, ckpt, recipe=recipe)
 
 
-def test_a_vocabulary_gets_the_extent_of_the_template(ckpt: Path) -> None:
-    for rows in (3, 5, 8):
-        for fill, value in (("zeros", 0.0), ("template", 9.0)):
-            template = wholes({"wte": torch.full((rows, 2), 9.0)})
-            recipe = Recipe(Rename("emb", to="wte"), Resize("wte", fill=fill))  # type: ignore[arg-type]
-            found = load(template, ckpt, recipe=recipe)["wte"]
-            assert torch.equal(found[:5], numbered(5, 2)[:rows])
-            assert found[5:].eq(value).all()
-
-
 def test_objects_follow_names(ckpt: Path) -> None:
-    recipe = Recipe(Rename("layers.{i}.{x}", to="blocks.{i}.{x}"))
-    template = {"rng": ShardedObject("blocks.0.rng", None, (1,), (0,))}
+    recipe = dc.Recipe(Rename("layers.{i}.{x}", to="blocks.{i}.{x}"))
+    template = {"rng": dc.ShardedObject("blocks.0.rng", None, (1,), (0,))}
     assert load(template, ckpt, recipe=recipe)["rng"] == {"seed": 1}
-    old = {"rng": ShardedObject("layers.0.rng", None, (1,), (0,))}
-    with pytest.raises(StateMismatchError, match=r"'layers.0.rng': not in the checkpoint"):
+    old = {"rng": dc.ShardedObject("layers.0.rng", None, (1,), (0,))}
+    with pytest.raises(dc.StateMismatchError, match=r"'layers.0.rng': not in the checkpoint"):
         load(old, ckpt, recipe=recipe)
 
 
 def test_strictness_means_what_the_recipe_makes(ckpt: Path) -> None:
-    recipe = Recipe(Keep(["layers.{i}.a"]), Stack("layers.{i}.{x}", into="all.{x}"))
+    recipe = dc.Recipe(Keep(["layers.{i}.a"]), Stack("layers.{i}.{x}", into="all.{x}"))
     template = blanks({"all.a": torch.empty(3, 2, 3)})
     found = load(template, ckpt, recipe=recipe, strict="raise_all")
     assert torch.equal(
@@ -162,18 +107,9 @@ def test_strictness_means_what_the_recipe_makes(ckpt: Path) -> None:
     assert (missing, unexpected) == ({"all.a"}, {"b"})
 
 
-def test_a_stacked_template_with_a_prepended_axis(ckpt: Path) -> None:
-    recipe = Recipe(Stack("layers.{i}.{x}", into="all.{x}"))
-    for layer in range(3):
-        leaf = shard("all.b", torch.empty(2, 3), (0, layer, 3), prepend_axis_num=1)
-        assert torch.equal(
-            load({"w": leaf}, ckpt, recipe=recipe)["w"], numbered(2, 3, start=100 * layer)
-        )
-
-
 def test_a_parameter_that_wants_gradients_is_filled(ckpt: Path) -> None:
     weight = torch.nn.Parameter(torch.empty(2, 5))
-    load({"w": shard("emb", weight)}, ckpt, recipe=Recipe(Transpose("emb")))
+    load({"w": shard("emb", weight)}, ckpt, recipe=dc.Recipe(Transpose("emb")))
     assert torch.equal(weight, numbered(5, 2).T)
 
 
@@ -203,23 +139,23 @@ def test_a_parameter_that_wants_gradients_is_filled(ckpt: Path) -> None:
     ],
 )
 def test_errors_name_the_rule(ckpt: Path, rules: list[Rule], said: str) -> None:
-    recipe = Recipe(Rename("nothing", to="here"), *rules)
-    with pytest.raises(StateMismatchError, match=re.escape(said)) as caught:
+    recipe = dc.Recipe(Rename("nothing", to="here"), *rules)
+    with pytest.raises(dc.StateMismatchError, match=re.escape(said)) as caught:
         load({}, ckpt, recipe=recipe)
     assert f"rule {1 + len(rules)} of the recipe does not fit: {rules[-1]}" in str(caught.value)
 
 
 def test_a_template_that_does_not_fit_is_told_of_idle_rules(ckpt: Path) -> None:
-    with pytest.raises(StateMismatchError) as caught:
-        load(blanks({"wte": torch.empty(5, 2)}), ckpt, recipe=Recipe(Rename("enb", to="wte")))
+    with pytest.raises(dc.StateMismatchError) as caught:
+        load(blanks({"wte": torch.empty(5, 2)}), ckpt, recipe=dc.Recipe(Rename("enb", to="wte")))
     assert "'wte': not in the checkpoint" in str(caught.value)
     assert "rule 1 (rename 'enb', to='wte') matches nothing" in str(caught.value)
 
 
 def test_what_is_not_there_is_explained(ckpt: Path) -> None:
-    recipe = Recipe(Rename("layers.{i}.{x}", to="blocks.{i}.{x}"), Drop("emb"))
+    recipe = dc.Recipe(Rename("layers.{i}.{x}", to="blocks.{i}.{x}"), Drop("emb"))
     template = {name: torch.empty(2, 3) for name in ("block.1.a", "layers.1.a", "emb", "new")}
-    with pytest.raises(StateMismatchError) as caught:
+    with pytest.raises(dc.StateMismatchError) as caught:
         load(blanks(template), ckpt, recipe=recipe)
     said = {finding.key: str(finding) for finding in caught.value.findings}
     assert "did you mean 'blocks.1.a'" in said["block.1.a"]
@@ -230,7 +166,7 @@ def test_what_is_not_there_is_explained(ckpt: Path) -> None:
 
 
 def test_the_dry_run_says_what_is_lost(ckpt: Path) -> None:
-    recipe = Recipe(
+    recipe = dc.Recipe(
         CastTo("layers.{x*}", "float16"),
         Resize("emb", size=4),
         Resize("layers.{i}.a", axis=1, size=2),
@@ -251,49 +187,51 @@ def test_the_dry_run_says_what_is_lost(ckpt: Path) -> None:
     assert told["tensors"]["layers.0.b"] == "layers.0.b"
     assert told["rounded"]["layers.0.b"] == ["float32"]
     assert "emb" not in told["rounded"]
-    dropped = preview_recipe(Recipe(Drop("layers.0.rng")), ckpt)
+    dropped = preview_recipe(dc.Recipe(Drop("layers.0.rng")), ckpt)
     assert "left out: object layers.0.rng" in str(dropped)
     assert dropped.as_json()["objects_left_out"] == ["layers.0.rng"]
     # Upcasting loses nothing.
-    assert "rounded" not in str(preview_recipe(Recipe(CastTo("emb", "float64")), ckpt))
+    assert "rounded" not in str(preview_recipe(dc.Recipe(CastTo("emb", "float64")), ckpt))
 
 
 def test_an_object_of_the_template_is_kept_and_counted(ckpt: Path) -> None:
-    recipe = Recipe(Missing("new.{x}", fill="template"))
-    template: dict[str, Any] = {"o": ShardedObject("new.rng", {"seed": 5}, (1,), (0,))}
+    recipe = dc.Recipe(Missing("new.{x}", fill="template"))
+    template: dict[str, Any] = {"o": dc.ShardedObject("new.rng", {"seed": 5}, (1,), (0,))}
     made = preview_recipe(recipe, ckpt, template)
     assert "rule 1: missing 'new.{x}', fill='template': 1 matched" in str(made)
     assert "object new.rng <- template" in str(made)
     assert load(template, ckpt, recipe=recipe, strict="raise_unexpected")["o"] == {"seed": 5}
-    with pytest.raises(StateMismatchError, match=r"'new.rng': not in .*fill='template'") as caught:
-        load(template, ckpt, recipe=Recipe(Missing("new.{x}")))
+    with pytest.raises(
+        dc.StateMismatchError, match=r"'new.rng': not in .*fill='template'"
+    ) as caught:
+        load(template, ckpt, recipe=dc.Recipe(Missing("new.{x}")))
     assert "matches nothing" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        [Rename("emb", to="wte"), Missing("new"), Missing("new.rng", fill="template")],
-        [Rename("emb", to="wte"), Missing("new"), Rename("layers.0.rng", to="new.rng")],
-        [Rename("emb", to="wte"), Missing("new"), Missing("new.rng")],
-        [Rename("emb", to="wte"), Missing("new.rng", fill="template")],
-        [Missing("new{x*}", fill="template")],
-        [Rename("emb", to="wte"), CastTo("wte", "float16"), Missing("new{x*}", fill="template")],
-        [Rename("emb", to="wte"), Resize("wte", size=3), Missing("new{x*}", fill="template")],
-        [Rename("emb", to="wte"), Transpose("wte"), Missing("new{x*}", fill="error")],
-    ],
-)
+RECIPES: list[list[Rule]] = [
+    [Rename("emb", to="wte"), Missing("new"), Missing("new.rng", fill="template")],
+    [Rename("emb", to="wte"), Missing("new"), Rename("layers.0.rng", to="new.rng")],
+    [Rename("emb", to="wte"), Missing("new"), Missing("new.rng")],
+    [Rename("emb", to="wte"), Missing("new.rng", fill="template")],
+    [Missing("new{x*}", fill="template")],
+    [Rename("emb", to="wte"), CastTo("wte", "float16"), Missing("new{x*}", fill="template")],
+    [Rename("emb", to="wte"), Resize("wte", size=3), Missing("new{x*}", fill="template")],
+    [Rename("emb", to="wte"), Transpose("wte"), Missing("new{x*}", fill="error")],
+]
+
+
+@pytest.mark.parametrize("rules", RECIPES)
 def test_a_plan_finds_what_a_load_finds(ckpt: Path, rules: list[Rule]) -> None:
     template: dict[str, Any] = blanks({"wte": torch.empty(5, 2), "new": torch.empty(3)})
-    template["rng"] = ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
-    parts, recipe, seen = partition(template), Recipe(*rules), list[int]()
+    template["rng"] = dc.ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
+    parts, recipe, seen = partition(template), dc.Recipe(*rules), list[int]()
     made = preview_recipe(recipe, ckpt, template)
     wants = RankWants((0,), dict(parts.tensors), tuple(parts.objects.values()))
-    plan = forecast_of(Checkpoint.open(ckpt), [wants], made)
+    plan = forecast_of(dc.Checkpoint.open(ckpt), [wants], made)
     found: set[str | None] = set()
     try:
         load(template, ckpt, recipe=recipe, progress=lambda now: seen.append(now.bytes_total))
-    except StateMismatchError as error:
+    except dc.StateMismatchError as error:
         found = {finding.key for finding in error.findings} - {None}
     else:
         assert plan.read_bytes == seen[-1]
@@ -314,9 +252,9 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
     for number, parameter in enumerate(model.parameters(), 1):
         parameter.grad = torch.full_like(parameter, float(number))
     optimizer.step()
-    save(TorchState(model, optimizer, step=3), tmp_path / "c")
+    dc.save(TorchState(model, optimizer, step=3), tmp_path / "c")
     # Both change places, and one gets another name on the way.
-    recipe = Recipe(
+    recipe = dc.Recipe(
         Rename(r"(model|optimizer\.state)\.a\.{x*}", to=r"\1.other.{x}"),
         Rename(r"(model|optimizer\.state)\.b\.{x*}", to=r"\1.a.{x}"),
     )
@@ -341,13 +279,13 @@ def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> N
 
     model, optimizer = made(6)
     step(model, optimizer)
-    save(TorchState(model, optimizer), tmp_path / "c")
+    dc.save(TorchState(model, optimizer), tmp_path / "c")
     padded, its_optimizer = made(8)
     if has_stepped:
         step(padded, its_optimizer)
     state = TorchState(padded, its_optimizer)
     moments = Resize(r"optimizer\.state\.weight\.exp_avg(_sq)?")
-    load(state, tmp_path / "c", recipe=Recipe(Resize("model.weight"), moments))
+    load(state, tmp_path / "c", recipe=dc.Recipe(Resize("model.weight"), moments))
     for own, other in (
         (model.weight, padded.weight),
         *(
@@ -358,17 +296,8 @@ def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> N
         assert torch.equal(torch.cat([own, torch.zeros(2, 2)]), other)
     step(padded, its_optimizer)
     # A rule that forgets the moments is told so, and not by the next step.
-    with pytest.raises(StateMismatchError, match=r"exp_avg': global shape differs"):
-        load(TorchState(*made(8)), tmp_path / "c", recipe=Recipe(Resize("model.weight")))
-
-
-def test_nothing_is_touched_before_all_ranks_agree(ckpt: Path) -> None:
-    given_data = torch.full((8, 2), 3.0)
-    template = wholes({"emb": given_data})
-    template["other"] = shard("other", torch.empty(1))
-    with pytest.raises(StateMismatchError):
-        load(template, ckpt, recipe=Recipe(Resize("emb")))
-    assert given_data.eq(3).all()
+    with pytest.raises(dc.StateMismatchError, match=r"exp_avg': global shape differs"):
+        load(TorchState(*made(8)), tmp_path / "c", recipe=dc.Recipe(Resize("model.weight")))
 
 
 @pytest.mark.parametrize(
@@ -393,7 +322,7 @@ def test_nothing_is_touched_before_all_ranks_agree(ckpt: Path) -> None:
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(make: Callable[[], Rule]) -> None:
-    with pytest.raises(CheckpointingException, match=r"the rule `.*` is invalid"):
+    with pytest.raises(dc.CheckpointingException, match=r"the rule `.*` is invalid"):
         make()
 
 
@@ -404,7 +333,7 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         {"cast": "emb", "dtype": "bfloat16"},
         {"resize": "emb", "axis": 0, "size": 6},
     ]
-    expected = Recipe(
+    expected = dc.Recipe(
         Keep(["layers.{x*}", "emb"]),
         Stack("layers.{i}.{x}", into="all.{x}"),
         CastTo("emb", "bfloat16"),
@@ -414,8 +343,8 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(rows, sort_keys=False))
     for name in ("r.json", "r.yaml"):
-        assert Recipe.read(tmp_path / name).rules == expected.rules
-    made = preview_recipe(Recipe.read(tmp_path / "r.yaml"), ckpt)
+        assert dc.Recipe.read(tmp_path / name).rules == expected.rules
+    made = preview_recipe(dc.Recipe.read(tmp_path / "r.yaml"), ckpt)
     assert str(made).splitlines() == [
         "rule 1: keep ['layers.{x*}', 'emb']: 8 matched",
         "rule 2: stack 'layers.{i}.{x}', into='all.{x}': 6 matched",
@@ -461,22 +390,20 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "r.json").write_text(text)
-    with pytest.raises(CheckpointingException, match="the recipe cannot be read") as caught:
-        Recipe.read(tmp_path / "r.json")
+    with pytest.raises(dc.CheckpointingException, match="the recipe cannot be read") as caught:
+        dc.Recipe.read(tmp_path / "r.json")
     assert said in str(caught.value)
     assert str(tmp_path / "r.json") in str(caught.value)
-
-
-def test_the_order_of_names_in_a_rule_is_free(tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text('[{"axis": 1, "into": "c", "concat": ["a", "b"]}]')
-    assert Recipe.read(tmp_path / "r.json").rules == (Concat(["a", "b"], "c", 1),)
 
 
 def test_two_rules_in_one_of_yaml_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "r.yaml").write_text("- rename: a\n  to: b\n  rename: c\n  to: d\n")
-    with pytest.raises(CheckpointingException, match="'rename' is there 2 times in one rule"):
-        Recipe.read(tmp_path / "r.yaml")
+    with pytest.raises(dc.CheckpointingException, match="'rename' is there 2 times in one rule"):
+        dc.Recipe.read(tmp_path / "r.yaml")
+    # The order of the names is free.
+    (tmp_path / "r.json").write_text('[{"axis": 1, "into": "c", "concat": ["a", "b"]}]')
+    assert dc.Recipe.read(tmp_path / "r.json").rules == (Concat(["a", "b"], "c", 1),)
 
 
 @pytest.mark.parametrize("given_recipe", [[Drop("a")], Drop("a"), "rules.json"])
@@ -507,67 +434,59 @@ def test_a_strategy_without_plans_is_refused(ckpt: Path) -> None:
         def check_version_compatibility(self, loaded_version: int) -> None:
             assert loaded_version == 1
 
-    with pytest.raises(UnsupportedFormatError, match="makes no plans; found Plain"):
-        load(blanks({"emb": torch.empty(5, 2)}), ckpt, Plain(), recipe=Recipe(Drop("x")))
+    with pytest.raises(dc.UnsupportedFormatError, match="makes no plans; found Plain"):
+        load(blanks({"emb": torch.empty(5, 2)}), ckpt, Plain(), recipe=dc.Recipe(Drop("x")))
 
 
-def test_restored_values_are_verified(ckpt: Path) -> None:
-    recipe = Recipe(Rename("emb", to="wte"), Stack("layers.{i}.{x}", into="all.{x}"))
-    template = blanks({"wte": torch.empty(5, 2), "all.a": torch.empty(3, 2, 3)})
-    found = load(template, ckpt, recipe=recipe, verify="restored")
-    assert torch.equal(found["wte"], numbered(5, 2))
-
-
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
 @pytest.mark.parametrize(
-    ("rule", "shape"),
+    ("backend", "rule", "shape"),
     [
-        (Transpose("w"), (8, 8)),
-        (Concat(["w", "v"], into="w"), (16, 8)),
-        (Resize("w", size=16), (16, 8)),
-        (Resize("w", size=4), (4, 8)),
-        (CastTo("w", "float64"), (8, 8)),
+        ("tensorstore", Transpose("w"), (8, 8)),
+        ("zarr", Concat(["w", "v"], into="w"), (16, 8)),
+        ("tensorstore", Resize("w", size=16), (16, 8)),
+        ("zarr", Resize("w", size=4), (4, 8)),
+        ("tensorstore", CastTo("w", "float64"), (8, 8)),
     ],
 )
 def test_damage_is_found_through_a_rule(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: str, rule: Rule, shape: Any
 ) -> None:
     tensors = {"w": numbered(8, 8, start=1), "v": numbered(8, 8, start=1000)}
-    save(wholes(tensors), tmp_path / "c", backend, fingerprints=True)
+    dc.save(wholes(tensors), tmp_path / "c", backend, fingerprints=True)
     values = tensors["w"].numpy().tobytes()
     (file,) = [f for f in (tmp_path / "c").rglob("*") if f.is_file() and values in f.read_bytes()]
     content = bytearray(file.read_bytes())
     content[content.find(values) + len(values) - 2] ^= 1  # in the last row
     file.write_bytes(content)
     dtype = torch.float64 if isinstance(rule, CastTo) else torch.float32
-    template, recipe = blanks({"w": torch.empty(shape, dtype=dtype)}), Recipe(rule)
-    with pytest.raises(CorruptCheckpointError, match="'w': checksum differs"):
+    template, recipe = blanks({"w": torch.empty(shape, dtype=dtype)}), dc.Recipe(rule)
+    with pytest.raises(dc.CorruptCheckpointError, match="'w': checksum differs"):
         load(template, tmp_path / "c", recipe=recipe, verify=True)
-    with pytest.raises(CorruptCheckpointError, match="not what was saved"):
+    with pytest.raises(dc.CorruptCheckpointError, match="not what was saved"):
         convert(tmp_path / "c", tmp_path / "out", recipe=recipe)
     if shape == (4, 8) or dtype == torch.float64:
         load(template, tmp_path / "c", recipe=recipe, verify="restored")
         assert "1 tensors are not compared with what was saved" in caplog.text
     else:
-        with pytest.raises(CorruptCheckpointError, match="'w': what lies in memory is not"):
+        with pytest.raises(dc.CorruptCheckpointError, match="'w': what lies in memory is not"):
             load(template, tmp_path / "c", recipe=recipe, verify="restored")
 
 
 def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:
     """A bfloat16 weight and its float32 master, or tied embeddings."""
     weight = numbered(4, 3).bfloat16()
-    save(wholes({"w": weight}), tmp_path / "c")
+    dc.save(wholes({"w": weight}), tmp_path / "c")
     leaves = {"model": weight.T.clone(), "master": torch.empty(3, 4)}
     template = {name: shard("x", torch.empty_like(own)) for name, own in leaves.items()}
-    recipe = Recipe(Rename("w", to="x"), Transpose("x"))
+    recipe = dc.Recipe(Rename("w", to="x"), Transpose("x"))
     found = load(template, tmp_path / "c", recipe=recipe, cast="widen")
     assert torch.equal(found["model"], weight.T)
     assert torch.equal(found["master"], weight.T.float())
 
 
 def test_a_tensor_without_elements_is_as_stored(tmp_path: Path) -> None:
-    save(wholes({"none": torch.zeros(0, 3), "cast": torch.zeros(0)}), tmp_path / "c")
-    made = preview_recipe(Recipe(CastTo("cast", "float64")), tmp_path / "c")
+    dc.save(wholes({"none": torch.zeros(0, 3), "cast": torch.zeros(0)}), tmp_path / "c")
+    made = preview_recipe(dc.Recipe(CastTo("cast", "float64")), tmp_path / "c")
     assert made.changed == ["cast"]
 
 
@@ -576,7 +495,7 @@ def test_deriving_does_not_grow_with_what_no_rule_matches() -> None:
     from dist_checkpointing.format.index import Index, StoredTensor
 
     index = Index.of(StoredTensor.undivided(f"t{n}", from_name("float32"), (4,)) for n in range(50))
-    made = derive(Recipe(Drop("t7")), index)
+    made = derive(dc.Recipe(Drop("t7")), index)
     assert len(made.tensors) == 49
     assert made.left_out == ["t7"]
     assert made.changed == []

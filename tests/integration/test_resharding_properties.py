@@ -68,6 +68,7 @@ FORMATS: dict[str, Any] = {
     "zarr 2 tiny chunks zstd": functools.partial(TinyChunkStrategy, codec="zstd"),
 }
 FORMAT = pytest.mark.parametrize("file_format", FORMATS)
+BACKENDS = ["tensorstore", "torch_dist", "zarr 1", "zarr 2 zstd"]
 
 
 def strategy(file_format: str) -> Any:
@@ -387,9 +388,8 @@ def worlds(draw: st.DrawFn) -> tuple[int, int, list[Case]]:
     return save_size, load_size, draw(cases(save_size, load_size))
 
 
-@FORMAT
-@examples(60)
-@given(world=worlds())
+@examples(240)
+@given(world=worlds(), file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]))
 def test_any_save_grid_loads_into_any_load_grid(
     file_format: str, world: tuple[int, int, list[Case]]
 ) -> None:
@@ -401,9 +401,8 @@ def test_any_save_grid_loads_into_any_load_grid(
         check_whole(tensors, folder)
 
 
-@pytest.mark.parametrize("file_format", ["tensorstore", "torch_dist", "zarr 1", "zarr 2 zstd"])
-@examples(40)
-@given(world=worlds())
+@examples(80)
+@given(world=worlds(), file_format=st.sampled_from(BACKENDS))
 def test_any_save_grid_loads_from_a_store(
     file_format: str, world: tuple[int, int, list[Case]]
 ) -> None:
@@ -417,10 +416,7 @@ def test_any_save_grid_loads_from_a_store(
 
 
 @FORMAT
-@pytest.mark.parametrize("dtype", [row.torch for row in DTYPES], ids=[row.name for row in DTYPES])
-def test_every_bit_pattern_of_every_dtype_survives(
-    tmp_path: Path, dtype: torch.dtype, file_format: str
-) -> None:
+def test_every_bit_pattern_of_every_dtype_survives(tmp_path: Path, file_format: str) -> None:
     whole = (6, 4)
     rows = (
         Part(0, (0, 0), (3, 4), None, 0, 0, (2, 1)),
@@ -436,12 +432,17 @@ def test_every_bit_pattern_of_every_dtype_survives(
         for rank, piece in enumerate([(0, 5), (5, 17), (17, 24)])
     )
     scalar = (Part(1, (), (), memory="offset"),)
+    none, none_too = ((Part(rank, (0, 0), (0, 3)),) for rank in (0, 1))
     tensors = [
-        Case("rows to columns", dtype, whole, rows, columns, 1),
-        Case("flat to columns", dtype, whole, flat, columns, 2),
-        Case("columns to flat", dtype, whole, columns[:2], flat, 3),
-        Case("scalar", dtype, (), scalar, scalar, 4),
-        Case("empty", dtype, (0, 3), (Part(0, (0, 0), (0, 3)),), (Part(1, (0, 0), (0, 3)),), 5),
+        case
+        for dtype, name in ((row.torch, row.name) for row in DTYPES)
+        for case in (
+            Case(f"{name} rows to columns", dtype, whole, rows, columns, 1),
+            Case(f"{name} flat to columns", dtype, whole, flat, columns, 2),
+            Case(f"{name} columns to flat", dtype, whole, columns[:2], flat, 3),
+            Case(f"{name} scalar", dtype, (), scalar, scalar, 4),
+            Case(f"{name} empty", dtype, (0, 3), none, none_too, 5),
+        )
     ]
     save_cases(tensors, 3, tmp_path / "checkpoint", file_format)
     check_load(tensors, 3, tmp_path / "checkpoint")
@@ -457,8 +458,14 @@ def every_box(shape: Ints) -> list[Part]:
     ]
 
 
-@FORMAT
-@pytest.mark.parametrize("shape", [(3, 1, 4), (2, 3, 1, 2), (1, 3, 3), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "file_format"),
+    [
+        (((3, 1, 4), (2, 3, 1, 2), (1, 3, 3), (4, 2, 1))[number % 4], name)
+        for number, name in enumerate(FORMATS)
+    ],
+    ids=str,
+)
 def test_every_box_of_a_tensor_loads_however_it_was_cut(
     tmp_path: Path, shape: Ints, file_format: str
 ) -> None:
@@ -490,7 +497,7 @@ def test_every_box_of_a_tensor_loads_however_it_was_cut(
     check_load(tensors, 1, tmp_path / "checkpoint")
 
 
-@FORMAT
+@pytest.mark.parametrize("file_format", BACKENDS)
 def test_64_ranks_to_48_ranks(tmp_path: Path, file_format: str) -> None:
     shape = (192, 4)
     tensors = [
@@ -530,9 +537,9 @@ def test_views_that_are_no_plain_memory_are_saved_as_their_values(
         assert torch.equal(plain[key], expected.detach().resolve_conj().resolve_neg()), key
 
 
-@FORMAT
-@examples(15)
+@examples(60)
 @given(
+    file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]),
     stored_rows=st.integers(0, 12),
     save_counts=st.integers(1, 4),
     wanted_shard_rows=st.integers(1, 5),
@@ -542,8 +549,8 @@ def test_views_that_are_no_plain_memory_are_saved_as_their_values(
     given_memory=st.sampled_from([None, *MEMORIES]),
 )
 def test_with_allow_shape_mismatch_the_common_part_is_loaded_and_the_rest_is_zero(
-    file_format: str,
     *,
+    file_format: str,
     stored_rows: int,
     save_counts: int,
     wanted_shard_rows: int,

@@ -18,22 +18,8 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from dist_checkpointing import (
-    CheckpointManager,
-    ShardedObject,
-    ShardedTensor,
-    load,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import (
-    CheckpointExistsError,
-    CheckpointingException,
-    CheckpointNotFoundError,
-    RankFailedError,
-    UnsupportedFormatError,
-)
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
 from dist_checkpointing.format.commit import data_folder
@@ -52,10 +38,12 @@ def big_state(*, empty: bool = False) -> dict[str, Any]:
     """12 MiB in one tensor, of which a part is strided, and small values."""
     big = torch.zeros_like(BIG) if empty else BIG
     return {
-        "big": ShardedTensor.from_rank_offsets("big", big),
-        "turned": ShardedTensor.from_rank_offsets("turned", big[:2000].clone().T),
-        "small": [ShardedTensor.from_rank_offsets(f"small.{n}", big[n].clone()) for n in range(20)],
-        "object": ShardedObject("object", None if empty else {"seed": 7}, (1,), (0,)),
+        "big": dc.ShardedTensor.from_rank_offsets("big", big),
+        "turned": dc.ShardedTensor.from_rank_offsets("turned", big[:2000].clone().T),
+        "small": [
+            dc.ShardedTensor.from_rank_offsets(f"small.{n}", big[n].clone()) for n in range(20)
+        ],
+        "object": dc.ShardedObject("object", None if empty else {"seed": 7}, (1,), (0,)),
         "step": 0 if empty else 1000,
     }
 
@@ -79,11 +67,20 @@ def unfinished_uploads(place: ObjectPath) -> int:
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-def test_a_checkpoint_comes_back_from_s3(s3_place: ObjectPath, backend: str) -> None:
-    save(big_state(), s3_place, backend)
-    require_big(load(big_state(empty=True), s3_place, verify=True))
-    verify_checkpoint(s3_place)
+def test_a_checkpoint_comes_back_from_s3_and_from_a_copy_on_a_disk(
+    s3_place: ObjectPath, tmp_path: Path, backend: str
+) -> None:
+    dc.save(big_state(), s3_place, backend)
     assert unfinished_uploads(s3_place) == 0
+    folder = data_folder(s3_place)
+    assert isinstance(folder, ObjectPath)
+    for name in keys_below(folder):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(folder.store.get((folder / name).key))
+    for place in (s3_place, tmp_path):
+        require_big(dc.load(big_state(empty=True), place, verify=True))
+        dc.verify_checkpoint(place)
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
@@ -104,7 +101,7 @@ def test_what_is_put_is_sealed_and_not_listed(
 
     for name in ("get", "get_range", "head", "list_below", "list_folder", "blocks"):
         monkeypatch.setattr(ObjectStore, name, noting(name))
-    save(big_state(), s3_place, backend)
+    dc.save(big_state(), s3_place, backend)
     monkeypatch.undo()
     folder = data_folder(s3_place)
     assert isinstance(folder, ObjectPath)
@@ -122,62 +119,56 @@ def test_what_is_put_is_sealed_and_not_listed(
 
 def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_writer, "_OBJECT_BYTES", 2**22)
-    url = new_url()
-    save(big_state(), url)
+    url, seen = new_url(), list[int]()
+    dc.save(big_state(), url, progress=lambda state: seen.append(state.bytes_done))
+    assert max(seen) >= BIG.nbytes
     sizes = [
         info.num_bytes
         for info in ObjectPath.of(url).store.list_below(ObjectPath.of(url).prefix)
         if "/data/model/" in info.key
     ]
     assert len(sizes) > 2
-    require_big(load(big_state(empty=True), url, verify=True))
-
-
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-def test_the_folder_of_the_data_is_a_checkpoint_on_a_disk(
-    s3_place: ObjectPath, tmp_path: Path, backend: str
-) -> None:
-    save(big_state(), s3_place, backend)
-    folder = data_folder(s3_place)
-    assert isinstance(folder, ObjectPath)
-    for name in keys_below(folder):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(folder.store.get((folder / name).key))
-    require_big(load(big_state(empty=True), tmp_path, verify=True))
-    verify_checkpoint(tmp_path)
+    require_big(dc.load(big_state(empty=True), url, verify=True))
 
 
 def sharded(rank: int, world_size: int, rows: torch.Tensor) -> dict[str, Any]:
     own = rows.chunk(world_size)[rank].clone()
-    return {"rows": ShardedTensor.from_rank_offsets("rows", own, (0, rank, world_size))}
+    return {"rows": dc.ShardedTensor.from_rank_offsets("rows", own, (0, rank, world_size))}
 
 
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-@pytest.mark.parametrize("loading", [1, 2, 8])
-@pytest.mark.parametrize("saving", [1, 4])
+@pytest.mark.parametrize(
+    ("backend", "saving", "loading"),
+    [("tensorstore", 4, 1), ("tensorstore", 1, 8), ("zarr", 4, 2), ("torch_dist", 4, 8)],
+)
 def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
     url = new_url()
-    run_ranks(saving, lambda c: save(sharded(c.rank, saving, BIG[:2048]), url, backend, comm=c))
+    run_ranks(saving, lambda c: dc.save(sharded(c.rank, saving, BIG[:2048]), url, backend, comm=c))
 
     def read(comm: Comm) -> torch.Tensor:
         template = sharded(comm.rank, loading, torch.zeros_like(BIG[:2048]))
-        rows: torch.Tensor = load(template, url, comm=comm, verify=True)["rows"]
+        rows: torch.Tensor = dc.load(template, url, comm=comm, verify=True)["rows"]
         return rows
 
     assert torch.equal(torch.cat(run_ranks(loading, read)), BIG[:2048])
 
 
 def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:
-    save({"step": 1}, s3_place)
-    with pytest.raises(CheckpointExistsError, match="already holds a checkpoint"):
-        save({"step": 2}, s3_place)
-    assert load({"step": 0}, s3_place) == {"step": 1}
-    save({"step": 2}, s3_place, overwrite=True)
-    assert load({"step": 0}, s3_place) == {"step": 2}
+    dc.save({"step": 1}, s3_place)
+    config = s3_place / "metadata.json"
+    assert json.loads(config.store.get(config.key)) == {
+        "sharded_backend": "tensorstore",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    with pytest.raises(dc.CheckpointExistsError, match="already holds a checkpoint"):
+        dc.save({"step": 2}, s3_place)
+    assert dc.load({"step": 0}, s3_place) == {"step": 1}
+    dc.save({"step": 2}, s3_place, overwrite=True)
+    assert dc.load({"step": 0}, s3_place) == {"step": 2}
 
 
-@pytest.mark.parametrize("nth", range(1, 40, 3))
+@pytest.mark.parametrize("nth", [1, 2, 4, 7, 10, 13, 19, 28])
 def test_a_save_that_is_cut_off_leaves_no_checkpoint(
     nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,14 +189,14 @@ def test_a_save_that_is_cut_off_leaves_no_checkpoint(
     with monkeypatch.context() as patch:
         for name in ("put", "put_parts"):
             patch.setattr(ObjectStore, name, breaking(name))
-        with suppress(RankFailedError):
-            run_ranks(2, lambda c: save(sharded(c.rank, 2, BIG), url, comm=c))
-    template = {"rows": ShardedTensor.from_rank_offsets("rows", torch.zeros_like(BIG))}
+        with suppress(dc.RankFailedError):
+            run_ranks(2, lambda c: dc.save(sharded(c.rank, 2, BIG), url, comm=c))
+    template = {"rows": dc.ShardedTensor.from_rank_offsets("rows", torch.zeros_like(BIG))}
     try:
-        assert torch.equal(load(template, url, verify=True)["rows"], BIG)
-    except CheckpointNotFoundError:
-        run_ranks(2, lambda c: save(sharded(c.rank, 2, BIG), url, comm=c))
-        assert torch.equal(load(template, url, verify=True)["rows"], BIG)
+        assert torch.equal(dc.load(template, url, verify=True)["rows"], BIG)
+    except dc.CheckpointNotFoundError:
+        run_ranks(2, lambda c: dc.save(sharded(c.rank, 2, BIG), url, comm=c))
+        assert torch.equal(dc.load(template, url, verify=True)["rows"], BIG)
         data = {key.split("/")[1] for key in keys_below(ObjectPath.of(url)) if "data/" in key}
         assert len(data) == 1, "what the failed save wrote is still there"
 
@@ -222,16 +213,18 @@ def test_an_upload_that_is_given_up_is_aborted(
         raise OSError(5, "a cable is cut")
 
     monkeypatch.setattr(DataFiles, "finish", fail)
-    with pytest.raises(RankFailedError, match="a cable is cut"):
-        save(big_state(), s3_place)
+    with pytest.raises(dc.RankFailedError, match="a cable is cut"):
+        dc.save(big_state(), s3_place)
     assert unfinished_uploads(s3_place) == 0
     assert not any("data/" in key for key in keys_below(s3_place))
     monkeypatch.setattr(DataFiles, "finish", finish)
-    save(big_state(), s3_place)
+    dc.save(big_state(), s3_place)
 
 
-@pytest.mark.parametrize("parallelism", [16, 1])
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+@pytest.mark.parametrize(
+    ("backend", "parallelism"),
+    [("tensorstore", 16), ("tensorstore", 1), ("zarr", 1), ("torch_dist", 16)],
+)
 def test_an_upload_that_fails_in_the_middle_ends_the_save(
     s3_place: ObjectPath, backend: str, parallelism: int
 ) -> None:
@@ -250,10 +243,10 @@ def test_an_upload_that_fails_in_the_middle_ends_the_save(
         )
         place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
         big = torch.zeros(2**23)
-        state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", big) for n in range(3)}
+        state = {f"w{n}": dc.ShardedTensor.from_rank_offsets(f"w{n}", big) for n in range(3)}
         # Of parts that come while the upload is aborted moto makes a 500.
-        with pytest.raises(RankFailedError, match=rf"(?s)50[03].*{s3_place.key}/data/"):
-            save(state, place, backend)
+        with pytest.raises(dc.RankFailedError, match=rf"(?s)50[03].*{s3_place.key}/data/"):
+            dc.save(state, place, backend)
     if parallelism == 1:
         assert unfinished_uploads(s3_place) == 0
 
@@ -279,16 +272,16 @@ def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
         proxy.fault = interrupt
         options = replace(s3_place.store.options, endpoint=proxy.url, parallelism=1)
         place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
-        state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
+        state = {f"w{n}": dc.ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
         try:
             with pytest.raises(KeyboardInterrupt):
-                save(state, place, backend)
+                dc.save(state, place, backend)
         finally:
             signal.signal(signal.SIGINT, old)
         assert len(parts) < 20
     assert unfinished_uploads(s3_place) == 0
-    with pytest.raises(CheckpointNotFoundError):
-        load({}, s3_place)
+    with pytest.raises(dc.CheckpointNotFoundError):
+        dc.load({}, s3_place)
 
 
 def test_a_chunk_that_is_cancelled_aborts_its_upload(
@@ -314,63 +307,40 @@ def every(place: ObjectPath) -> list[str]:
 @pytest.mark.parametrize("name", ["a//b", "a/./b/", "with space", "100%41", "ü+&=?#[x]", "", "/"])
 def test_a_place_of_any_name(name: str) -> None:
     url = f"memory://{uuid.uuid4().hex}/{name}"
-    save({"step": 1}, url)
-    save({"step": 2}, url, overwrite=True)
-    assert load({}, url)["step"] == 2
+    dc.save({"step": 1}, url)
+    dc.save({"step": 2}, url, overwrite=True)
+    assert dc.load({}, url)["step"] == 2
     place = ObjectPath.of(url)
     parts = [part for part in name.split("/") if part not in ("", ".")]
     assert place.key == "/".join(parts)
     assert len(every(place)) == len(keys_below(place))  # nothing is anywhere else
-    with CheckpointManager(f"{url}/run") as manager:
+    with dc.CheckpointManager(f"{url}/run") as manager:
         manager.save(1, {"step": 1})
         assert manager.steps() == [1]
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../b", "..", "line\nbreak", "delete\x7f"])
 def test_a_place_that_no_object_can_be_called(name: str) -> None:
-    with pytest.raises(CheckpointingException, match="not a path of a checkpoint") as caught:
-        save({"step": 1}, f"memory://bucket/{name}")
+    with pytest.raises(dc.CheckpointingException, match="not a path of a checkpoint") as caught:
+        dc.save({"step": 1}, f"memory://bucket/{name}")
     assert repr(name)[1:-1] in str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", [("zarr", 1)])
-def test_formats_for_disks_are_refused(strategy: Any) -> None:
+def test_what_is_for_disks_only_is_refused(tmp_path: Path) -> None:
+    dc.save(big_state(), tmp_path / "base")
     url = new_url()
-    with pytest.raises(UnsupportedFormatError, match="mounted file system only"):
-        save(big_state(), url, strategy)
+    with pytest.raises(dc.UnsupportedFormatError, match="mounted file system only"):
+        dc.save(big_state(), url, ("zarr", 1))
     assert keys_below(ObjectPath.of(url)) == []
-
-
-def test_a_base_is_refused(tmp_path: Path) -> None:
-    save(big_state(), tmp_path / "base")
-    url = new_url()
-    with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
-        save(big_state(), url, base=tmp_path / "base")
-    save(big_state(), url)
-    with pytest.raises(UnsupportedFormatError, match="object store"):
-        save(big_state(), tmp_path / "next", base=url)
-
-
-def test_progress_counts_bytes() -> None:
-    seen: list[int] = []
-    save(big_state(), new_url(), progress=lambda state: seen.append(state.bytes_done))
-    assert max(seen) >= BIG.nbytes
-
-
-def test_metadata_json_has_the_four_fields() -> None:
-    url = new_url()
-    save({"step": 1}, url)
-    place = ObjectPath.of(url) / "metadata.json"
-    assert json.loads(place.store.get(place.key)) == {
-        "sharded_backend": "tensorstore",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
+    with pytest.raises(dc.UnsupportedFormatError, match="an incremental save works on a mounted"):
+        dc.save(big_state(), url, base=tmp_path / "base")
+    dc.save(big_state(), url)
+    with pytest.raises(dc.UnsupportedFormatError, match="object store"):
+        dc.save(big_state(), tmp_path / "next", base=url)
 
 
 def test_options_of_the_writer_hold(s3_place: ObjectPath) -> None:
     """A budget far below the size of the state, and one thread."""
     options = StorageOptions(threads=1, buffer_bytes=2**20)
-    save(big_state(), s3_place, TensorStoreSaveShardedStrategy(options=options))
-    require_big(load(big_state(empty=True), s3_place))
+    dc.save(big_state(), s3_place, TensorStoreSaveShardedStrategy(options=options))
+    require_big(dc.load(big_state(empty=True), s3_place))

@@ -24,8 +24,6 @@ ROWS, COLUMNS = 1000, 4001  # 16 MB of float32
 SLACK = 2**19
 """For plans, the index and all else that has nothing to do with the size of a tensor."""
 
-MODE = pytest.mark.parametrize("mode", [ReadMode.MEMMAP, ReadMode.PREAD])
-
 
 def values() -> torch.Tensor:
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
@@ -40,12 +38,6 @@ def loader(
     return type(found)(planner=planner, options=options)
 
 
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors as if they were on a GPU: no array of numpy's reaches their memory."""
-    monkeypatch.setattr(tensor_memory, "fillable", lambda *_: None)
-
-
 def peak_of_load(template: dict[str, Any], folder: Path, strategy: Any) -> int:
     load(template, folder, strategy, cast="any")  # whatever is imported or cached on first use
     tracemalloc.start()
@@ -55,41 +47,44 @@ def peak_of_load(template: dict[str, Any], folder: Path, strategy: Any) -> int:
     return peak
 
 
-@BACKEND
-@MODE
-def test_another_dtype(tmp_path: Path, backend: tuple[str, int], mode: ReadMode) -> None:
+@pytest.mark.parametrize("what", ["dtype", "device", "flattened range"])
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        (("tensorstore", 1), ReadMode.MEMMAP),
+        (("zarr", 2), ReadMode.PREAD),
+        (("zarr", 1), ReadMode.MEMMAP),
+        (("torch_dist", 1), ReadMode.PREAD),
+    ],
+)
+def test_what_needs_a_copy(
+    tmp_path: Path,
+    backend: tuple[str, int],
+    mode: ReadMode,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Values for another dtype, or as if for a GPU: no array of numpy's reaches their memory."""
     full = values()
     save({"w": shard("w", full)}, tmp_path, backend)
-    wanted: dict[str, Any] = {"w": shard("w", torch.zeros(ROWS, COLUMNS).bfloat16())}
-    assert peak_of_load(wanted, tmp_path, loader(backend, mode)) < BUDGET + SLACK
-    assert torch.equal(wanted["w"].data, full.bfloat16())
-
-
-@BACKEND
-@MODE
-@pytest.mark.usefixtures("elsewhere")
-def test_another_device(tmp_path: Path, backend: tuple[str, int], mode: ReadMode) -> None:
-    full = values()
-    save({"w": shard("w", full)}, tmp_path, backend)
-    # Some columns: they do not lie together in the file either.
-    box = Box((3, 2000), (990, 2001))
-    data = torch.zeros(box.shape)
-    wanted: dict[str, Any] = {
-        "w": ShardedTensor("w", data, data.dtype, box.shape, (ROWS, COLUMNS), box.offset, None)
-    }
-    assert peak_of_load(wanted, tmp_path, loader(backend, mode)) < BUDGET + SLACK
-    assert torch.equal(data, full[box.slices()])
-
-
-@BACKEND
-@pytest.mark.usefixtures("elsewhere")
-def test_a_flattened_range(tmp_path: Path, backend: tuple[str, int]) -> None:
-    full = values()
-    save({"w": shard("w", full)}, tmp_path, backend)
-    start, stop = 12_345, ROWS * COLUMNS - 6_789
-    wanted: dict[str, Any] = {"w": flat("w", torch.zeros(ROWS, COLUMNS), start, stop)}
-    assert peak_of_load(wanted, tmp_path, loader(backend, ReadMode.PREAD)) < BUDGET + SLACK
-    assert torch.equal(wanted["w"].data, full.reshape(-1)[start:stop])
+    if what == "dtype":
+        leaf = shard("w", torch.zeros(ROWS, COLUMNS).bfloat16())
+        expected = full.bfloat16()
+    elif what == "device":
+        # Some columns: they do not lie together in the file either.
+        box = Box((3, 2000), (990, 2001))
+        data = torch.zeros(box.shape)
+        leaf = ShardedTensor("w", data, data.dtype, box.shape, (ROWS, COLUMNS), box.offset, None)
+        expected = full[box.slices()]
+    else:
+        start, stop = 12_345, ROWS * COLUMNS - 6_789
+        leaf = flat("w", torch.zeros(ROWS, COLUMNS), start, stop)
+        expected = full.reshape(-1)[start:stop]
+    if what != "dtype":
+        monkeypatch.setattr(tensor_memory, "fillable", lambda *_: None)
+    assert peak_of_load({"w": leaf}, tmp_path, loader(backend, mode)) < BUDGET + SLACK
+    assert leaf.data is not None
+    assert torch.equal(leaf.data, expected)
 
 
 def test_a_compressed_chunk_is_not_copied_as_a_whole(tmp_path: Path) -> None:

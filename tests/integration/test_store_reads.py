@@ -16,25 +16,8 @@ import torch
 from moto.server import ThreadedMotoServer
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from dist_checkpointing import (
-    Checkpoint,
-    check_is_distributed_checkpoint,
-    fingerprint,
-    load,
-    load_common_state_dict,
-    load_content_metadata,
-    load_plain_tensors,
-    load_sharded_metadata,
-    load_tensors_metadata,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.checkpoint import examine_checkpoint
-from dist_checkpointing.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    RankFailedError,
-)
 from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore, ObjectStoreOptions
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS, COMMITS
 from dist_checkpointing.interop.torch_dcp import DCPReader
@@ -72,9 +55,9 @@ def over_http(proxy: Proxy, url: str, **changes: Any) -> ObjectPath:
 
 def assert_reads(sample: Sample, place: Any) -> None:
     """All that reads a checkpoint finds the sample there."""
-    sample.assert_is(load(sample.template(), place, verify=True))
-    plain = load_plain_tensors(place)
-    opened = Checkpoint.open(place)
+    sample.assert_is(dc.load(sample.template(), place, verify=True))
+    plain = dc.load_plain_tensors(place)
+    opened = dc.Checkpoint.open(place)
     for key, tensor in sample.tensors.items():
         assert_same_bits(plain[key], tensor, key)
         if tensor.ndim:
@@ -82,18 +65,20 @@ def assert_reads(sample: Sample, place: Any) -> None:
             assert_same_bits(opened[key][..., ::2], tensor[..., ::2], key)
     assert [*opened.objects["rng"]] == [(rank,) for rank in range(RANKS)]
     assert opened.objects["rng"][1] == {"seed": [1, 5]}
-    assert load_common_state_dict(place)["iteration"] == 1000
-    assert load_content_metadata(place) == opened.metadata == METADATA
-    assert load_tensors_metadata(place).keys() == sample.tensors.keys()
-    assert load_sharded_metadata(place).keys() > sample.tensors.keys()
-    assert opened.fingerprints() == Checkpoint.open(sample.folder).fingerprints()
+    assert dc.load_common_state_dict(place)["iteration"] == 1000
+    assert dc.load_content_metadata(place) == opened.metadata == METADATA
+    assert dc.load_tensors_metadata(place).keys() == sample.tensors.keys()
+    assert dc.load_sharded_metadata(place).keys() > sample.tensors.keys()
+    assert opened.fingerprints() == dc.Checkpoint.open(sample.folder).fingerprints()
     found = examine_checkpoint(place)
     assert (found.findings, found.refused, found.is_sealed) == ((), (), True)
-    verify_checkpoint(place)
+    dc.verify_checkpoint(place)
 
 
 def test_everything_is_read_as_from_a_disk(sample: Sample) -> None:
-    assert_reads(sample, copied_up(sample.folder, new_url()))
+    url = copied_up(sample.folder, new_url())
+    for place in (url, data_url(url)):  # a plain copy of a folder is a checkpoint too
+        assert_reads(sample, place)
 
 
 @pytest.mark.parametrize("name", ["tensorstore", "torch_dist"])
@@ -103,14 +88,9 @@ def test_everything_is_read_over_http(samples: Samples, proxy: Proxy, name: str)
     assert_reads(samples(name), place)
 
 
-def test_a_plain_copy_of_a_folder_is_a_checkpoint(sample: Sample) -> None:
-    url = data_url(copied_up(sample.folder, new_url()))
-    assert_reads(sample, url)
-
-
 def test_a_checkpoint_in_use_can_be_sent_to_another_process(samples: Samples, proxy: Proxy) -> None:
     sample = samples("tensorstore")
-    opened = Checkpoint.open(copied_up(sample.folder, over_http(proxy, new_url("s3"))))
+    opened = dc.Checkpoint.open(copied_up(sample.folder, over_http(proxy, new_url("s3"))))
     full = sample.tensors["decoder.weight"]
     assert torch.equal(opened["decoder.weight"][2:], full[2:])
     assert torch.equal(pickle.loads(pickle.dumps(opened))["decoder.weight"][:, 3], full[:, 3])
@@ -124,7 +104,7 @@ def test_ranks_load_what_is_restored_and_compare_it(samples: Samples) -> None:
 
     def load_rank(comm: Any) -> None:
         own = rows("decoder.weight", torch.zeros_like(full), comm, axis=1)
-        load({"w": own}, url, comm=comm, verify="restored")
+        dc.load({"w": own}, url, comm=comm, verify="restored")
         seen.append((comm.rank, own.data))
 
     run_ranks(3, load_rank)
@@ -139,8 +119,8 @@ def test_a_lost_or_short_object_is_named(sample: Sample, change: Any) -> None:
     url = copied_up(sample.folder, new_url())
     hurt = [damage(url, name, change) for name in data_names(sample)]
     assert hurt
-    with pytest.raises(CorruptCheckpointError) as caught:
-        load(blanks(sample.tensors), url)
+    with pytest.raises(dc.CorruptCheckpointError) as caught:
+        dc.load(blanks(sample.tensors), url)
     paths = [str(finding.path) for finding in caught.value.findings]
     assert paths
     assert all(any(path.startswith(place) for place in hurt) for path in paths)
@@ -154,10 +134,10 @@ def test_a_flipped_bit_is_found(sample: Sample) -> None:
     url = copied_up(sample.folder, new_url())
     for name in data_names(sample):
         damage(url, name, lambda data: bytes(byte ^ 64 for byte in data))
-    with pytest.raises(CorruptCheckpointError):
-        load(blanks(sample.tensors), url, verify=True)
-    with pytest.raises(CorruptCheckpointError):
-        verify_checkpoint(url)
+    with pytest.raises(dc.CorruptCheckpointError):
+        dc.load(blanks(sample.tensors), url, verify=True)
+    with pytest.raises(dc.CorruptCheckpointError):
+        dc.verify_checkpoint(url)
 
 
 @pytest.mark.parametrize(
@@ -170,47 +150,47 @@ def test_what_describes_a_checkpoint_is_missed(samples: Samples, lost: str) -> N
         name = path.relative_to(sample.folder).as_posix()
         if path.is_file() and (name == lost or (lost.endswith("/") and name.startswith(lost))):
             damage(url, name, lambda _: None)
-    error = CheckpointNotFoundError if lost == "metadata.json" else CorruptCheckpointError
+    error = dc.CheckpointNotFoundError if lost == "metadata.json" else dc.CorruptCheckpointError
     with pytest.raises(error, match=url):
-        load(sample.template(), url, verify=True)
+        dc.load(sample.template(), url, verify=True)
 
 
 def test_states_without_a_commit_are_no_checkpoints(samples: Samples) -> None:
     folder, url = samples("tensorstore").folder, new_url()
-    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
-        Checkpoint.open(url)
+    with pytest.raises(dc.CheckpointNotFoundError, match="does not exist"):
+        dc.Checkpoint.open(url)
     put(url, f"{CLAIMS}/1.json", b"{}")
-    with pytest.raises(CheckpointNotFoundError, match="begun here and never committed"):
-        Checkpoint.open(url)
+    with pytest.raises(dc.CheckpointNotFoundError, match="begun here and never committed"):
+        dc.Checkpoint.open(url)
     copied_up(folder, url)
-    assert Checkpoint.open(url).is_committed
+    assert dc.Checkpoint.open(url).is_committed
     # A later save that was ended by another one changes nothing.
     put(url, f"{COMMITS}/2.json", b'{"ended_by": "another"}')
-    opened = Checkpoint.open(url)
+    opened = dc.Checkpoint.open(url)
     assert opened.is_committed
     put(url, f"{COMMITS}/10.json", b'{"attempt": "../../secret"}')
-    with pytest.raises(CorruptCheckpointError, match="no name of a save"):
-        Checkpoint.open(url)
+    with pytest.raises(dc.CorruptCheckpointError, match="no name of a save"):
+        dc.Checkpoint.open(url)
     put(url, f"{COMMITS}/10.json", b"{")
-    with pytest.raises(CorruptCheckpointError, match=f"{url}/{COMMITS}/10.json"):
-        load({}, url)
+    with pytest.raises(dc.CorruptCheckpointError, match=f"{url}/{COMMITS}/10.json"):
+        dc.load({}, url)
     place = ObjectPath.of(url)
     place.store.delete([(place / f"{COMMITS}/10.json").key, (place / "metadata.json").key])
-    assert not check_is_distributed_checkpoint(url)
+    assert not dc.check_is_distributed_checkpoint(url)
     assert [opened.is_committed] == [False]
-    with pytest.raises(CheckpointNotFoundError, match="never committed"):
-        load({}, url)
-    with pytest.raises(CorruptCheckpointError, match="not the checkpoint that was opened"):
+    with pytest.raises(dc.CheckpointNotFoundError, match="never committed"):
+        dc.load({}, url)
+    with pytest.raises(dc.CorruptCheckpointError, match="not the checkpoint that was opened"):
         opened.require_unchanged()
 
 
 def test_a_deleted_checkpoint_says_so(samples: Samples) -> None:
     url = copied_up(samples("tensorstore").folder, new_url())
-    opened = Checkpoint.open(url)
+    opened = dc.Checkpoint.open(url)
     assert len(opened["decoder.weight"][:1]) == 1
     place = ObjectPath.of(url)
     place.store.delete([info.key for info in place.store.list_below(place.prefix)])
-    with pytest.raises(CorruptCheckpointError, match="deleted or overwritten"):
+    with pytest.raises(dc.CorruptCheckpointError, match="deleted or overwritten"):
         opened["decoder.weight"][:1]
 
 
@@ -218,15 +198,15 @@ def test_a_store_that_is_down_is_no_damage(samples: Samples, proxy: Proxy) -> No
     place = over_http(proxy, new_url("s3"))
     sample = samples("tensorstore")
     copied_up(sample.folder, place)
-    opened = Checkpoint.open(place)
+    opened = dc.Checkpoint.open(place)
     _ = opened.index
     proxy.fault = lambda _method, _path: Fault(status=503)
     try:
-        for read in (lambda: opened["decoder.weight"][:], lambda: verify_checkpoint(place)):
-            with pytest.raises((OSError, RankFailedError), match=r"503(.|\n)*" + place.key):
+        for read in (lambda: opened["decoder.weight"][:], lambda: dc.verify_checkpoint(place)):
+            with pytest.raises((OSError, dc.RankFailedError), match=r"503(.|\n)*" + place.key):
                 read()
-        with pytest.raises(RankFailedError, match=r"503(.|\n)*" + place.key):
-            load(sample.template(), place)
+        with pytest.raises(dc.RankFailedError, match=r"503(.|\n)*" + place.key):
+            dc.load(sample.template(), place)
     finally:
         proxy.fault = lambda _method, _path: None
 
@@ -240,10 +220,10 @@ def test_small_tensors_share_requests(
     url = copied_up(tmp_path / "c", new_url())
     wanted = blanks(full)
     with counted_requests(monkeypatch) as counts:
-        load(wanted, url)
+        dc.load(wanted, url)
     assert all(torch.equal(wanted[key].data, tensor) for key, tensor in full.items())
     assert counts.total() <= 60, counts
-    opened = Checkpoint.open(url)
+    opened = dc.Checkpoint.open(url)
     _ = opened["w0000"][:]
     with counted_requests(monkeypatch) as counts:
         assert torch.equal(opened["w0001"][:], full["w0001"])
@@ -255,7 +235,7 @@ def test_large_reads_are_cut_and_stay_within_the_buffers(
 ) -> None:
     full = {f"w{i}": torch.randn(512, 1024) for i in range(4)}  # 2 MiB each
     url = new_url()
-    save({key: shard(key, tensor) for key, tensor in full.items()}, tmp_path / "c")
+    dc.save({key: shard(key, tensor) for key, tensor in full.items()}, tmp_path / "c")
     copied_up(tmp_path / "c", url)
     place = ObjectPath.of(url, ObjectStoreOptions(part_bytes=2**18, parallelism=16))
     lock, held, most, largest = threading.Lock(), [0], [0], [0]
@@ -277,13 +257,13 @@ def test_large_reads_are_cut_and_stay_within_the_buffers(
     options = StorageOptions(buffer_bytes=buffer_bytes)
     strategy = TensorStoreLoadShardedStrategy(options=options)
     wanted = {key: shard(key, torch.zeros(512, 256), (1, 1, 4)) for key in full}
-    load(wanted, place, strategy)
+    dc.load(wanted, place, strategy)
     for key, tensor in full.items():
         data = wanted[key].data
         assert data is not None
         assert torch.equal(data, tensor[:, 256:512])
     whole = blanks(full)
-    load(whole, place, strategy)
+    dc.load(whole, place, strategy)
     assert all(torch.equal(whole[key].data, tensor) for key, tensor in full.items())
     assert 2**17 < largest[0] <= 2**18
     assert most[0] <= buffer_bytes
@@ -291,9 +271,9 @@ def test_large_reads_are_cut_and_stay_within_the_buffers(
 
 def test_fingerprints_of_the_save_are_kept(tmp_path: Path) -> None:
     state = {"w": shard("w", torch.arange(6.0))}
-    save(state, tmp_path / "c", fingerprints=True)
+    dc.save(state, tmp_path / "c", fingerprints=True)
     url = copied_up(tmp_path / "c", new_url())
-    assert Checkpoint.open(url).fingerprint("w") == fingerprint(state)["w"]
+    assert dc.Checkpoint.open(url).fingerprint("w") == dc.fingerprint(state)["w"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -314,23 +294,23 @@ def test_checkpoints_of_other_programs_are_read_from_a_store(samples: Samples, n
     for path in sample.folder.rglob("*"):
         if path.is_file():
             put(url, path.relative_to(sample.folder).as_posix(), path.read_bytes())
-    plain, opened = load_plain_tensors(url), Checkpoint.open(url)
+    plain, opened = dc.load_plain_tensors(url), dc.Checkpoint.open(url)
     for key, tensor in sample.tensors.items():
         assert_same_bits(plain[key], tensor, key)
         assert_same_bits(opened[key][...], tensor, key)
-    assert opened.common.keys() == Checkpoint.open(sample.folder).common.keys()
-    verify_checkpoint(url)
+    assert opened.common.keys() == dc.Checkpoint.open(sample.folder).common.keys()
+    dc.verify_checkpoint(url)
 
 
 def test_the_tree_of_many_tensors_is_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = {f"layers.{i:05d}.a.rather.long.key.of.a.tensor": torch.tensor(i) for i in range(8000)}
-    save({key: shard(key, value) for key, value in full.items()}, tmp_path / "c")
+    dc.save({key: shard(key, value) for key, value in full.items()}, tmp_path / "c")
     url = copied_up(tmp_path / "c", new_url())
     wanted = blanks(full)
     with counted_requests(monkeypatch) as counts:
-        load(wanted, url)
+        dc.load(wanted, url)
     assert all(torch.equal(wanted[key].data, value) for key, value in full.items())
     assert counts.total() <= 15, counts
 
@@ -338,15 +318,4 @@ def test_the_tree_of_many_tensors_is_read_at_once(
 def test_a_bucket_that_is_not_there_is_named(proxy: Proxy) -> None:
     place = over_http(proxy, "s3://no-such-bucket/run/1000")
     with pytest.raises(OSError, match=r"NoSuchBucket(.|\n)*s3://no-such-bucket/run/1000"):
-        Checkpoint.open(place)
-
-
-def test_a_download_of_all_objects_is_a_checkpoint_on_a_disk(
-    samples: Samples, tmp_path: Path
-) -> None:
-    place = ObjectPath.of(copied_up(samples("tensorstore").folder, new_url()))
-    for info in place.store.list_below(place.prefix):
-        path = tmp_path / info.key.removeprefix(place.prefix)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(place.store.get(info.key))
-    assert_reads(samples("tensorstore"), tmp_path)
+        dc.Checkpoint.open(place)

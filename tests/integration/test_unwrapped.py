@@ -8,23 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dist_checkpointing import (
-    InvalidShardingError,
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateMismatchError,
-    load,
-    load_common_state_dict,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.interop import shard_state_dict
 from dist_checkpointing.testing import run_ranks
@@ -59,18 +48,15 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("file_format", [("zarr", 2), ("tensorstore", 1), ("torch_dist", 1)])
-def test_a_dtensor_that_is_not_wrapped_is_an_error_at_save(
-    tmp_path: Path, place: str, file_format: tuple[str, int]
-) -> None:
+def test_a_dtensor_that_is_not_wrapped_is_an_error_at_save(tmp_path: Path, place: str) -> None:
     states = fsdp_states(2)
 
     def save_rank(comm: Comm) -> None:
         state = {"m": {"w": PLACES[place](states[comm.rank]["layers"][0]["weight"])}}
-        save(state, tmp_path / "c", file_format, comm=comm)
+        dc.save(state, tmp_path / "c", comm=comm)
 
     error = the_one_error(2, save_rank)
-    assert type(error) is InvalidShardingError
+    assert type(error) is dc.InvalidShardingError
     assert error.findings[0].ranks == (0, 1)
     for words in ("state_dict['m']['w']", "DTensor", "interop.shard_state_dict"):
         assert words in str(error)
@@ -82,12 +68,12 @@ def test_a_dtensor_in_a_sharded_object_or_a_sharded_tensor_is_an_error_at_save(
 ) -> None:
     weight = fsdp_states(2)[0]["layers"][0]["weight"]
     states: list[dict[str, Any]] = [
-        {"o": ShardedObject("key", {"x": weight}, (1,), (0,))},
-        {"o": ShardedTensor.from_rank_offsets("key", weight)},
+        {"o": dc.ShardedObject("key", {"x": weight}, (1,), (0,))},
+        {"o": dc.ShardedTensor.from_rank_offsets("key", weight)},
     ]
     for state in states:
-        with pytest.raises(InvalidShardingError, match="shard_state_dict") as raised:
-            save(state, tmp_path / "c")
+        with pytest.raises(dc.InvalidShardingError, match="shard_state_dict") as raised:
+            dc.save(state, tmp_path / "c")
         assert raised.value.findings[0].key == "key"
     assert not (tmp_path / "c").exists()
 
@@ -97,8 +83,8 @@ def test_a_dtensor_in_the_content_metadata_is_an_error_at_save(tmp_path: Path) -
     metadata = [{"stored": [next(iter(states[rank].values()))]} for rank in range(2)]
 
     def save_rank(comm: Comm) -> None:
-        with pytest.raises(InvalidShardingError, match="content_metadata"):
-            save({}, tmp_path / "c", content_metadata=metadata[comm.rank], comm=comm)
+        with pytest.raises(dc.InvalidShardingError, match="content_metadata"):
+            dc.save({}, tmp_path / "c", content_metadata=metadata[comm.rank], comm=comm)
 
     run_ranks(2, save_rank)
     assert not (tmp_path / "c").exists()
@@ -107,17 +93,17 @@ def test_a_dtensor_in_the_content_metadata_is_an_error_at_save(tmp_path: Path) -
 def test_a_dtensor_in_a_template_is_an_error_and_wrapped_it_is_loaded(tmp_path: Path) -> None:
     states = fsdp_states(2)
     sharded = run_ranks(2, lambda comm: shard_state_dict(states[comm.rank], comm=comm))
-    run_ranks(2, lambda comm: save(sharded[comm.rank], tmp_path, comm=comm))
+    run_ranks(2, lambda comm: dc.save(sharded[comm.rank], tmp_path, comm=comm))
 
     def load_rank(comm: Comm) -> str:
-        with pytest.raises(InvalidShardingError) as raised:
-            load(states[comm.rank], tmp_path, comm=comm)
+        with pytest.raises(dc.InvalidShardingError) as raised:
+            dc.load(states[comm.rank], tmp_path, comm=comm)
         return str(raised.value)
 
     for text in run_ranks(2, load_rank):
         assert "state_dict['layers'][0]['weight']" in text
         assert "interop.shard_state_dict" in text
-    loaded = run_ranks(2, lambda comm: load(sharded[comm.rank], tmp_path, comm=comm))
+    loaded = run_ranks(2, lambda comm: dc.load(sharded[comm.rank], tmp_path, comm=comm))
     assert loaded[1]["layers"][0]["weight"].tolist() == [[6, 7], [8, 9], [10, 11]]
 
 
@@ -130,23 +116,23 @@ class OfTorch(torch.Tensor):
 
 def test_a_sharded_tensor_of_torch_is_an_error(tmp_path: Path) -> None:
     state = {"w": torch.ones(2).as_subclass(OfTorch)}
-    with pytest.raises(InvalidShardingError, match="shard_state_dict"):
-        save(state, tmp_path / "c")
-    save({"step": 1}, tmp_path / "c")
-    with pytest.raises(InvalidShardingError, match="shard_state_dict"):
-        load(state, tmp_path / "c")
+    with pytest.raises(dc.InvalidShardingError, match="shard_state_dict"):
+        dc.save(state, tmp_path / "c")
+    dc.save({"step": 1}, tmp_path / "c")
+    with pytest.raises(dc.InvalidShardingError, match="shard_state_dict"):
+        dc.load(state, tmp_path / "c")
 
 
-def sharded(key: str, tensor: torch.Tensor | None = None) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, torch.ones(2) if tensor is None else tensor)
+def sharded(key: str, tensor: torch.Tensor | None = None) -> dc.ShardedTensor:
+    return dc.ShardedTensor.from_rank_offsets(key, torch.ones(2) if tensor is None else tensor)
 
 
 def test_a_template_that_is_not_wrapped_is_an_error_that_says_how_to(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
-    save(shard_state_dict({"m": model.state_dict(), "step": 5}), tmp_path)
+    dc.save(shard_state_dict({"m": model.state_dict(), "step": 5}), tmp_path)
     for template in ({"m": model.state_dict(), "step": 0}, model.state_dict()):
-        with pytest.raises(StateMismatchError) as raised:
-            load(template, tmp_path)
+        with pytest.raises(dc.StateMismatchError) as raised:
+            dc.load(template, tmp_path)
         assert len(raised.value.findings) == 2
         assert "['weight']" in str(raised.value)
         assert "['bias']" in str(raised.value)
@@ -180,19 +166,17 @@ UNFILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any], str]] = {
 @pytest.mark.parametrize("name", UNFILLED)
 def test_a_tensor_that_would_not_be_filled_is_named(tmp_path: Path, name: str) -> None:
     saved, template, place = UNFILLED[name]
-    save(saved, tmp_path)
-    with pytest.raises(StateMismatchError) as raised:
-        load(template, tmp_path)
-    (finding,) = raised.value.findings
-    assert finding.key == f"state_dict{place}"
-    assert "not wrapped" in str(raised.value)
+    dc.save(saved, tmp_path)
+    with pytest.raises(dc.StateMismatchError, match="not wrapped") as raised:
+        dc.load(template, tmp_path)
+    assert [finding.key for finding in raised.value.findings] == [f"state_dict{place}"]
 
 
 FILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
     "stored": ({"a": torch.ones(2)}, {"a": torch.zeros(2)}),
     "stored as another value": ({"a": None}, {"a": torch.zeros(2)}),
     "numbers need not be there": ({"a": 1}, {"b": 2, "c": {"d": [3, None]}}),
-    "local": ({"a": 1}, {"b": LocalNonpersistentObject(torch.ones(2))}),
+    "local": ({"a": 1}, {"b": dc.LocalNonpersistentObject(torch.ones(2))}),
     "in a list with sharded leaves": (
         {"l": [torch.ones(2), sharded("s"), 5]},
         {"l": [torch.zeros(2), sharded("s"), 6]},
@@ -200,7 +184,7 @@ FILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
     "beside a factory": (
         {"f": sharded("s"), "t": torch.ones(2)},
         {
-            "f": ShardedTensorFactory(
+            "f": dc.ShardedTensorFactory(
                 "s",
                 torch.ones(2),
                 lambda key, data, *_: {"x": sharded(key, data)},
@@ -215,35 +199,34 @@ FILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
 @pytest.mark.parametrize("name", FILLED)
 def test_what_gets_a_value_is_no_error(tmp_path: Path, name: str) -> None:
     saved, template = FILLED[name]
-    save(saved, tmp_path)
-    loaded = load(template, tmp_path)
+    dc.save(saved, tmp_path)
+    loaded = dc.load(template, tmp_path)
     for key, value in saved.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(loaded[key], value)
+        assert not isinstance(value, torch.Tensor) or torch.equal(loaded[key], value)
 
 
 @pytest.mark.parametrize("strict", ["log_unexpected", "log_all", "ignore_all"])
 def test_flags_that_tolerate_unknown_keys_only_log_it(
     tmp_path: Path, strict: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save({"a": 1}, tmp_path)
+    dc.save({"a": 1}, tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert load({"b": torch.ones(2)}, tmp_path, strict=strict) == {"a": 1}
+        assert dc.load({"b": torch.ones(2)}, tmp_path, strict=strict) == {"a": 1}
     assert "state_dict['b']" in caplog.text
-    with pytest.raises(StateMismatchError, match="not be filled"):
-        load({"b": torch.ones(2)}, tmp_path, strict="raise_all")
+    with pytest.raises(dc.StateMismatchError, match="not be filled"):
+        dc.load({"b": torch.ones(2)}, tmp_path, strict="raise_all")
 
 
 def test_a_tensor_that_one_rank_would_not_fill_is_the_error_of_all(tmp_path: Path) -> None:
-    save({"a": torch.ones(2), "s": sharded("s")}, tmp_path)
+    dc.save({"a": torch.ones(2), "s": sharded("s")}, tmp_path)
     given = torch.full((2,), 7.0)
 
     def load_rank(comm: Comm) -> str:
         template: dict[str, Any] = {"s": sharded("s", given)}
         if comm.rank == 1:
             template["b"] = torch.ones(2)
-        with pytest.raises(StateMismatchError) as raised:
-            load(template, tmp_path, comm=comm)
+        with pytest.raises(dc.StateMismatchError) as raised:
+            dc.load(template, tmp_path, comm=comm)
         assert raised.value.findings[0].ranks == (1,)
         return str(raised.value)
 
@@ -256,11 +239,11 @@ def test_large_tensors_in_the_common_state_are_a_warning_with_the_lines_that_wra
 ) -> None:
     monkeypatch.setattr(unwrapped, "LARGE_BYTES", 4096)
     tensor = torch.zeros(1024)
-    save({"m": {"a": tensor, "the same": [tensor]}}, tmp_path / "small")
+    dc.save({"m": {"a": tensor, "the same": [tensor]}}, tmp_path / "small")
     assert caplog.text == ""
     run_ranks(
         2,
-        lambda comm: save(
+        lambda comm: dc.save(
             {"m": {"a": tensor, "b": torch.ones(8, 1024)}}, tmp_path / "c", comm=comm
         ),
     )
@@ -270,11 +253,7 @@ def test_large_tensors_in_the_common_state_are_a_warning_with_the_lines_that_wra
     lines = [line.strip() for line in message.splitlines() if line.startswith("    ")]
     assert lines[0] == "from dist_checkpointing.interop import shard_state_dict"
     assert lines[1].startswith("save(shard_state_dict(")
-    assert load_common_state_dict(tmp_path / "c")["m"]["b"].sum() == 8192
-
-
-def test_the_threshold_is_64_mib() -> None:
-    assert unwrapped.LARGE_BYTES == 64 << 20
+    assert dc.load_common_state_dict(tmp_path / "c")["m"]["b"].sum() == 8192
 
 
 WITHOUT_VALUES: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
@@ -294,15 +273,15 @@ def test_data_that_cannot_be_stored_is_a_finding_before_anything_is_written(
 ) -> None:
     make, words = WITHOUT_VALUES[kind]
     shape = (3,) if kind == "meta" else (3, 3)
-    shard = ShardedTensor(
+    shard = dc.ShardedTensor(
         "w", torch.ones(shape), torch.float32, shape, shape, (0,) * len(shape), None
     )
     shard.data = make()
 
     def save_rank(comm: Comm) -> None:
         state = {"m": [shard if comm.rank == 1 else sharded("v")]}
-        with pytest.raises(InvalidShardingError) as raised:
-            save(state, tmp_path / "c", comm=comm)
+        with pytest.raises(dc.InvalidShardingError) as raised:
+            dc.save(state, tmp_path / "c", comm=comm)
         (finding,) = raised.value.findings
         assert finding.key == "w"
         assert finding.ranks == (1,)
@@ -314,37 +293,17 @@ def test_data_that_cannot_be_stored_is_a_finding_before_anything_is_written(
     assert not (tmp_path / "c").exists()
 
 
-def test_a_meta_tensor_in_the_common_state_is_a_finding(tmp_path: Path) -> None:
-    state = {"m": {"w": torch.empty(3, device="meta")}}
-    with pytest.raises(InvalidShardingError, match="meta device") as raised:
-        save(state, tmp_path / "c")
+def test_meta_tensors_in_the_common_state_are_refused_and_sparse_ones_come_back(
+    tmp_path: Path,
+) -> None:
+    meta = {"m": {"w": torch.empty(3, device="meta")}}
+    with pytest.raises(dc.InvalidShardingError, match="meta device") as raised:
+        dc.save(meta, tmp_path / "c")
     assert raised.value.findings[0].key == "state_dict['m']['w']"
     assert not (tmp_path / "c").exists()
-
-
-def test_sparse_tensors_in_the_common_state_come_back(tmp_path: Path) -> None:
     state = {"rows": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr()}
-    run_ranks(2, lambda comm: save(state, tmp_path, comm=comm))
-    loaded = load_common_state_dict(tmp_path)
+    run_ranks(2, lambda comm: dc.save(state, tmp_path, comm=comm))
+    loaded = dc.load_common_state_dict(tmp_path)
     for name, tensor in state.items():
         assert loaded[name].layout is tensor.layout
         assert torch.equal(loaded[name].to_dense(), torch.eye(3))
-
-
-def test_numpy_data_is_told_what_it_is() -> None:
-    array = np.ones(4)
-    makers: list[Callable[[], Any]] = [
-        lambda: ShardedTensor.from_rank_offsets("w", array),  # type: ignore[arg-type]
-        lambda: ShardedTensor("w", array, torch.float64, (4,), (4,), (0,), None),  # type: ignore[arg-type]
-        lambda: ShardedTensor.from_rank_offsets_flat(
-            "w",
-            array,  # type: ignore[arg-type]
-            (4,),
-            flattened_range=slice(0, 4),
-        ),
-    ]
-    for make in makers:
-        with pytest.raises(InvalidShardingError) as raised:
-            make()
-        assert "data must be a torch tensor; found numpy.ndarray" in str(raised.value)
-        assert "torch.as_tensor" in str(raised.value)

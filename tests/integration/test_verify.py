@@ -5,26 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+import dist_checkpointing as dc
 from damage import flip
-from dist_checkpointing import (
-    Checkpoint,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    ShardedObject,
-    StrategyNotFoundError,
-    UnsupportedFormatError,
-    save,
-    verify_checkpoint,
-)
 from dist_checkpointing.checkpoint.verify_checkpoint import examine_checkpoint
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor, read_index, write_index
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from samples import Sample, Samples
+from samples import BACKENDS, Sample, Samples
 from states import shard
 
 
@@ -36,7 +25,7 @@ def test_what_is_sound_is_sound(any_sample: Sample) -> None:
     assert found.num_bytes == sum(tensor.nbytes for tensor in any_sample.tensors.values())
     has_checksums = (any_sample.folder / ".dckpt" / "checksums").exists()
     assert found.num_bytes_compared == (found.num_bytes if has_checksums else 0)
-    verify_checkpoint(any_sample.folder)
+    dc.verify_checkpoint(any_sample.folder)
 
 
 def test_the_work_can_be_shared(sample: Sample) -> None:
@@ -52,12 +41,8 @@ def large(folder: Path, name: str) -> Path:
     rows = {
         key: [shard(key, t.chunk(2)[i], (0, i, 2)) for i in range(2)] for key, t in full.items()
     }
-    backends: dict[str, Any] = {
-        "zarr-2": ("zarr", 2),
-        "zarr-1": ("zarr", 1),
-        "zarr-2-zstd": Zarr3SaveShardedStrategy(codec="zstd"),
-    }
-    save(rows, folder, backends.get(name, name))
+
+    dc.save(rows, folder, BACKENDS[name]())
     return folder
 
 
@@ -68,7 +53,7 @@ def test_flipped_bits_are_found_with_key_and_file(tmp_path: Path, name: str) -> 
     for key, number in (("w1", 1), ("w3", 0)):
         # The second chunk of one, the first of the other, wherever they lie.
         values = torch.full((1000,), float(key[1])).numpy().tobytes()
-        location = Checkpoint.open(folder)[key].location(number)
+        location = dc.Checkpoint.open(folder)[key].location(number)
         path = Path(location.split(", ")[0])
         content = path.read_bytes()
         assert content.count(values) in (1, 2)
@@ -82,8 +67,8 @@ def test_flipped_bits_are_found_with_key_and_file(tmp_path: Path, name: str) -> 
         assert "checksum differs" in finding.problem
         assert finding.path == location
         assert str((2 * number, 0)) in str(finding.found)
-    with pytest.raises(CorruptCheckpointError) as raised:
-        verify_checkpoint(folder)
+    with pytest.raises(dc.CorruptCheckpointError) as raised:
+        dc.verify_checkpoint(folder)
     assert raised.value.findings == found.findings
 
 
@@ -94,11 +79,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_every_lost_or_cut_off_file_of_values_is_named(tmp_path: Path, name: str) -> None:
     folder = large(tmp_path / "c", name)
     places: dict[str, set[str]] = {}
-    for key, handle in Checkpoint.open(folder).items():
+    for key, handle in dc.Checkpoint.open(folder).items():
         for number in range(handle.num_chunks):
             path = handle.location(number).split(", ")[0]
             places.setdefault(path, set()).add(key)
@@ -109,7 +94,7 @@ def test_every_lost_or_cut_off_file_of_values_is_named(tmp_path: Path, name: str
             found = examine_checkpoint(folder)
             Path(path).write_bytes(content)
             named = {finding.key for finding in found.findings}
-            if keys == set(Checkpoint.open(folder)) and damage != "cut off":
+            if keys == set(dc.Checkpoint.open(folder)) and damage != "cut off":
                 assert named in ({None}, keys)
             elif damage == "cut off":
                 assert named
@@ -133,8 +118,8 @@ def test_without_checksums_everything_is_read_all_the_same(
         "fc.weight/0.1",
         "ids/0",
     }
-    with pytest.raises(CorruptCheckpointError, match=r"fc\.weight"):
-        verify_checkpoint(sample.folder)
+    with pytest.raises(dc.CorruptCheckpointError, match=r"fc\.weight"):
+        dc.verify_checkpoint(sample.folder)
 
 
 @pytest.mark.parametrize("victim", ["common.pt", "rng/shard_1_2.pt"])
@@ -256,26 +241,26 @@ class Stranger:
 
 
 def test_what_is_not_unpickled_is_no_damage(tmp_path: Path) -> None:
-    cell = ShardedObject("o", Stranger(), (1,), (0,))
+    cell = dc.ShardedObject("o", Stranger(), (1,), (0,))
     state = {"o": cell, "w": shard("w", torch.ones(3))}
-    save(state, tmp_path / "c", trusted=True)
+    dc.save(state, tmp_path / "c", trusted=True)
     found = examine_checkpoint(tmp_path / "c")
     assert found.is_sound
     assert [finding.key for finding in found.refused] == ["o"]
-    with pytest.raises(UnsupportedFormatError, match="Stranger"):
-        verify_checkpoint(tmp_path / "c")
+    with pytest.raises(dc.UnsupportedFormatError, match="Stranger"):
+        dc.verify_checkpoint(tmp_path / "c")
     assert examine_checkpoint(tmp_path / "c", trusted=True).refused == ()
-    verify_checkpoint(tmp_path / "c", trusted=True)
+    dc.verify_checkpoint(tmp_path / "c", trusted=True)
 
 
 def test_what_is_no_checkpoint_is_not_damaged(samples: Samples, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(dc.CheckpointNotFoundError):
         examine_checkpoint(tmp_path)
     sample = samples("zarr-2").copied(tmp_path / "c")
     path = sample.folder / "metadata.json"
     path.write_text(path.read_text().replace("zarr", "unheard_of"))
     (sample.folder / ".dckpt" / "index.json").unlink()
-    with pytest.raises(StrategyNotFoundError):
+    with pytest.raises(dc.StrategyNotFoundError):
         examine_checkpoint(sample.folder)
 
 

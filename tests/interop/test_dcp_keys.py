@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dist_checkpointing import CorruptCheckpointError
 from dist_checkpointing.interop.torch_dcp.reader import DCP_KEYS_NAME, DCPKeys, dcp_names_in
-from dist_checkpointing.storage.options import Durability
+from dist_checkpointing.storage import Durability
 
 scalars = st.none() | st.integers() | st.text(max_size=3) | st.tuples(st.integers())
 tensors = st.just(torch.zeros(1))

@@ -39,6 +39,7 @@ from dist_checkpointing.interop import (
 from dist_checkpointing.strategies.base import StrategyAction
 from dist_checkpointing.strategies.registry import default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
+from few_worlds import FewWorlds
 from states import between, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -57,7 +58,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-class TestFiles(StrategyConformance):
+class TestFiles(FewWorlds, StrategyConformance):
     backend = ("dcp", 1)
 
 

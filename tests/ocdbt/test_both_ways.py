@@ -30,7 +30,7 @@ NAMES = st.one_of(
     st.integers(0, 400).map(lambda i: b"model.layers.%d.self_attention.weight/c.0" % i),
 )
 VALUES = st.dictionaries(NAMES, st.binary(max_size=40), max_size=60)
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=30, deadline=None)
 
 
 def find_each(folder: Path, values: Mapping[bytes, bytes]) -> None:

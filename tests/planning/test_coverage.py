@@ -217,7 +217,7 @@ def staircase(num_axes: int) -> list[Box]:
     return [*halves, Box((1,) * num_axes, (1,) * num_axes)]
 
 
-@pytest.mark.parametrize("num_axes", [20, 30, 40])
+@pytest.mark.parametrize("num_axes", [40])
 def test_many_axes_cut_off_any_grid(num_axes: int) -> None:
     """Two cells on each axis make 2**40, which nobody can count one by one."""
     shape, boxes = (2,) * num_axes, staircase(num_axes)
@@ -276,20 +276,10 @@ def test_no_main_replica_at_all() -> None:
     assert "main replica" in finding.problem
 
 
-def test_only_empty_main_replicas() -> None:
-    (finding,) = problems([[shard("w", (4,), Box((2,), (0,)))]])
-    assert finding.key == "w"
-
-
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
 def test_a_tensor_without_elements_needs_nobody(shape: Ints) -> None:
     assert problems([[shard("w", shape, Box.whole(shape))], []]) == []
     assert problems([[shard("w", shape, Box.whole(shape), replica_id=1)]]) == []
-
-
-def test_a_scalar_twice() -> None:
-    (finding,) = problems([[shard("w", (), Box((), ()))], [shard("w", (), Box((), ()))]])
-    assert (finding.key, finding.ranks) == ("w", (0, 1))
 
 
 def test_cells_of_objects() -> None:

@@ -19,7 +19,6 @@ from dist_checkpointing import (
     CheckpointingException,
     CorruptCheckpointError,
     ShardedTensor,
-    UnsupportedFormatError,
     load_plain_tensors,
     save,
 )
@@ -31,8 +30,6 @@ from dist_checkpointing.format.index import (
     Index,
     Pieces,
     StoredTensor,
-    read_index,
-    write_index,
 )
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from states import shard
@@ -92,30 +89,6 @@ def test_written_and_read_back(index: Index) -> None:
     assert seen(again) == seen(index)
     assert list(again) == list(index)
     assert again.to_json() == index.to_json()
-
-
-def test_on_disk(tmp_path: Path) -> None:
-    assert read_index(tmp_path) is None
-    index = Index.of([StoredTensor("w", DTYPES[0], (3,), (2,))], {"rng": (2, 1)})
-    write_index(index, tmp_path)
-    again = read_index(tmp_path)
-    assert again is not None
-    assert seen(again) == seen(index)
-    assert [path.name for path in (tmp_path / ".dckpt").iterdir()] == ["index.json"]
-
-
-def test_without_some_tensors() -> None:
-    pieces = Pieces.of(1, [(Box((0,), (3,)), None)])
-    index = Index.of(
-        [
-            StoredTensor("a", DTYPES[0], (3,), (2,)),
-            StoredTensor("b", DTYPES[0], (3,), None, pieces),
-        ],
-        {"rng": (2,)},
-    )
-    less = index.without(["b", "absent"])
-    assert (list(less), dict(less.objects), dict(less.pieces)) == (["a"], {"rng": (2,)}, {})
-    assert list(index) == ["a", "b"]
 
 
 def test_a_later_minor_version_is_read() -> None:
@@ -217,14 +190,6 @@ def test_keys_that_look_like_tables_of_pieces() -> None:
     assert [[*found.pieces[key]] for key in keys] == [[*pieces]] * len(keys)
 
 
-@pytest.mark.parametrize("ndim", [0, 1, 3])
-def test_pieces_of_any_number_of_axes(ndim: int) -> None:
-    box = Box((0,) * ndim, (1,) * ndim)
-    pieces = Pieces.of(ndim, [(box, (0, 1)), (box, (1, 1))])
-    index = Index.of([StoredTensor("w", INT64, box.shape, None, pieces)])
-    assert [*Index.from_json(index.to_json()).pieces["w"]] == [*pieces]
-
-
 @pytest.mark.parametrize(
     "flat",
     [
@@ -267,15 +232,6 @@ RAW: dict[str, bytes] = {
     "too deep": b"[" * 100_000 + b"]" * 100_000,
     "a pickle": b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00}\x94.",
 }
-
-
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_index_is_refused(name: str) -> None:
-    content = good()
-    Index.from_json(sealed(content))
-    SPOILT[name](content)
-    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
-        Index.from_json(sealed(content))
 
 
 @pytest.mark.parametrize("name", RAW)

@@ -16,6 +16,7 @@ import torch
 
 from dist_checkpointing import (
     InvalidShardingError,
+    PlanCache,
     ShardedObject,
     ShardedTensor,
     load_plain_tensors,
@@ -25,7 +26,7 @@ from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning.chunking import RowBlockLayout
-from dist_checkpointing.planning.save_plan import PlanCache, SavePlanning
+from dist_checkpointing.planning.save_plan import SavePlanning
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.testing import run_ranks
@@ -115,9 +116,18 @@ def test_new_values_are_saved_with_the_old_plan(
 Change = Callable[[State, int], None]
 
 
-@pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize(
-    "change", [add, drop, give_to_another, retype, reshape_data, reorder], ids=lambda c: c.__name__
+    ("change", "rank"),
+    [
+        (add, 0),
+        (add, 2),
+        (drop, 1),
+        (give_to_another, 0),
+        (give_to_another, 1),
+        (retype, 2),
+        (reshape_data, 0),
+        (reorder, 1),
+    ],
 )
 def test_any_change_on_any_one_rank_is_noticed(tmp_path: Path, change: Change, rank: int) -> None:
     """What a save does with a cache from before the change, it does without one."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -25,6 +26,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping.tensor_memory import from_torch
 from dist_checkpointing.planning import (
     BalancedSavePlanner,
@@ -41,6 +43,7 @@ from dist_checkpointing.planning import (
     WriteItemType,
 )
 from dist_checkpointing.planning.chunking import WholeShardLayout
+from dist_checkpointing.storage import WriteResult, WriteResults
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
@@ -52,6 +55,7 @@ from states import shard
 FULL = torch.arange(24.0).reshape(4, 6)
 WHERE = MetadataIndex("w", (2, 0))
 DATA = TensorWriteData(Box((2, 0), (2, 6)), "float32", (4, 6))
+ITEM = WriteItem(WHERE, WriteItemType.TENSOR, DATA)
 
 
 @dataclass
@@ -254,6 +258,34 @@ def test_items_that_read_what_is_not_there(read: ReadItem, said: str) -> None:
 def test_items_that_say_too_little(changes: Any) -> None:
     with pytest.raises(InvalidShardingError, match="'grid': a ReadItem lacks a usable"):
         item("grid", (0, 0), (0, 0), (1, 6), **changes)
+
+
+def test_items_of_a_users_own_kind_are_kept() -> None:
+    """A plan gives back the very items that it was made of, and reads what they say."""
+
+    class Marked(ReadItem):
+        """An item with more to it."""
+
+    window = Window(2, (3, 4), Box((1, 0), (1, 4)))
+    own = Marked(LoadItemType.TENSOR, MetadataIndex("w"), window, WHERE, window)
+    plan = LoadPlan([own]).with_items([own, own])
+    assert plan.items == (own, own)
+    assert all(type(read) is Marked for read in plan.items)
+    assert plan.num_elements == 8
+
+
+def test_results_of_a_whole_plan_look_like_results_of_its_items() -> None:
+    table = SavePlan([replace(ITEM, index=MetadataIndex(key, (2, 0), 0)) for key in "ab"]).table
+    files = (SealedFile("f", 7),)
+    sums = np.array([5, 2**63 + 1], dtype=np.uint64)
+    results = WriteResults(table, table.num_bytes, sums, np.array([False, True]), files, "mine")
+    first, second = (WriteResult(MetadataIndex(key, (2, 0), 0), 48) for key in "ab")
+    summed = replace(second, checksum=2**63 + 1)
+    rest = WriteResult(MetadataIndex(""), 96, "mine", None, files)
+    assert list(results) == [first, summed, rest]
+    assert results[::-1] == [rest, summed, first]
+    assert results[-1] == rest
+    assert list(WriteResults(table, table.num_bytes)) == [first, second]
 
 
 # --- metadata -------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.registry import default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
 from dist_checkpointing.testing.conformance import Failures, StorageProtocol
+from few_worlds import FewWorlds
 
 Where = tuple[Any, ...]
 
@@ -130,7 +131,7 @@ class AsyncSave(AsyncSaveShardedStrategy):
         )
 
 
-class TestPlain(StrategyConformance):
+class TestPlain(FewWorlds, StrategyConformance):
     backend = ("plain", 1)
 
     def save_strategy(self) -> PlainSave:
@@ -269,10 +270,6 @@ class TestAsync:
         assert result["step"] == 3
         assert torch.equal(result["w"], torch.arange(4.0))
 
-    def test_execute_sync(self, tmp_path: Path) -> None:
-        self.request(tmp_path / "c", torch.ones(2)).execute_sync()
-        assert check_is_distributed_checkpoint(tmp_path / "c")
-
     def test_a_failing_write_commits_nothing(self, tmp_path: Path) -> None:
         request = self.request(tmp_path / "c", torch.ones(2))
 
@@ -300,8 +297,9 @@ class TestAsync:
         save({"w": shard("w", torch.zeros(2))}, tmp_path / "c", PlainSave("plain", 1))
         assert check_is_distributed_checkpoint(tmp_path / "c")
 
-    @pytest.mark.parametrize("kind", [PlainSave, AsyncSave])
-    @pytest.mark.parametrize("capture", ["copy", "background"])
+    @pytest.mark.parametrize(
+        ("kind", "capture"), [(PlainSave, "copy"), (PlainSave, "background"), (AsyncSave, "copy")]
+    )
     def test_behind_the_training(self, tmp_path: Path, kind: Any, capture: Any) -> None:
         """Strategies of a third party run in the thread, on copies."""
         data, values = torch.arange(4.0), [1, 2]

@@ -69,11 +69,6 @@ def test_found_by_name_and_again_on_load(tmp_path: Path) -> None:
     assert torch.equal(result["w"], torch.arange(6.0))
 
 
-def test_found_by_name_and_version(tmp_path: Path) -> None:
-    save(state(), tmp_path / "c", ("npy", 1))
-    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], torch.arange(6.0))
-
-
 def test_unknown_backend_lists_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(StrategyNotFoundError) as raised:
         save(state(), tmp_path / "c", "npz")
@@ -99,27 +94,26 @@ def test_backend_of_a_checkpoint_is_not_installed(
     assert "zarr 2" in str(raised.value)
 
 
-def test_module_of_an_entry_point_is_missing(tmp_path: Path, install: Install) -> None:
-    install(**{"save_sharded.broken.1": "module_that_nobody_has:Save"})
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("module_that_nobody_has:Save", "No module named 'module_that_nobody_has'"),
+        ("npy_backend:NoSuchClass", "NoSuchClass"),
+    ],
+)
+def test_what_an_entry_point_names_is_missing(
+    tmp_path: Path, install: Install, place: str, said: str
+) -> None:
+    install(**{"save_sharded.broken.1": place})
     assert ("broken", 1) in available_strategies(StrategyAction.SAVE_SHARDED)
     with pytest.raises(CheckpointingException) as raised:
         save(state(), tmp_path / "c", "broken")
     text = str(raised.value)
     assert "Cannot import a default strategy for: ('save_sharded', 'broken', 1). Error: " in text
-    assert "No module named 'module_that_nobody_has'" in text
+    assert said in text
     assert "Hint: " in text
     # The others do not suffer.
     save(state(), tmp_path / "c", "npy")
-
-
-def test_name_of_an_entry_point_is_missing(tmp_path: Path, install: Install) -> None:
-    install(**{"save_sharded.broken.1": "npy_backend:NoSuchClass"})
-    with pytest.raises(CheckpointingException) as raised:
-        save(state(), tmp_path / "c", "broken")
-    text = str(raised.value)
-    assert "Cannot import a default strategy for: ('save_sharded', 'broken', 1). Error: " in text
-    assert "NoSuchClass" in text
-    assert "Hint: " in text
 
 
 def test_malformed_entry_points_are_ignored(tmp_path: Path, install: Install) -> None:

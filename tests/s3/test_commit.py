@@ -5,8 +5,8 @@ from threading import Barrier
 
 import pytest
 
+from dist_checkpointing import ObjectPath
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException
-from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.commit import read_commit
 from dist_checkpointing.format.object_store_commit import remove_from_store
 from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.filesystem.object_store import ObjectPath
+from dist_checkpointing import ObjectPath
 from dist_checkpointing.testing import StrategyConformance
+from dist_checkpointing.testing.conformance import Contents
+from few_worlds import FewWorlds
 from s3_servers import Server
 
 pytestmark = pytest.mark.exhaustive  # minutes
@@ -27,13 +29,13 @@ class _InStore:
     test_unknown_backend_or_version: Any = None
 
 
-class TestTensorStore(_InStore, StrategyConformance):
+class TestTensorStore(_InStore, FewWorlds, StrategyConformance):
     backend = ("tensorstore", 1)
 
 
-class TestZarr(_InStore, StrategyConformance):
+class TestZarr(_InStore, FewWorlds):
     backend = ("zarr", 2)
 
 
-class TestTorchDist(_InStore, StrategyConformance):
+class TestTorchDist(_InStore, FewWorlds, Contents):
     backend = ("torch_dist", 1)

@@ -16,7 +16,7 @@ from email.utils import formatdate
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
+from dist_checkpointing import ObjectPath, ObjectStoreOptions
 from s3_servers import BUCKET, SECONDS, Server, free_port
 
 PROGRAM = "azurite-blob"

@@ -16,3 +16,10 @@ def flip(path: Path, position: int | None = None, bits: int = 1) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if position is None else position] ^= bits
     path.write_bytes(content)
+
+
+def damage(folder: Path) -> None:
+    """Change the byte in the middle of the largest file of values."""
+    files = (path for path in folder.rglob("*") if path.is_file() and ".dckpt" not in path.parts)
+    values = (path for path in files if path.suffix not in (".json", ".pt"))
+    flip(max(values, key=lambda path: path.stat().st_size))

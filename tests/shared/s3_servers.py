@@ -27,7 +27,7 @@ from urllib.request import Request, urlopen
 from obstore import sign
 from obstore.store import S3Store
 
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
+from dist_checkpointing import ObjectPath, ObjectStoreOptions
 
 ACCESS_KEY, SECRET_KEY, BUCKET = "testing", "testingtesting", "checkpoints"
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "ceph", "ceph-authtool", "monmaptool")

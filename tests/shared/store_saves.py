@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedTensor
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
+from dist_checkpointing import ObjectPath, ShardedTensor
+from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.object_store_locks import THREAD
 from dist_checkpointing.format.commit import CheckpointingConfig, read_commit
 from dist_checkpointing.format.object_store_commit import StoreAttempt

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from dist_checkpointing import ObjectPath
 from dist_checkpointing.filesystem import object_store
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
+from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.object_store_locks import COMMITS
 from dist_checkpointing.format.commit import DATA, data_folder
 from samples import Sample

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.format.checksums import Digest, digest_of
-from dist_checkpointing.storage.options import Durability, StorageOptions
+from dist_checkpointing.storage import Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore.writer import DataFiles
 
 
@@ -126,37 +126,6 @@ def test_memory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Bad address"):
         files.put_memory(np.array([4096]), np.array([10]))
     files.give_up()
-
-
-def test_values_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_writer, "_HASHED_BYTES", 100)
-    monkeypatch.setattr(file_writer, "_WRITTEN_BYTES", 150)
-    filled(tmp_path, [1000, 999, 777, 100, 101, 99, 0, 1, 150], 2**30, 2**30)
-
-
-def test_hashed_values_are_written_up_to_the_ends_of_blocks_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_writer, "_HASHED_BYTES", 100)
-    ends: list[int] = []
-    own = os.writev
-
-    def noting(descriptor: int, parts: Sequence[Any]) -> int:
-        written = own(descriptor, parts)
-        ends.append(os.lseek(descriptor, 0, os.SEEK_CUR))
-        return written
-
-    monkeypatch.setattr(os, "writev", noting)
-    files = DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None)
-    contents = [bytes(range(200)), bytes(range(30)), bytes(range(170))]
-    digests = [Digest() for _ in contents]
-    for content, digest in zip(contents, digests, strict=True):
-        files.put_large(np.frombuffer(content, np.uint8), len(content), digest)
-    files.finish()
-    assert ends == [100, 200, 230, 300, 400]
-    assert (tmp_path / "part.0").read_bytes() == b"".join(contents)
-    for content, digest in zip(contents, digests, strict=True):
-        assert digest.digest() == digest_of(content, len(content))
 
 
 @pytest.mark.parametrize(

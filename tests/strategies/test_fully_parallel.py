@@ -11,10 +11,11 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
-from dist_checkpointing.testing.conformance import Failures, RoundTrips, StorageProtocol
+from dist_checkpointing.testing.conformance import Failures, StorageProtocol
+from few_worlds import FewWorlds
 
 
-class TestFullyParallel(RoundTrips, Failures, StorageProtocol):
+class TestFullyParallel(FewWorlds, Failures, StorageProtocol):
     backend = ("tensorstore", 1)
 
     def save_strategy(self) -> SaveShardedStrategy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,3 @@ def test_a_change_is_seen(tmp_path: Path, keeps_nodes: bool) -> None:
     (tmp_path / "manifest.ocdbt").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"manifest\.ocdbt"):
         places.find(wanted, keeps_nodes=keeps_nodes)
-
-
-def test_what_is_remembered_stays_in_its_process(tmp_path: Path) -> None:
-    write(tmp_path, VALUES)
-    places = Places(tmp_path)
-    places.find([b"layers.7.w/c.0"], keeps_nodes=True)
-    copied = pickle.loads(pickle.dumps(places))
-    assert len(pickle.dumps(places)) < 1000
-    found = copied.find([b"layers.7.w/c.0"], keeps_nodes=True)
-    assert contents(tmp_path, found) == [VALUES[b"layers.7.w/c.0"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from pathlib import Path
@@ -14,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_checkpointing import ObjectPath, ObjectStoreOptions
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import ranged_reads
-from dist_checkpointing.filesystem.object_store import Location, ObjectPath, ObjectStoreOptions
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.ranged_reads import LocalFile, open_file, reads_below
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -28,13 +28,12 @@ from dist_checkpointing.planning import (
     MetadataIndex,
     ReadItem,
 )
-from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import chunk_reads as reading
 from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Extent,
     Filler,
-    axes_apart,
     read_chunks,
     read_extent,
     read_window,
@@ -186,19 +185,6 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path, columns: int, maps_file
     assert caught.value.findings[0].key == "w"
 
 
-def test_more_small_chunks_than_one_read_takes(tmp_path: Path) -> None:
-    values = np.arange(24 * 2**16, dtype=np.float32)
-    path = tmp_path / "data"
-    path.write_bytes(values.tobytes())
-    window = Window(0, (2**16,), Box((0,), (2**16,)))
-    kind = tensor_memory.from_torch(torch.float32)
-    items = [item(i, window) for i in range(24)]
-    tensors = [torch.empty(2**16) for _ in items]
-    done = read_all(items, [(i * 2**18, 2**18) for i in range(24)], path, kind, tensors)
-    assert torch.equal(torch.cat(tensors), torch.from_numpy(values))
-    assert done == values.nbytes
-
-
 @pytest.mark.parametrize("num_bytes", [63, 65])
 def test_a_file_that_is_one_chunk_must_be_as_long(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "data"
@@ -218,28 +204,6 @@ def test_a_file_that_becomes_shorter_is_noticed(
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
     with open_file(tmp_path, path.name) as file, pytest.raises(EOFError):
         read_window(file, 0, window, np.ones((16, columns), np.float32), most_copied)
-
-
-def test_huge_pages_of_the_cache_are_seen_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, values = tmp_path / "data", np.random.default_rng(3).random((3, 512, 1024), np.float32)
-    path.write_bytes(values.tobytes() + bytes(100))
-    mapped: list[tuple[int, int]] = []
-    own = mmap.mmap
-
-    def noting(descriptor: int, length: int, *, offset: int, **how: Any) -> Any:
-        mapped.append((offset, length))
-        return own(descriptor, length, offset=offset, **how)
-
-    monkeypatch.setattr(mmap, "mmap", noting)
-    window = Window(0, values[1].shape, Box((1, 5), (510, 1000)))
-    target = np.zeros(window.box.shape, np.float32)
-    with open_file(tmp_path, path.name) as file:
-        for number, start in enumerate((0, 2**21, 2**22)):
-            read_window(file, start, window, target, None)
-            assert np.array_equal(target, values[number][window.box.slices()])
-    assert mapped == [(0, 2**21), (2**21, 2**21), (2**22, 2**21)]
 
 
 @pytest.mark.parametrize("threads", [1, 3, 50])
@@ -274,12 +238,6 @@ def test_the_first_error_ends_all_tasks(threads: int) -> None:
     assert len(begun) <= threads
 
 
-def test_a_lost_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CorruptCheckpointError, match="missing") as caught:
-        read_extent(Extent(tmp_path, "gone", 0, 1), "w")
-    assert caught.value.findings[0].path == str(tmp_path / "gone")
-
-
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How much every read of a part of a file has got."""
@@ -312,19 +270,16 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ((64, 64, 256), Box((0, 8, 0), (64, 8, 256)), 64 * 8192),
     ],
 )
-@pytest.mark.parametrize("destination", ["dense", "rows of a wider one"])
 def test_columns_are_read_without_what_lies_between(
     tmp_path: Path,
     bytes_read: list[int],
     shape: tuple[int, ...],
     box: Box,
     most_bytes: int,
-    destination: str,
 ) -> None:
     path, values = tmp_path / "data", np.random.default_rng(3).random(shape, dtype=np.float32)
     path.write_bytes(values.tobytes())
-    extra = 1 if destination == "rows of a wider one" else 0
-    full = torch.zeros((*box.shape[:-1], box.shape[-1] + extra))
+    full = torch.zeros((*box.shape[:-1], box.shape[-1] + 1))
     tensor = full[..., : box.shape[-1]]
     kind = tensor_memory.from_torch(torch.float32)
     read_all([item(0, Window(0, shape, box))], [(0, values.nbytes)], path, kind, [tensor])
@@ -349,33 +304,3 @@ def test_runs_far_apart_are_mapped_only_if_they_are_cached(
         read_all([item(0, window)], extents, path, kind, [tensor], maps_files=True)
         assert torch.equal(tensor, torch.from_numpy(values[:, :columns]))
         assert sum(bytes_read) == (0 if is_mapped else tensor.nbytes)
-
-
-def test_small_chunks_of_which_little_is_wanted_are_not_read_whole(
-    tmp_path: Path, bytes_read: list[int]
-) -> None:
-    path, values = tmp_path / "data", np.random.default_rng(3).random((8, 4, 2**14), np.float32)
-    path.write_bytes(values.tobytes())
-    kind, num_bytes = tensor_memory.from_torch(torch.float32), 4 * 2**16
-    tensors = [torch.zeros(4, 2**10) for _ in values]
-    window = Window(0, (4, 2**14), Box((0, 2**10), (4, 2**10)))
-    extents = [(i * num_bytes, num_bytes) for i in range(len(values))]
-    read_all([item(i, window) for i in range(len(values))], extents, path, kind, tensors)
-    assert torch.equal(torch.stack(tensors), torch.from_numpy(values[:, :, 2**10 : 2**11]))
-    assert sum(bytes_read) == 8 * 4 * 4096
-
-
-@settings(deadline=None)
-@given(window=windows(), itemsize=st.sampled_from([1, 4, 1000, 5000, 20_000]))
-def test_no_more_than_the_limit_is_read(window: Window, itemsize: int) -> None:
-    if window.contiguous_range() is not None:
-        return
-    axes, are_runs = axes_apart(window, itemsize, maps_files=False)
-    box, shape = window.box.shape, window.shape
-    parts = int(np.prod(box[:axes]))
-    read = parts * reading.span_bytes(window, axes, itemsize)
-    wanted = window.box.num_elements * itemsize
-    tail = next(a for a in reversed(range(len(box))) if box[a] != shape[a])
-    run = int(np.prod(box[tail:])) * itemsize
-    assert read <= (1.1 * wanted if run >= 4096 else wanted + 2**14 * (wanted // run))
-    assert are_runs == (reading.span_bytes(window, axes, itemsize) * parts == wanted)

@@ -12,8 +12,6 @@ import torch
 
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format.checksums import checksum, checksums_at
-from dist_checkpointing.strategies import verification
 from dist_checkpointing.strategies.chunk_reads import read_scattered
 
 
@@ -62,47 +60,8 @@ def test_a_file_that_ends_early_is_noticed(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
-def test_values_far_apart_are_left_to_others(tmp_path: Path) -> None:
-    descriptor, _ = _file(tmp_path / "data", 100)
-    arrays = [np.zeros(1, dtype=np.uint8) for _ in range(20)]
-    starts = np.arange(20) * 5
-    try:
-        ones = np.ones(20, dtype=np.int64)
-        assert not read_scattered(descriptor, starts, ones, _addresses(arrays))
-    finally:
-        os.close(descriptor)
-    assert not any(array.any() for array in arrays)
-
-
-def test_checksums_of_memory_are_those_of_arrays() -> None:
-    arrays = [np.arange(count, dtype=np.int16) for count in (1, 7, 7, 300)]
-    sizes = np.array([array.nbytes for array in arrays])
-    found = checksums_at(_addresses(arrays), sizes)
-    assert found.tolist() == [checksum(array) for array in arrays]
-
-
 def _state(values: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
-
-
-def test_small_parts_are_compared_as_columns_and_the_others_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = {f"w{number}": torch.full((3, 4), float(number)) for number in range(8)}
-    save(_state(values), tmp_path / "c")
-    targets = {key: torch.zeros(3, 4) for key in values}
-    targets["w5"] = torch.zeros(4, 3).T  # not in C order
-    seen: list[tuple[int, int]] = []
-    own = verification.verify_filled
-
-    def spy(filled: verification.Filled, *rest: Any) -> None:
-        seen.append((len(filled.parts), sum(len(rows.addresses) for rows in filled.rows)))
-        own(filled, *rest)
-
-    monkeypatch.setattr("dist_checkpointing.serialization.load_verification.verify_filled", spy)
-    loaded = load(_state(targets), tmp_path / "c", verify=True)
-    assert seen == [(1, 7)]
-    assert all(torch.equal(loaded[key], value) for key, value in values.items())
 
 
 def test_memory_that_two_leaves_share_is_noticed(tmp_path: Path) -> None:

@@ -131,15 +131,12 @@ class StoresFloat64AsFloat32(Sound):
 
 BROKEN: list[tuple[type[Sound], Test]] = [
     (ForgetsAnItem, lambda s, p: s.test_every_dtype_bit_for_bit(p, 2)),
-    (ForgetsAnItem, lambda s, p: s.test_every_cut_to_every_cut(p, 2, 1)),
-    (ForgetsAnItem, lambda s, p: s.test_many_keys(p)),
     (ForgetsAnItem, lambda s, p: s.test_a_result_for_every_item(p, 1)),
     (SwapsTwoItems, lambda s, p: s.test_a_result_for_every_item(p, 2)),
     (CommitsByItself, lambda s, p: s.test_order_of_writer_calls(p, 1)),
     (LeavesAFile, lambda s, p: s.test_created_names_cover_every_file(p)),
     (LeavesAFile, lambda s, p: s.test_one_failing_rank_fails_all(p, 2)),
     (StoresWhereItIs, lambda s, p: s.test_moved_folder(p)),
-    (ReadsNothing, lambda s, p: s.test_every_cut_to_every_cut(p, 1, 2)),
     (ReadsNothing, lambda s, p: s.test_views_as_sources_and_destinations(p, 1, "strided")),
     (ReadsNothing, lambda s, p: s.test_partial_templates(p, 1)),
     (ReadsNothing, lambda s, p: s.test_direct_calls(p)),
@@ -148,15 +145,9 @@ BROKEN: list[tuple[type[Sound], Test]] = [
         ReadsZerosForLostData,
         lambda s, p: s.test_missing_data_is_an_error(p, 1, "by_rows", "damage"),
     ),
-    (
-        ReadsZerosForLostData,
-        lambda s, p: s.test_missing_data_is_an_error(p, 2, "flattened", "shorten"),
-    ),
     (ReadsTheIndexOnEveryRank, lambda s, p: s.test_order_of_reader_calls(p, 2)),
     (TakesAnyVersion, lambda s, p: s.test_unknown_backend_or_version(p)),
     (ListsTooLittle, lambda s, p: s.test_metadata_lists_what_was_saved(p, 1)),
-    (ListsTooLittle, lambda s, p: s.test_weird_keys(p)),
-    (StoresFloat64AsFloat32, lambda s, p: s.test_every_dtype_bit_for_bit(p, 1)),
     (StoresFloat64AsFloat32, lambda s, p: s.test_data_none_is_allocated(p, 2)),
 ]
 
@@ -169,7 +160,7 @@ def test_a_broken_backend_fails(tmp_path: Path, suite: type[Sound], test: Test) 
         test(suite(), tmp_path / "broken")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_cut_is_whole(cut: str, world_size: int) -> None:
     """The shards that the suite saves are what their names say: each element once."""

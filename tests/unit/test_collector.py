@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, load, save
+from dist_checkpointing import PlanCache, ShardedObject, load, save
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.comm.rank_failures import Failure
-from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.threads import paused_collector
 from states import shard
 

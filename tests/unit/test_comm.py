@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dist_checkpointing import AsyncSaver, ShardedTensor, load, save
-from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, default_comm
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
 from dist_checkpointing.comm.torch_distributed import default_timeout_seconds
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -27,7 +27,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.testing import run_ranks
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 8, 64])
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 16])
 
 
 def outcomes(
@@ -93,11 +93,6 @@ def test_all_gather_keeps_rank_order_round_after_round(world_size: int) -> None:
 
 
 @WORLD_SIZES
-def test_broadcast_is_the_value_of_rank_0(world_size: int) -> None:
-    assert outcomes(world_size, lambda comm: comm.broadcast(comm.rank + 7)) == [7] * world_size
-
-
-@WORLD_SIZES
 def test_exchange_is_what_every_rank_produces(world_size: int) -> None:
     def body(comm: Comm) -> list[int]:
         return comm.exchange("describe", lambda: comm.rank**2)
@@ -121,31 +116,12 @@ def test_from_rank0_produces_once(world_size: int) -> None:
 
 
 @WORLD_SIZES
-def test_none_is_a_value_like_any_other(world_size: int) -> None:
-    def body(comm: Comm) -> tuple[Any, Any]:
-        return comm.exchange("a", lambda: None), comm.from_rank0("b", lambda: None)
-
-    assert outcomes(world_size, body) == [([None] * world_size, None)] * world_size
-
-
-@WORLD_SIZES
 def test_all_same_wants_one_number_of_everybody(world_size: int) -> None:
     def body(comm: Comm) -> list[bool]:
         last = comm.rank == world_size - 1
         return [comm.all_same(n) for n in (7, 0, None, None if last else 7, 8 if last else 7)]
 
     assert outcomes(world_size, body) == [[True, True, False, False, world_size == 1]] * world_size
-
-
-@WORLD_SIZES
-def test_agreement_without_errors_is_silent(world_size: int) -> None:
-    def body(comm: Comm) -> str:
-        comm.agree("step", None)
-        with comm.agreed("step"):
-            pass
-        return "on"
-
-    assert outcomes(world_size, body) == ["on"] * world_size
 
 
 @WORLD_SIZES
@@ -196,17 +172,7 @@ def test_an_error_without_findings_still_names_its_rank_and_says_its_words() -> 
     assert sorted(rank for finding in error.findings for rank in finding.ranks) == [1, 2]
 
 
-def test_messages_of_all_ranks_are_heard() -> None:
-    errors: dict[int, Exception] = {
-        0: StateMismatchError("shapes differ", [Finding("p", "w")]),
-        1: StateMismatchError("keys are missing", [Finding("q", "v")]),
-    }
-    text = str(the_one_error(2, bring(errors)))
-    assert "shapes differ" in text
-    assert "keys are missing" in text
-
-
-@pytest.mark.parametrize("world_size", [2, 8, 64])
+@pytest.mark.parametrize("world_size", [2, 16])
 def test_different_classes_become_a_rank_failed_error(world_size: int) -> None:
     last = world_size - 1
     errors: dict[int, Exception] = {
@@ -236,19 +202,6 @@ def test_a_foreign_exception_travels_as_text_and_stays_the_cause_at_home(world_s
     assert len({str(error) for error in raised}) == 1
 
 
-def test_the_cause_is_kept_for_our_own_errors_too() -> None:
-    own = CorruptCheckpointError("m", [Finding("p")])
-    raised = failures(2, bring({1: own}))
-    assert raised[1].__cause__ is own
-    assert raised[0].__cause__ is None
-
-
-def test_a_shared_foreign_class_is_a_rank_failed_error_too() -> None:
-    error = the_one_error(3, bring({0: OSError("disk"), 2: OSError("disk")}))
-    assert isinstance(error, RankFailedError)
-    assert error.ranks == (0, 2)
-
-
 def test_a_rank_failed_error_from_below_keeps_the_ranks_it_names() -> None:
     below = RankFailedError("collective", [Finding("gone", ranks=(5,))])
     error = the_one_error(2, bring({1: below}))
@@ -258,32 +211,29 @@ def test_a_rank_failed_error_from_below_keeps_the_ranks_it_names() -> None:
     assert "gone" in str(error)
 
 
-def test_an_error_class_that_cannot_travel_goes_as_text() -> None:
-    class Plugin(CheckpointingException):
-        def __init__(self, path: str) -> None:
-            super().__init__(f"cannot read {path}")
-
-    error = the_one_error(3, bring({1: Plugin("x/y")}))
-    assert isinstance(error, RankFailedError)
-    assert error.ranks == (1,)
-    assert "cannot read x/y" in str(error)
+class Plugin(CheckpointingException):
+    def __init__(self, path: str) -> None:
+        super().__init__(f"cannot read {path}")
 
 
-def test_a_finding_that_cannot_be_pickled_does_not_hide_the_error() -> None:
-    error = the_one_error(3, bring({1: StateMismatchError("m", [Finding("odd", found=lambda: 0)])}))
-    assert isinstance(error, RankFailedError)
-    assert "odd" in str(error)
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
 
 
-def test_an_error_that_cannot_even_be_printed_reaches_all_ranks() -> None:
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise ValueError("no words")
-
-    error = the_one_error(3, bring({1: Mute()}))
-    assert isinstance(error, RankFailedError)
-    assert error.ranks == (1,)
-    assert "Mute" in str(error)
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (Plugin("x/y"), "cannot read x/y"),
+        (StateMismatchError("m", [Finding("odd", found=lambda: 0)]), "odd"),
+        (Mute(), "Mute"),
+    ],
+)
+def test_an_error_that_cannot_travel_goes_as_text(error: Exception, word: str) -> None:
+    raised = the_one_error(3, bring({1: error}))
+    assert isinstance(raised, RankFailedError)
+    assert raised.ranks == (1,)
+    assert word in str(raised)
 
 
 @WORLD_SIZES
@@ -339,13 +289,6 @@ def test_an_interrupt_is_not_turned_into_an_agreement(stop: type[BaseException])
     assert isinstance(results[2], RankFailedError)
 
 
-@pytest.mark.parametrize("error", [StopIteration("end"), StopAsyncIteration(), RuntimeError("r")])
-def test_awkward_exceptions_pass_through_the_context_manager(error: Exception) -> None:
-    raised = failures(2, bring({1: error}))
-    assert all(isinstance(each, RankFailedError) and each.ranks == (1,) for each in raised)
-    assert raised[1].__cause__ is error
-
-
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_a_rank_that_never_comes_is_named_after_the_timeout(world_size: int) -> None:
     def body(comm: Comm) -> None:
@@ -359,17 +302,6 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout(world_size: int) -> 
     assert len({str(error) for error in raised}) == 1
     assert "'commit'" in str(raised[0])
     assert "0.3 s" in str(raised[0])
-
-
-def test_a_late_rank_hears_that_it_was_given_up() -> None:
-    def body(comm: Comm) -> None:
-        if comm.rank == 1:
-            time.sleep(0.6)
-        comm.agree("commit", None)
-
-    results = outcomes(3, body, timeout_seconds=0.2)
-    assert all(isinstance(result, RankFailedError) for result in results), results
-    assert [result.ranks for result in results] == [(1,)] * 3
 
 
 def test_a_round_that_was_given_up_is_not_completed_with_values_of_the_next() -> None:
@@ -386,15 +318,6 @@ def test_a_round_that_was_given_up_is_not_completed_with_values_of_the_next() ->
 
     for seen in outcomes(2, body, timeout_seconds=0.3):
         assert "firstsecond" not in seen
-
-
-def test_several_absent_ranks_are_all_named() -> None:
-    def body(comm: Comm) -> None:
-        if comm.rank in (0, 3):
-            comm.agree("commit", None)
-
-    results = outcomes(5, body, timeout_seconds=0.3)
-    assert results[0].ranks == results[3].ranks == (1, 2, 4)
 
 
 def test_nobody_waits_for_a_rank_that_left() -> None:
@@ -584,11 +507,6 @@ def test_a_comm_of_a_third_party_needs_no_more_than_the_protocol(tmp_path: Path)
 
 
 class TestRunRanks:
-    @WORLD_SIZES
-    def test_results_come_in_rank_order(self, world_size: int) -> None:
-        ranks = run_ranks(world_size, lambda comm: (comm.rank, comm.world_size))
-        assert ranks == [(rank, world_size) for rank in range(world_size)]
-
     def test_the_error_of_the_rank_that_failed_is_raised(self) -> None:
         def body(comm: Comm) -> None:
             if comm.rank == 2:
@@ -604,14 +522,6 @@ class TestRunRanks:
             with pytest.raises(StateMismatchError) as caught:
                 run_ranks(8, bring({5: StateMismatchError("m", [Finding("p")])}))
             assert caught.value.findings == (Finding("p", ranks=(5,)),)
-
-    def test_the_timeout_is_passed_on(self) -> None:
-        def body(comm: Comm) -> None:
-            if comm.rank:
-                comm.agree("step", None)
-
-        with pytest.raises(RankFailedError, match=r"0\.2 s"):
-            run_ranks(2, body, timeout_seconds=0.2)
 
 
 class TestSingleProcess:
@@ -642,6 +552,3 @@ class TestSingleProcess:
         assert caught.value.__cause__ is error
         assert caught.value.ranks == (0,)
         assert "No space left" in str(caught.value)
-
-    def test_it_is_the_default_without_torch_distributed(self) -> None:
-        assert type(default_comm()) is SingleProcess

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from dist_checkpointing.format.dtypes import ELEMENT_TYPES
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.storage import fingerprints
 from dist_checkpointing.storage.fingerprints import (
     NOTHING,
     Sums,
@@ -124,16 +123,6 @@ def test_columns_of_a_large_tensor_add_up(columns: int, dtype: str) -> None:
         for a, b in itertools.pairwise(cuts)
     ]
     assert added(parts) == whole(values)
-
-
-@pytest.mark.parametrize("begin", [0, 3, 1024, 1500])
-def test_long_runs_are_summed_in_slabs(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "_SLAB_BLOCKS", 2)
-    values = values_of((9001,), "u4" if begin == 3 else "u8")
-    box = Box.whole(values.shape)
-    parts = [(0, begin), (begin, len(values))]
-    sums = [sums_of_part(values[a:b], box, (a, b), values.shape) for a, b in parts]
-    assert added(sums) == sums_by_definition(values)
 
 
 def test_transposed_memory_counts_as_its_values() -> None:

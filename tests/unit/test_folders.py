@@ -28,7 +28,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
 from dist_checkpointing.filesystem.location import as_local_folder, check_one_destination, is_url
-from dist_checkpointing.interop.torch_dcp import DCPReader, DCPWriter
+from dist_checkpointing.interop import DCPReader, DCPWriter
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.cli.app import app

@@ -83,27 +83,6 @@ def test_apply_factories_in_place() -> None:
     assert list(state) == ["l", "p", "n", 3, "e"]
 
 
-def test_built_nests_are_not_built_again() -> None:
-    nested = factory("inner")
-    state: dict[str, Any] = {"x": factory(build=lambda *_: {"again": nested, "l": [nested]})}
-    apply_factories(state)
-    assert state["x"] == {"again": nested, "l": [nested]}
-
-
-def test_the_same_factory_at_two_places_is_built_twice() -> None:
-    calls: list[str] = []
-
-    def build(key: str, *_: Any) -> list[str]:
-        calls.append(key)
-        return [key]
-
-    shared = factory(build=build)
-    state: dict[str, Any] = {"a": shared, "b": [shared]}
-    apply_factories(state)
-    assert state == {"a": ["w"], "b": [["w"]]}
-    assert calls == ["w", "w"]
-
-
 def test_build_and_merge_are_inverse() -> None:
     state: dict[str, Any] = {"w": factory(), "other": 5, "l": [1, factory("v")]}
     factories = {"w": state["w"], "l": {1: state["l"][1]}}
@@ -121,10 +100,6 @@ def test_build_and_merge_are_inverse() -> None:
     assert merged["l"][0] == 1
 
 
-def test_a_factory_at_the_top() -> None:
-    assert apply_factory_merges(21, doubling()) == 42
-
-
 def test_lists_meet_lists_and_dicts_with_positions() -> None:
     inner = [1, 2]
     assert apply_factory_merges([1, inner], [doubling(), [doubling(), doubling()]]) == [2, [2, 4]]
@@ -139,12 +114,6 @@ def test_dict_keys_keep_their_type() -> None:
     assert apply_factory_merges({1: 1, "1": 2}, {1: doubling()}) == {1: 2, "1": 2}
     with pytest.raises(ValueError, match="'1'"):
         apply_factory_merges({1: 1}, {"1": doubling()})
-
-
-def test_nothing_to_merge() -> None:
-    state = {"a": [1]}
-    assert apply_factory_merges(state, {}) is state
-    assert apply_factory_merges(state, {"a": {}}) == {"a": [1]}
 
 
 @pytest.mark.parametrize(
@@ -183,10 +152,3 @@ def test_an_error_in_merge_fn_is_not_hidden() -> None:
 
     with pytest.raises(ZeroDivisionError):
         apply_factory_merges({"a": 1}, {"a": factory(merge=merge)})
-
-
-def test_many_factories_are_merged() -> None:
-    count = 20_000
-    loaded = {f"layer.{i}": 1 for i in range(count)}
-    apply_factory_merges(loaded, dict.fromkeys(loaded, doubling()))
-    assert sum(loaded.values()) == 2 * count

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
-from dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+from dist_checkpointing.mapping import ShardedObject
 
 
 def test_field_order() -> None:
@@ -22,15 +22,6 @@ def test_shape_and_offset_have_the_same_length(
 ) -> None:
     with pytest.raises(InvalidShardingError, match="'k'"):
         ShardedObject("k", None, shape, offset)
-
-
-def test_texts() -> None:
-    obj = ShardedObject("k", {"a": 1}, (1, 2), (0, 1), 3)
-    assert str(obj) == "ShardedObject(key='k')"
-    assert repr(obj) == (
-        "ShardedObject(key='k', data={'a': 1}, global_shape=(1, 2), global_offset=(0, 1), "
-        "replica_id=3)"
-    )
 
 
 def test_without_data_is_a_copy() -> None:
@@ -108,18 +99,3 @@ def test_the_extent_that_old_writers_lost_is_unknown(
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(CheckpointingException):
         ShardedObject.empty_from_unique_key(name)
-
-
-def test_a_subclass_reads_back_as_itself() -> None:
-    class Special(ShardedObject):
-        pass
-
-    assert type(Special.empty_from_unique_key("k/shard_0_1")) is Special
-    assert str(Special("k", None, (), ())) == "Special(key='k')"
-
-
-def test_local_nonpersistent_objects_hold_the_very_object() -> None:
-    value: list[int] = []
-    wrapped = LocalNonpersistentObject(value)
-    assert wrapped.obj is value
-    assert wrapped.unwrap() is value

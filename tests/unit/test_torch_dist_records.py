@@ -78,10 +78,6 @@ def test_a_view_lies_otherwise_in_its_storage() -> None:
     assert rows.start == find(saved(whole)).start + 6 * 4
 
 
-def test_a_subclass_is_left_to_torch() -> None:
-    assert find(saved(torch.nn.Parameter(torch.ones(2)))).layout is None
-
-
 def test_values_of_more_than_4_gib() -> None:
     """Nothing of that size is made: only what lies around it is looked at."""
     shape = (5, 2**30)

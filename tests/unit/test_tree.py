@@ -217,13 +217,6 @@ def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject)
         assert path == () or any(way[: len(path) - 1] == path[:-1] for way in wrapped)
 
 
-def test_containers_with_finds_every_container_on_the_way() -> None:
-    inner, plain = [Wrapped("w")], {"x": 1}
-    tree = {"a": inner, "b": plain, "c": (inner, [])}
-    assert containers_with(tree, _is_wrapped) == {id(tree), id(inner), id(tree["c"])}
-    assert containers_with(Wrapped("w"), _is_wrapped) == set()
-
-
 def _close_gaps(tree: Any) -> Any:
     """What a Megatron writer leaves of a nest of dicts and lists when wrapped leaves are taken out.
 
@@ -297,31 +290,6 @@ def test_mixed_lists_keep_their_places() -> None:
     assert same(part, {"a": [None, 1, None], "t": (2, None), "p": (None, 3)})
 
 
-def test_empty_containers_survive_in_the_common_part() -> None:
-    tree = {"a": {}, "b": [[], ()], "c": {"d": OrderedDict(), "w": Wrapped("w")}}
-    _, skeleton = flatten(tree)
-    assert same(unflatten_part(skeleton, {}), {"a": {}, "b": [[], ()], "c": {"d": OrderedDict()}})
-
-
-def test_keys_that_look_alike_do_not_collide() -> None:
-    tree = {1: "int", "1": "str", (1,): "tuple", "x": ["at 0", "at 1"]}
-    found, skeleton = flatten(tree)
-    assert len(found) == 5
-    assert len({(DictKey(1),), (DictKey("1"),), (Position(1),)}) == 3
-    assert same(unflatten(skeleton, found), tree)
-    list_and_dict = {"l": ["a"], "d": {0: "a"}}
-    assert len(flatten(list_and_dict)[0]) == 2
-
-
-def test_a_bare_leaf_is_a_tree() -> None:
-    found, skeleton = flatten(7)
-    assert found == {(): 7}
-    assert skeleton is None
-    assert unflatten(skeleton, found) == 7
-    assert unflatten_part(skeleton, {}) is MISSING
-    assert overlay(MISSING, skeleton, {(): 8}) == 8
-
-
 @pytest.mark.parametrize(
     "leaf",
     [torch.Size([2, 3]), "text", b"bytes", range(3), {1, 2}, torch.zeros(2), torch.ones(2).max(0)],
@@ -365,14 +333,6 @@ def test_subclasses_keep_their_class_and_attributes() -> None:
     assert again["c"] == Counter("abb")
 
 
-def test_module_state_dict_keeps_its_metadata() -> None:
-    state = torch.nn.Linear(2, 2).state_dict()
-    found, skeleton = flatten(state)
-    again = unflatten(skeleton, found)
-    assert type(again) is type(state)
-    assert again._metadata == state._metadata  # type: ignore[attr-defined]
-
-
 def test_a_skeleton_keeps_no_leaf_alive() -> None:
     leaf = Wrapped("large")
     tree = {"d": {"x": leaf}, "l": [leaf], "t": (leaf,), "p": Point(leaf, leaf)}
@@ -381,13 +341,6 @@ def test_a_skeleton_keeps_no_leaf_alive() -> None:
     del tree, found, leaf
     assert skeleton is not None
     assert alive() is None, "large tensors must not wait for the garbage collector either"
-
-
-def test_unflatten_needs_every_leaf() -> None:
-    found, skeleton = flatten({"a": 1, "b": 2})
-    del found[DictKey("a"),]
-    with pytest.raises(KeyError):
-        unflatten(skeleton, found)
 
 
 def _overlaid(template: Any, base: Any) -> Any:
@@ -441,17 +394,7 @@ def test_the_base_is_not_changed() -> None:
     assert result == {"a": [W, 1], "b": {"c": W}, "only stored": [1, 2]}
 
 
-def test_common_values_of_the_checkpoint_win_and_extra_keys_stay() -> None:
-    template = {"w": W, "step": 1, "new": 2}
-    assert _overlaid(template, {"step": 9, "extra": 3}) == {"w": W, "step": 9, "extra": 3}
-
-
 def test_path_text_is_code() -> None:
     path = (DictKey("a"), Position(0), DictKey(1), DictKey((2, "b")))
     assert path_text(path) == "state_dict['a'][0][1][(2, 'b')]"
     assert path_text(()) == "state_dict"
-
-
-def test_a_wide_tree_is_handled_in_linear_time() -> None:
-    tree = {"layers": [{"w": Wrapped("w"), "n": i} for i in range(20_000)]}
-    assert same(_overlaid(tree, {"layers": [{"n": i} for i in range(20_000)]}), tree)
