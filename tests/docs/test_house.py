@@ -31,7 +31,7 @@ def test_the_picture_is_that_of_the_contract() -> None:
 
 
 def test_the_house_is_small_enough_to_be_seen() -> None:
-    assert len(rooms()) <= 15
+    assert len([room for room in rooms() if (PACKAGE / room).is_dir()]) <= 14
     assert len(import_module("house").floors()) <= 9
 
 

@@ -43,14 +43,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     """How often each node and manifest has been decoded."""
     counts: Counter[bytes] = Counter()
-    for module in (ocdbt_nodes, ocdbt_nodes):
-        opened = module.opened
+    opened = ocdbt_nodes.opened
 
-        def counting(magic: int, record: bytes, opened: Any = opened) -> Any:
-            counts[record] += 1
-            return opened(magic, record)
+    def counting(magic: int, record: bytes) -> Any:
+        counts[record] += 1
+        return opened(magic, record)
 
-        monkeypatch.setattr(module, "opened", counting)
+    monkeypatch.setattr(ocdbt_nodes, "opened", counting)
     return counts
 
 
