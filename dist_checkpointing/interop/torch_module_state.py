@@ -63,14 +63,8 @@ def tensors_to_fill(outlined: Any, own: object, tensor: Callable[[str, object], 
 
 
 _EXTRA: Final = "_extra_state"
-
-
 """How torch ends the names of what ``get_extra_state`` returns."""
-
-
 _WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-
-
 """What torch.compile and activation checkpointing put into names."""
 
 

@@ -19,11 +19,7 @@ from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, is_contain
 from dist_checkpointing.validation.common_state_agreement import CommonDigests
 
 logger = logging.getLogger(__name__)
-
-
 NamesOf = Callable[[torch.Tensor], list[str]]
-
-
 _PREFIX: Final = "optimizer.state."
 
 
@@ -272,8 +268,6 @@ class OptimizerTemplate:
 
 
 _OF_GROUPS: Final = ("base_lrs", "min_lrs", "max_lrs")
-
-
 """What schedulers keep for each group, beside the last rates."""
 
 

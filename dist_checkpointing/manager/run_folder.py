@@ -34,14 +34,8 @@ from dist_checkpointing.serialization.save_options import SaveHooks
 from dist_checkpointing.storage.options import Durability
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 RECORD_NAME: Final = "manager.json"
-
-
 _FORMAT: Final = 1
-
-
 _MAX_BYTES: Final = 1 << 26
 
 
@@ -157,15 +151,61 @@ def _as_json(known: StepRecord) -> dict[str, object]:
 
 
 _NO_PREFIX: Final = "\0no tensor\0"
-
-
 """A prefix that no key has."""
-
-
 _FOLDER: Final = re.compile(r"step-(\d+)")
 
 
-class RunFolder:
+class Run:
+    """What the checkpoints of a run need where they lie in one folder that all ranks see."""
+
+    def folder(self, step: int) -> Path:
+        """Folder of the checkpoint of a step, whether or not it exists."""
+        raise NotImplementedError
+
+    def place(self, step: int) -> Path:
+        """Where a step can be read."""
+        return self.folder(step)
+
+    def ready(self, step: int, *, near: bool = True) -> Path:
+        """Where a step can be read by all ranks. Collective.
+
+        Args:
+            step: number of the step.
+            near: read on this rank's disk what is there, where only the store has all of it.
+        """
+        del near
+        return self.place(step)
+
+    def skip(self, step: int) -> None:
+        """Learn that what would be read of a step is damaged."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is done beside the training. Collective."""
+
+    def stop(self) -> None:
+        """Do nothing; called on all ranks, after ``close`` has ended on all of them."""
+
+    def begin_parts(
+        self, step: int, metric: float | None, *, makes_room: bool
+    ) -> tuple[float | None, bool]:
+        """Begin on the disks that rank 0 does not see. Collective, after ``begin`` on rank 0.
+
+        Args:
+            step: step that is about to be saved.
+            metric: what rank 0 has been given.
+            makes_room: what ``begin`` has returned on rank 0.
+
+        Returns:
+            The metric, and whether the new save may replace what is there.
+        """
+        del step
+        return metric, makes_room
+
+    def delete_parts(self, step: int) -> None:
+        """Delete what is on disks that rank 0 does not see. Collective, after ``delete``."""
+
+
+class RunFolder(Run):
     """The checkpoints of one run in one folder, each step in a folder of its own.
 
     No method is collective; only rank 0 may call methods that change files.
@@ -194,25 +234,7 @@ class RunFolder:
         self._lock = threading.RLock()
 
     def folder(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, whether or not it exists."""
         return self.root / f"step-{step:08d}"
-
-    def place(self, step: int) -> Path:
-        """Where a step can be read."""
-        return self.folder(step)
-
-    def ready(self, step: int, *, near: bool = True) -> Path:
-        """Where a step can be read by all ranks. Collective.
-
-        Args:
-            step: number of the step.
-            near: read on this rank's disk what is there, where only the store has all of it.
-        """
-        del near
-        return self.place(step)
-
-    def skip(self, step: int) -> None:
-        """Learn that what would be read of a step is damaged."""
 
     def finish_commits(self) -> None:
         """Finish what a killed save had committed in a store, but not yet shown to readers."""
@@ -222,12 +244,6 @@ class RunFolder:
                     finish_commit(self.folder(step))
         except (OSError, CheckpointingException) as error:
             logger.warning("a commit in %s could not be finished: %s", self.root, error)
-
-    def close(self) -> None:
-        """Do nothing: nothing is done beside the training. Collective."""
-
-    def stop(self) -> None:
-        """Do nothing; called on all ranks, after ``close`` has ended on all of them."""
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
@@ -323,22 +339,6 @@ class RunFolder:
                 and self._is_own(record, step)
             )
 
-    def begin_parts(
-        self, step: int, metric: float | None, *, makes_room: bool
-    ) -> tuple[float | None, bool]:
-        """Begin on the disks that rank 0 does not see. Collective, after ``begin`` on rank 0.
-
-        Args:
-            step: step that is about to be saved.
-            metric: what rank 0 has been given.
-            makes_room: what ``begin`` has returned on rank 0.
-
-        Returns:
-            The metric, and whether the new save may replace what is there.
-        """
-        del step
-        return metric, makes_room
-
     def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
         with self._lock:
@@ -413,9 +413,6 @@ class RunFolder:
                 others = [other for other in self.committed_steps() if other != step]
                 self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
             self._delete(step)
-
-    def delete_parts(self, step: int) -> None:
-        """Delete what is on disks that rank 0 does not see. Collective, after ``delete``."""
 
     def is_own(self, step: int) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""

@@ -33,35 +33,15 @@ from dist_checkpointing.manager.disks import FastDisks
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 ORDER_NAME: Final = ".dckpt/drain.json"
-
-
 REPORTS: Final = ".dckpt/drain"
-
-
 _MAX_BYTES: Final = 1 << 28
-
-
 _THREADS: Final = 4
-
-
 _MOST_SETTLED: Final = 1000
-
-
 _FIRST_PAUSE: Final = 0.02
-
-
 _LAST_PAUSE: Final = 2.0
-
-
 _BEAT_SECONDS: Final = 10.0
-
-
 _SILENT_SECONDS: Final = 90.0
-
-
 Phase = Literal["upload", "verify"]
 
 

@@ -36,7 +36,7 @@ from dist_checkpointing.format.object_store_commit import begin_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks, is_part, whole_steps
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import RunFolder
+from dist_checkpointing.manager.run_folder import Run, RunFolder
 from dist_checkpointing.manager.tier_copies import Orders, PartCopier, after_rank0
 from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_options import SaveHooks
@@ -125,12 +125,10 @@ class NearStore(ObjectStore):
 
 
 Drain = Literal["background", "wait"]
-
-
 _MOST_FINDINGS: Final = 10
 
 
-class TieredRun:
+class TieredRun(Run):
     """The checkpoints of one run on a fast disk of all ranks, from which rank 0 copies them.
 
     It is used like a RunFolder. A copy is made as a save is: it is there as a whole, read back and
@@ -193,11 +191,6 @@ class TieredRun:
         # Another one in the store was saved by another machine while this disk was away.
         return own if step in self._saved or self._is_copied(step) else stored
 
-    def ready(self, step: int, *, near: bool = True) -> Path:
-        """See RunFolder."""
-        del near
-        return self.place(step)
-
     def skip(self, step: int) -> None:
         """Take the copy in the store from now on: what is on the disk is damaged."""
         self._unusable.add(step)
@@ -248,13 +241,6 @@ class TieredRun:
             finding = Finding("a committed checkpoint is here", path=str(copy))
             raise CheckpointExistsError(f"step {step} is in the store already", [finding])
         return self._fast.begin(step, damaged)
-
-    def begin_parts(
-        self, step: int, metric: float | None, *, makes_room: bool
-    ) -> tuple[float | None, bool]:
-        """See RunFolder."""
-        del step
-        return metric, makes_room
 
     def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer on the disk, and copy the step or let it be copied."""
@@ -315,12 +301,6 @@ class TieredRun:
             for place in places or [self._fast]:
                 place.delete(step)
             self._undrained().discard(step)
-
-    def delete_parts(self, step: int) -> None:
-        """See RunFolder."""
-
-    def stop(self) -> None:
-        """See RunFolder."""
 
     def _deleted(self, step: int) -> None:
         if not any(is_committed(run.folder(step)) for run in (self._fast, self._stored)):
@@ -435,19 +415,10 @@ class SplitRun(TieredRun):
     store yet is copied first. The steps that are whole on all disks together are known on rank 0.
     """
 
-    def __init__(
-        self,
-        fast: str | PathLike[str],
-        root: ObjectPath,
-        retention: Retention,
-        on_deleted: Callable[[int], object],
-        drain: Drain,
-        comm: Comm,
-        disks: FastDisks,
-    ) -> None:
-        super().__init__(fast, root, retention, on_deleted, drain, comm, disks)
-        self._is_part = disks.leads and comm.rank > 0
-        self._copier = PartCopier(root, self._fast.root, disks, self._fast.thin_out)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._is_part = self._disks.leads and self._comm.rank > 0
+        self._copier = PartCopier(self.root, self._fast.root, self._disks, self._fast.thin_out)
         self._seals: dict[int, Seal] = {}
 
     def look(self) -> None:

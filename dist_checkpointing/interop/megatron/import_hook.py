@@ -30,14 +30,8 @@ from dist_checkpointing.strategies.registry import (
 )
 
 _DATA = re.compile(r".*__\d+_\d+\.distcp")
-
-
 _FILES = re.compile(r"metadata\.json|common\.pt|\.metadata(\.tmp|\.bck)?")
-
-
 _PARTS = re.compile(r"\.zarray|shard_.*\.pt")
-
-
 """What lies in the folder of a tensor of zarr, of its locks, or of a sharded object."""
 
 
@@ -112,17 +106,9 @@ def use(**changes: Any) -> None:
 
 
 PACKAGE = "megatron.core.dist_checkpointing"
-
-
 _MODULES = "dist_checkpointing.interop.megatron.modules"
-
-
 _AS_IT_IS = ("mapping", "strategies.checkpointable")
-
-
 """Modules that have the same names here as in Megatron."""
-
-
 _INTERNAL = tuple(
     f"strategies.{name}"
     for name in ("cached_metadata_filesystem_reader", "state_dict_saver", "two_stage")
