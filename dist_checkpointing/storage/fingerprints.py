@@ -29,8 +29,6 @@ from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, stream
 
 _MOST_BYTES = 1 << 24
-
-
 """Of a tensor on another device are in memory at a time."""
 
 
@@ -95,47 +93,19 @@ def fingerprints_by_reading(
 
 
 Sums = tuple[int, int]
-
-
 Array = npt.NDArray[Any]
-
-
 Int64s = npt.NDArray[np.int64]
-
-
 NOTHING: Final[Sums] = (0, 0)
-
-
 _WORD_BYTES: Final = 8
-
-
 _BLOCK_WORDS: Final = 1024
-
-
 _SLAB_WORDS: Final = 1 << 16
-
-
 """What is summed at a time, such that it stays in the cache."""
-
-
 _SLAB_BLOCKS: Final = 128
-
-
 """Of a long run are summed at a time: fewer would be more calls, more would leave the cache."""
-
-
 _WIDE: Final = 32
-
-
 _ALIKE: Final = 16
-
-
 """Rows of so many words that begin alike are taken together if there are so many of each kind."""
-
-
 _MASK: Final = (1 << 64) - 1
-
-
 _GAMMA: Final = 0x9E3779B97F4A7C15
 
 

@@ -19,17 +19,9 @@ from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
 
 ALIGNMENT_BYTES = 64
-
-
 _MOST_BLOCK_BYTES = 2**24
-
-
 """Of a larger block neither a copy from a GPU nor a write gets faster."""
-
-
 _MOST_TENSORS = 1024
-
-
 Launched = list[tuple[int, torch.Tensor]]
 
 

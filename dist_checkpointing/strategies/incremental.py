@@ -45,7 +45,6 @@ from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
-
 _LARGE_BYTES = 2**20
 
 

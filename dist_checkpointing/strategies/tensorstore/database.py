@@ -47,17 +47,9 @@ from dist_checkpointing.strategies.zarr_metadata import (
 )
 
 NODES_FOLDER: Final = "d"
-
-
 DATA_FOLDER: Final = "data"
-
-
 CREATED_NAMES: Final = (MANIFEST_NAME, NODES_FOLDER, DATA_FOLDER)
-
-
 DATA_GROUPS: Final = ("model", "optimizer")
-
-
 """An optimizer's tensors lie in data files of their own: dropping them deletes these files, whereas
 deleting keys from a database frees nothing."""
 

@@ -42,20 +42,10 @@ from dist_checkpointing.strategies.zarr_metadata import chunk_name
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 _LARGE_BYTES: Final = 2**20
-
-
 _HEAD_BYTES: Final = 2**12
-
-
 """Of a large part, and of one that may lie in a larger one, so much is compared first."""
-
-
 _READ_BYTES: Final = 2**22
-
-
 _ANY: Final = -1
 
 

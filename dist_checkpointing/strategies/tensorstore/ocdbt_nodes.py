@@ -20,29 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
-
-
 I64 = npt.NDArray[np.int64]
-
-
 MOST_U16: Final = (1 << 16) - 1
-
-
 MOST_U32: Final = (1 << 32) - 1
-
-
 MOST_I64: Final = (1 << 63) - 1
-
-
 MOST_U64: Final = (1 << 64) - 1
-
-
 _MOST_VARINT_BYTES: Final = 10
-
-
 _BYTES: Final = np.uint64(1) << np.arange(8, 64, 8, dtype=np.uint64)
-
-
 """The first number that takes two bytes, three, ..., eight."""
 
 
@@ -188,47 +172,19 @@ def shared_lengths(strings: Sequence[bytes]) -> I64:
 
 
 MANIFEST: Final = 0x0CDB3A2A
-
-
 NODE: Final = 0x0CDB20DE
-
-
 MOST_BODY_BYTES: Final = 1 << 26
-
-
 """Eight times what TensorStore puts into a node unless told otherwise."""
-
-
 _HEAD: Final = struct.Struct(">I")
-
-
 _LENGTH: Final = struct.Struct("<Q")
-
-
 _CHECKSUM: Final = struct.Struct("<I")
-
-
 _VERSION: Final = 0
-
-
 _RAW, _ZSTD_METHOD = 0, 1
-
-
 _HEAD_BYTES: Final = _HEAD.size + _LENGTH.size
-
-
 _WORTH_COMPRESSING: Final = 1 << 12
-
-
 _ZSTD_LEVEL: Final = 1
-
-
 _FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
-
-
 _MOST_BLOCK_BYTES: Final = 1 << 17
-
-
 _ID_BYTES: Final = (0, 1, 2, 4)
 
 
@@ -305,20 +261,10 @@ def _check_frame(frame: bytes) -> None:
 
 
 Columns = list[Sequence[int] | I64]
-
-
 MOST_HEIGHT: Final = 255
-
-
 MOST_ENTRIES: Final = 1 << 20
-
-
 _MOST_INLINE_BYTES: Final = 1 << 20
-
-
 _OUTSIDE: Final = 1
-
-
 _OBJECT_BYTES: Final = 64
 
 
@@ -583,29 +529,13 @@ def _key_columns(keys: Sequence[bytes], shared: I64, cut: int, prefixes: I64 | N
 
 
 MANIFEST_NAME: Final = "manifest.ocdbt"
-
-
 _SINGLE, _NUMBERED = 0, 1
-
-
 _NO_COMPRESSION, _ZSTD = 0, 1
-
-
 _INLINE_BYTES: Final = 1024
-
-
 NODE_BYTES: Final = 1 << 18
-
-
 """Estimated size of a decoded node. A reader of one key decodes one for each level of the tree."""
-
-
 _ARITY_LOG2: Final = 4
-
-
 _MOST_ARITY_LOG2: Final = 16
-
-
 _ZSTD_LEVEL_FIELD: Final = struct.Struct("<i")
 
 

@@ -39,32 +39,14 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
 )
 
 ABSENT: Final = -2
-
-
 INLINE: Final = -1
-
-
 _NUMBERED_NAME: Final = re.compile(r"manifest\.([0-9a-f]{16})")
-
-
 _MOST_GROWTH: Final = 1 << 10
-
-
 _ROOM: Final = 1 << 27
-
-
 """Nodes may take so many times their size on disk in memory, and so many bytes beside that."""
-
-
 _LEAST_NODE_BYTES: Final = 1 << 15
-
-
 """What a node counts for at least: reading it takes time, too."""
-
-
 _FEW: Final = 16
-
-
 """A lookup costs as much as reading this many keys of the whole tree."""
 
 
@@ -372,11 +354,7 @@ def _corrupt(problem: str, path: Location) -> CorruptCheckpointError:
 
 
 _LEAF_ENTRY_BYTES = 32
-
-
 _INTERIOR_ENTRY_BYTES = 56
-
-
 """How large TensorStore takes an entry for, beside its key and the path of a file."""
 
 

@@ -48,14 +48,8 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
 from dist_checkpointing.threads import paused_collector
 
 MOST_PENDING_BYTES: Final = 2**22
-
-
 LARGE_BYTES: Final = 2**20
-
-
 """Values below this are written many at a time."""
-
-
 Array = npt.NDArray[Any]
 
 
@@ -447,8 +441,6 @@ def _edges(table: ShardTable, index: Index) -> npt.NDArray[np.bool_]:
 
 
 _MOST_THREADS = 2
-
-
 _LEAST_BYTES_A_THREAD = 64 * 2**20
 
 

@@ -92,14 +92,8 @@ def piece_of_chunk(
 
 
 _MAX_METADATA_BYTES = 1 << 33
-
-
 _MAX_EXTENT = 1 << 62
-
-
 StatePath = tuple[str | int, ...]
-
-
 """Keys and positions that lead to a value in a nested state dict."""
 
 
@@ -175,17 +169,9 @@ def _corrupt(problem: str, path: str) -> CorruptCheckpointError:
 # The pickle.
 
 _DCP = "torch.distributed.checkpoint"
-
-
 _SHARDS = "torch.distributed._shard.sharded_tensor.metadata"  # until PyTorch 2.3
-
-
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-
-
 _METADATA_CLASSES = frozenset({(f"{_DCP}.metadata", "Metadata"), (_MEGATRON, "MCoreMetadata")})
-
-
 _KNOWN = _METADATA_CLASSES | {
     *(
         (f"{_DCP}.metadata", name)
@@ -396,11 +382,7 @@ def _paths(planner_data: Any) -> dict[str, StatePath]:
 
 
 COMMON_STATE_CELL = ShardedObject("common_state", None, (1,), (0,)).unique_key
-
-
 """Where Megatron-Core keeps the common state since 0.19, when it has no ``common.pt``."""
-
-
 Int64s = npt.NDArray[np.int64]
 
 
@@ -590,8 +572,6 @@ def cell_named(name: str) -> ShardedObject | None:
 
 
 _DCP_VERSION = "1.0.0"
-
-
 _PROTOCOL = 4  # what Megatron writes; every Python that PyTorch 2 runs on reads it
 
 

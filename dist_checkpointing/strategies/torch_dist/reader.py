@@ -183,17 +183,9 @@ def _describe(content: bytes) -> StoredLayout | None:
 
 
 Array = npt.NDArray[Any]
-
-
 SMALL_BYTES = 1 << 16
-
-
 """Records up to this size are read whole: one system call costs more than that many bytes."""
-
-
 _EDGE_BYTES = 1 << 12
-
-
 """What is read of either end of a larger record to find the values in it."""
 
 
@@ -365,8 +357,6 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
 
 ABSENT: Any = object()
-
-
 """A value that is stored elsewhere, and only keeps its position in a list."""
 
 

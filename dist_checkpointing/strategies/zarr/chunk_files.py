@@ -143,11 +143,7 @@ def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Arra
 
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 ChunkNames = Callable[[ShardTable, Index], Sequence[str | None]]
-
-
 """File that each row of a table fills by itself; None for a row that writes parts of files."""
 
 
@@ -263,8 +259,6 @@ def _shared(
 
 
 FileContent = tuple[str, bytes]
-
-
 """Path, relative to the checkpoint, and bytes of a small file that describes an array or group."""
 
 
