@@ -35,7 +35,7 @@ from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
-from dist_checkpointing.strategies.incremental import PlanDigests
+from dist_checkpointing.strategies.incremental import PlanDigests, SharedParts, share_parts
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.database import (
@@ -43,8 +43,9 @@ from dist_checkpointing.strategies.tensorstore.database import (
     merged_values,
     write_tree,
 )
-from dist_checkpointing.strategies.tensorstore.incremental import SharedValues, settle, share_values
+from dist_checkpointing.strategies.tensorstore.incremental import settle, values_in_base
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
+from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.threads import paused_collector
 
 MOST_PENDING_BYTES: Final = 2**22
@@ -463,10 +464,16 @@ class TensorStoreWriter(StorageWriter):
         assert index is not None
         if not len(table):
             return done([])
-        known, reused = PlanDigests(plan, planner, self.options), SharedValues.none()
+        known, reused = PlanDigests(plan, planner, self.options), SharedParts()
         if self.base is not None:
-            is_alone = self._world_size == 1
-            reused = share_values(self, self.base, plan, known, is_alone=is_alone)
+            reused = share_parts(
+                self,
+                TensorStoreReader(self.base),
+                plan,
+                known,
+                lambda base: values_in_base(base, table, index),
+                is_alone=self._world_size == 1,
+            )
             self.report(int(table.num_bytes[reused.rows].sum()))
         with paused_collector():
             row_keys = database.keys_to_write(table, index)
@@ -510,9 +517,9 @@ class TensorStoreWriter(StorageWriter):
             extents.file[share.rows] = np.array(files.file) + len(names)
             extents.offset[share.rows], extents.length[share.rows] = files.offset, files.length
             names += files.names
-        extents.file[reused.rows] = reused.extents.file + len(names)
-        extents.offset[reused.rows] = reused.extents.offset
-        extents.length[reused.rows] = reused.extents.length
+        file, offset, length = reused.extents.T
+        extents.file[reused.rows] = file + len(names)
+        extents.offset[reused.rows], extents.length[reused.rows] = offset, length
         names += [file.name for file in reused.files]
         results = WriteResults(
             table,
@@ -525,7 +532,7 @@ class TensorStoreWriter(StorageWriter):
         )
         return done(results)  # type: ignore[arg-type]
 
-    def _shares(self, table: ShardTable, reused: SharedValues) -> Iterator[_Share]:
+    def _shares(self, table: ShardTable, reused: SharedParts) -> Iterator[_Share]:
         """The work, of each data group on one thread, or on several of about the same bytes."""
         # What has not changed may stay so: in files of its own it can be shared the next time.
         age = np.zeros(len(table), dtype=np.int64)
