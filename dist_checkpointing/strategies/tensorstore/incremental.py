@@ -49,7 +49,7 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     rows, begins, expected = np.array(columns, dtype=np.int64).reshape(-1, 3).T
     is_nested = np.arange(len(rows)) >= len(same_box)
     values = Tree(base.folder).find([name for *_, name in entries])
-    file, offset, length = values.extents.columns
+    file, offset, length = values.extents
     in_data = [name if name.startswith(f"{DATA_FOLDER}/") else "" for name in values.files]
     files = [base.seal.files[name] for name in in_data if name in base.seal.files]
     number_of = {sealed.name: number for number, sealed in enumerate(files)}
@@ -165,7 +165,7 @@ def _copied_out(
         file, offset = values.extents.file.copy(), values.extents.offset.copy()
         file[own], offset[own] = len(values.files), begins[taken : taken + len(own)]
         taken += len(own)
-        extents = replace(values.extents, file=file, offset=offset)
+        extents = values.extents._replace(file=file, offset=offset)
         moved.append(replace(values, files=(*values.files, fresh), extents=extents))
     return moved, SealedFile(fresh, int(lengths.sum()))
 

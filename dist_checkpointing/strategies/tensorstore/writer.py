@@ -142,20 +142,17 @@ class DataFiles:
     def put_large(self, values: Array, reported: int, digest: Digest | None) -> None:
         """Add a contiguous array, which must stay as it is; hash it on the way."""
         self.begin_large(values.nbytes)
-        self._put_block(values, reported, digest, stays=True)
+        self.put_block(values, reported, digest, stays=True)
 
     def begin_large(self, num_bytes: int) -> None:
         """Add a value that comes in blocks, by ``put_block`` alone."""
         self.flush()
         self._place(num_bytes).make_room(self.offset[-1], num_bytes)
 
-    def put_block(self, values: Array, reported: int, digest: Digest | None) -> None:
-        """Write a contiguous array at once, behind what was written last; hash it on the way."""
-        self._put_block(values, reported, digest, stays=False)
-
-    def _put_block(
-        self, values: Array, reported: int, digest: Digest | None, *, stays: bool
+    def put_block(
+        self, values: Array, reported: int, digest: Digest | None, *, stays: bool = False
     ) -> None:
+        """Write a contiguous array at once, behind what was written last; hash it on the way."""
         file = self._open_file
         assert file is not None
         view = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]

@@ -470,16 +470,16 @@ def _stored(key: str, tensor: DcpTensor) -> tuple[StoredTensor, list[Ints]]:
     dtype = tensor_memory.from_torch(tensor.dtype)
     # Some writers list empty chunks; they hold nothing and may share the offset of a real one.
     chunks = [(offsets, sizes) for offsets, sizes in tensor.chunks if 0 not in sizes]
-    shape = tensor.size
+    shape, parts = tensor.size, list[tuple[Box, tuple[int, int] | None]]()
     if tensor.flattened_from is not None:
         shape = tensor.flattened_from
-        parts = [piece_of_chunk(shape, tensor.size, *chunk) for chunk in chunks]
+        parts += [piece_of_chunk(shape, tensor.size, *chunk) for chunk in chunks]
     elif 0 in shape:
         return StoredTensor(key, dtype, shape, tuple(max(extent, 1) for extent in shape)), []
     elif (in_grid := _grid_order(shape, chunks)) is not None:
         return StoredTensor(key, dtype, shape, in_grid[0]), [chunks[i][0] for i in in_grid[1]]
     else:
-        parts = [(Box(*chunk), None) for chunk in chunks]
+        parts += [(Box(*chunk), None) for chunk in chunks]
     stored = StoredTensor(key, dtype, shape, None, Pieces.of(len(shape), parts))
     return stored, [offsets for offsets, _ in chunks]
 
