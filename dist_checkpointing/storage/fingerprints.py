@@ -374,7 +374,8 @@ class SummingPlanner(PlannedData):
         return lambda row: self._summed(row, give(row))
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        return self._summed(self._row_of[item], self._planner.get_data(item))
+        given: object = self._summed(self._row_of[item], self._planner.get_data(item))
+        return given
 
     @property
     def makes_data(self) -> bool:

@@ -136,9 +136,10 @@ class Tree:
         root = _newest_root(folder)
         self._tree_bytes = 0 if root is None else root.statistics.num_tree_bytes
         self.num_keys: int = 0 if root is None else root.statistics.num_keys
-        self._root = root and _NodeRef(
-            root.file, root.offset, root.length, root.height, b"", b"", None, self.num_keys
-        )
+        self._root: _NodeRef | None = None
+        if root is not None:
+            node = (root.file, root.offset, root.length, root.height)
+            self._root = _NodeRef(*node, b"", b"", None, self.num_keys)
 
     def all(self) -> tuple[list[bytes], Values]:
         """Every key, sorted, and where its value is."""

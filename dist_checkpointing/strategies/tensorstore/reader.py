@@ -179,9 +179,9 @@ class TensorStoreReader(StorageReader):
                 findings.append(Finding("a chunk is missing", key, path=path))
                 continue
             path = path if extents.file[row] < 0 else self._extent(values, row).path
-            sizes_differ = {"expected": f"{sizes[row]} bytes", "found": int(extents.length[row])}
+            expected, stored = f"{sizes[row]} bytes", int(extents.length[row])
             problem = "a chunk has the wrong size"
-            findings.append(Finding(problem, key, path=path, **sizes_differ))
+            findings.append(Finding(problem, key, expected=expected, found=stored, path=path))
         if findings:
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
 

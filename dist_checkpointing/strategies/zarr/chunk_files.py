@@ -126,7 +126,7 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Array:
+def read_decoded(codec: Codec, path: Location, num_bytes: int, key: str) -> Array:
     """The bytes of the values of a compressed chunk."""
     corrupt = partial(damaged, str(path), key)
     try:
@@ -202,7 +202,7 @@ class ZarrFolderWriter(StorageWriter):
                 digests,
                 lambda base: self._files_in_base(base, table, index),
                 reuses_names=True,
-                unpack=codec and (lambda path, size, key: read_decoded(path, codec, size, key)),
+                unpack=None if codec is None else partial(read_decoded, codec),
             )
             self.report(int(sizes[shared.rows].sum()))
 
@@ -259,7 +259,11 @@ class ZarrFolderWriter(StorageWriter):
         for row, name in zip(same.tolist(), names, strict=True):
             # A chunk at the edge of a tensor is padded to the shape of a chunk.
             shapes = (i.chunk_shape(table.key(row)) for i in (index, base.index))
-            if name in base.seal.files and len({tuple(shape or ()) for shape in shapes}) == 1:
+            if (
+                name
+                and name in base.seal.files
+                and len({tuple(shape or ()) for shape in shapes}) == 1
+            ):
                 rows.append(row)
                 files.append(base.seal.files[name])
         extents = [(number, 0, file.num_bytes) for number, file in enumerate(files)]
@@ -341,7 +345,7 @@ class ZarrFolderReader(StorageReader):
         def read_file(rows: Int64s) -> None:
             first = int(rows[0])
             place = self.checkpoint_dir / names[first]
-            values = read_decoded(place, codec, int(sizes[first]), table.key(first))
+            values = read_decoded(codec, place, int(sizes[first]), table.key(first))
             for row in rows.tolist():
                 self.report(filler.fill(row, values))
 
