@@ -11,7 +11,7 @@ of the parts of any cut add up. See docs/design/009-fingerprints.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, Final
@@ -26,12 +26,27 @@ from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, split_ro
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
+from dist_checkpointing.storage.staging import PlannedData
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, stream
 
-_MOST_BYTES = 1 << 24
+Sums = tuple[int, int]
+Array = npt.NDArray[Any]
+Int64s = npt.NDArray[np.int64]
 
-
+NOTHING: Final[Sums] = (0, 0)
+_MOST_BYTES: Final = 1 << 24
 """Of a tensor on another device are in memory at a time."""
+_WORD_BYTES: Final = 8
+_BLOCK_WORDS: Final = 1024
+_SLAB_WORDS: Final = 1 << 16
+"""What is summed at a time, such that it stays in the cache."""
+_SLAB_BLOCKS: Final = 128
+"""Of a long run are summed at a time: fewer would be more calls, more would leave the cache."""
+_WIDE: Final = 32
+_ALIKE: Final = 16
+"""Rows of so many words that begin alike are taken together if there are so many of each kind."""
+_MASK: Final = (1 << 64) - 1
+_GAMMA: Final = 0x9E3779B97F4A7C15
 
 
 def sums_of_tensor(
@@ -52,16 +67,16 @@ def _sums_of_blocks(
     most_bytes: int,
 ) -> Sums:
     """The same of a tensor on another device, of which so many bytes are here at a time."""
-    start = 0 if flat_range is None else flat_range[0]
-    parts = []
+    total = NOTHING
     for block in split_rows(Box.whole(tuple(values.shape)), most_bytes // values.itemsize):
-        own = tensor_memory.as_numpy(values[block.slices()].cpu())
+        part = tensor_memory.as_numpy(values[block.slices()].cpu())
         if flat_range is None:
-            parts.append(sums_of_part(own, block.moved(box.offset), None, global_shape))
+            sums = sums_of_part(part, block.moved(box.offset), None, global_shape)
         else:
-            begin = start + block.offset[0]
-            parts.append(sums_of_part(own, box, (begin, begin + own.size), global_shape))
-    return added(parts)
+            begin = flat_range[0] + block.offset[0]
+            sums = sums_of_part(part, box, (begin, begin + part.size), global_shape)
+        total = added((total, sums))
+    return total
 
 
 def sums_of_shard(shard: ShardedTensor) -> Sums:
@@ -92,51 +107,6 @@ def fingerprints_by_reading(
         key: fingerprint_of(sums, index[key].dtype.name, index[key].global_shape)
         for key, sums in total.items()
     }
-
-
-Sums = tuple[int, int]
-
-
-Array = npt.NDArray[Any]
-
-
-Int64s = npt.NDArray[np.int64]
-
-
-NOTHING: Final[Sums] = (0, 0)
-
-
-_WORD_BYTES: Final = 8
-
-
-_BLOCK_WORDS: Final = 1024
-
-
-_SLAB_WORDS: Final = 1 << 16
-
-
-"""What is summed at a time, such that it stays in the cache."""
-
-
-_SLAB_BLOCKS: Final = 128
-
-
-"""Of a long run are summed at a time: fewer would be more calls, more would leave the cache."""
-
-
-_WIDE: Final = 32
-
-
-_ALIKE: Final = 16
-
-
-"""Rows of so many words that begin alike are taken together if there are so many of each kind."""
-
-
-_MASK: Final = (1 << 64) - 1
-
-
-_GAMMA: Final = 0x9E3779B97F4A7C15
 
 
 def added(parts: Iterable[Sums]) -> Sums:
@@ -206,38 +176,34 @@ def _sums_of_run(data: npt.NDArray[np.uint8], start: int) -> Sums:
     first, shift = divmod(start, _WORD_BYTES)
     count = -(-(shift + data.size) // _WORD_BYTES)
     is_aligned = not shift and not data.size % _WORD_BYTES and not data.ctypes.data % _WORD_BYTES
-    words = data.view("<i8") if is_aligned else None
+
+    def words(begin: int, size: int) -> Int64s:
+        if is_aligned:
+            return data.view("<i8")[begin : begin + size]
+        return _padded(data, begin * _WORD_BYTES - shift, size)
+
     block, phase = divmod(first, _BLOCK_WORDS)
     if phase + count <= _BLOCK_WORDS:
-        return _sums_in_block(
-            _padded(data, -shift, count) if words is None else words, phase, block
-        )
+        return _sums_in_block(words(0, count), phase, block)
     head = min(-phase % _BLOCK_WORDS, count)
     tail = (count - head) % _BLOCK_WORDS
     total = NOTHING
     for begin, size in ((0, head), (count - tail, tail)):
         if size:
-            own = words[begin : begin + size] if words is not None else None
-            if own is None:
-                own = _padded(data, begin * _WORD_BYTES - shift, size)
-            place = divmod(first + begin, _BLOCK_WORDS)
-            total = added((total, _sums_in_block(own, place[1], place[0])))
+            block, phase = divmod(first + begin, _BLOCK_WORDS)
+            total = added((total, _sums_in_block(words(begin, size), phase, block)))
     values = np.empty((2, (count - head - tail) // _BLOCK_WORDS), dtype=np.int64)
     scratch = np.empty((min(values.shape[1], _SLAB_BLOCKS), _BLOCK_WORDS), dtype=np.int64)
     for number in range(0, values.shape[1], _SLAB_BLOCKS):
         slab = values[:, number : number + _SLAB_BLOCKS]
         begin, size = head + number * _BLOCK_WORDS, slab.shape[1] * _BLOCK_WORDS
-        own = words[begin : begin + size] if words is not None else None
-        if own is None:
-            own = _padded(data, begin * _WORD_BYTES - shift, size)
-        rows = own.reshape(-1, _BLOCK_WORDS)
+        rows = words(begin, size).reshape(-1, _BLOCK_WORDS)
         swapped = scratch[: len(rows)]
         np.copyto(swapped, rows.view(">i8"))
         for which, given in enumerate((rows, swapped)):
-            table = _word_multipliers(which)[:_BLOCK_WORDS]
-            np.einsum("ij,j->i", given, table, out=slab[which])
+            np.einsum("ij,j->i", given, _word_multipliers(which)[:_BLOCK_WORDS], out=slab[which])
     numbers = (first + head) // _BLOCK_WORDS + np.arange(values.shape[1])
-    sums = [_dot(own, _block_multipliers(numbers, which)) for which, own in enumerate(values)]
+    sums = [_dot(row, _block_multipliers(numbers, which)) for which, row in enumerate(values)]
     return added((total, (sums[0], sums[1])))
 
 
@@ -373,7 +339,7 @@ def _odd_numbers(counters: npt.NDArray[np.uint64], stream: int) -> Int64s:
 _ROW = np.dtype([("row", "<i4"), ("sums", "<u8", (2,))])
 
 
-class SummingPlanner(SavePlanner):
+class SummingPlanner(PlannedData):
     """Answers like another planner, and sums what it gives.
 
     Args:
@@ -382,12 +348,12 @@ class SummingPlanner(SavePlanner):
     """
 
     def __init__(self, planner: SavePlanner, plan: SavePlan) -> None:
-        self._planner, self._plan = planner, plan
-        self._sums = np.zeros((len(plan.table), 2), dtype=np.uint64)
-        self._is_summed = [False] * len(plan.table)
-        table = plan.table
+        super().__init__(plan)
+        self._planner, table = planner, plan.table
+        self._sums = np.zeros((len(table), 2), dtype=np.uint64)
+        self._is_summed = [False] * len(table)
         columns = (table.ndim, table.global_shapes, table.offsets, table.shapes, table.flat)
-        self._places = list(zip(*(column.tolist() for column in columns), strict=True))
+        self._boxes = list(zip(*(column.tolist() for column in columns), strict=True))
         self._is_object = table.is_object
 
     def packed(self) -> bytes:
@@ -403,56 +369,30 @@ class SummingPlanner(SavePlanner):
             np.add.at(packed["sums"][:, number], places, self._sums[known, number])
         return packed.tobytes()
 
-    def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
-        if plan is not self._plan:
-            return super().data_of(plan)
-        give = self._planner.data_of(plan)
-
-        def data(row: int) -> torch.Tensor | object:
-            given = give(row)
-            self._note(row, given)
-            return given
-
-        return data
+    def row_data(self) -> Callable[[int], Any]:
+        give = self._planner.data_of(self._plan)
+        return lambda row: self._summed(row, give(row))
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        given = self._planner.get_data(item)
-        self._note(self._plan.items.index(item), given)
+        given: object = self._summed(self._row_of[item], self._planner.get_data(item))
         return given
 
-    def _note(self, row: int, given: object) -> None:
-        if not isinstance(given, torch.Tensor) or self._is_object[row]:
-            return
+    @property
+    def makes_data(self) -> bool:
+        return self._planner.makes_data
+
+    def _summed(self, row: int, given: Any) -> Any:
         # Of a base a writer asks twice. What is made once more may be something else.
-        if self._is_summed[row] and not self.makes_data:
-            return
-        ndim, global_shape, offset, shape, flat = self._places[row]
+        if self._is_object[row] or (self._is_summed[row] and not self.makes_data):
+            return given
+        ndim, global_shape, offset, shape, flat = self._boxes[row]
         box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
         flat_range = None if flat[0] < 0 else (flat[0], flat[1])
         # A whole leaf is given as it is, without the axes that exist only globally.
         values = given.reshape(box.shape if flat_range is None else (-1,))
         self._sums[row] = sums_of_tensor(values, box, flat_range, tuple(global_shape[:ndim]))
         self._is_summed[row] = True
-
-    @property
-    def settings(self) -> Hashable | None:
-        return self._planner.settings
-
-    @property
-    def makes_data(self) -> bool:
-        return self._planner.makes_data
-
-    def configure_planner(self, *args: Any, **kwargs: Any) -> None:
-        self._planner.configure_planner(*args, **kwargs)
-
-    def build_local_plan(self) -> SavePlan:
-        return self._planner.build_local_plan()
-
-    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
-        return self._planner.build_global_plan(all_plans)
-
-    def finalize_plan(self, plan: SavePlan) -> SavePlan:
-        return self._planner.finalize_plan(plan)
+        return given
 
 
 def with_fingerprints(index: Index, packed: Iterable[bytes]) -> Index:

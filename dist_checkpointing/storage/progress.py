@@ -33,7 +33,6 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 ProgressOption = ProgressCallback | Literal["bar"]
 """A function that gets each report, or a bar of rank 0 on the standard error."""
-
 _BAR_SECONDS: Final = 0.1
 
 

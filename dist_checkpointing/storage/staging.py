@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -19,17 +19,9 @@ from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
 
 ALIGNMENT_BYTES = 64
-
-
 _MOST_BLOCK_BYTES = 2**24
-
-
 """Of a larger block neither a copy from a GPU nor a write gets faster."""
-
-
 _MOST_TENSORS = 1024
-
-
 Launched = list[tuple[int, torch.Tensor]]
 
 
@@ -78,17 +70,15 @@ class HostBlocks:
 
         Blocks of a tensor on a GPU are contiguous; other tensors are given as they are.
         """
-        waiting: tuple[CopyStreams, Launched] | None = None
+        waiting: tuple[CopyStreams, Launched] = CopyStreams({}), []
         for number, batch in enumerate(self._batches(tensors)):
             self._release()
             launched = self._launch(batch, number % 2)
-            if waiting is not None:
-                waiting[0].synchronize()
-                yield from waiting[1]
-            waiting = launched
-        if waiting is not None:
             waiting[0].synchronize()
             yield from waiting[1]
+            waiting = launched
+        waiting[0].synchronize()
+        yield from waiting[1]
 
     def _batches(self, tensors: Iterable[torch.Tensor]) -> Iterator[Launched]:
         """Blocks that fit into half of the memory together, as they are on their devices."""
@@ -155,7 +145,10 @@ class DeviceBlocks:
                 like = torch.empty(target.shape, dtype=stored, device="meta")
                 block = self._memory.view(number % 2, 0, like)
                 read(block)
-                self._copied[number % 2] = _copy_to(target, block)
+                target.copy_(block, non_blocking=target.is_cuda)
+                if target.is_cuda:
+                    event = self._copied[number % 2] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record(torch.cuda.current_stream(target.device))
         finally:
             self._wait(0)
             self._wait(1)
@@ -164,16 +157,6 @@ class DeviceBlocks:
         event, self._copied[block] = self._copied[block], None
         if event is not None:
             event.synchronize()
-
-
-def _copy_to(target: torch.Tensor, block: torch.Tensor) -> torch.cuda.Event | None:
-    """Begin to copy; the event that follows, or None if the copy is complete."""
-    target.copy_(block, non_blocking=target.is_cuda)
-    if not target.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(target.device))
-    return event
 
 
 class CopyStreams:
@@ -296,65 +279,50 @@ class StagingBuffers:
         return self._memory[start : start + size].view(like.dtype).view(like.shape)
 
 
-class StagedPlanner(SavePlanner):
-    """Answers with copies for the items of a plan that is already made.
+class PlannedData(SavePlanner):
+    """Answers for the data of a plan that is already made.
 
     Args:
         plan: it.
-        data: the copies, in its order.
+        data: of its rows, in their order; a class that has none overrides ``row_data``.
     """
 
-    def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
-        self._data = data
-        self._plan = plan
-
-    @property
-    def settings(self) -> Hashable | None:
-        return None
+    def __init__(self, plan: SavePlan, data: Sequence[Any] = ()) -> None:
+        self._plan, self._data = plan, data
 
     @cached_property
-    def _by_item(self) -> dict[WriteItem, object]:
-        return dict(zip(self._plan.items, self._data, strict=True))
+    def _row_of(self) -> dict[WriteItem, int]:
+        return {item: row for row, item in enumerate(self._plan.items)}
 
-    def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        return self._by_item[item]
-
-    def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
-        if plan is not self._plan:
-            return super().data_of(plan)
+    def row_data(self) -> Callable[[int], Any]:
+        """What gives the data of each row."""
         return self._data.__getitem__
 
-    def configure_planner(self, *_: Any, **__: Any) -> NoReturn:
+    def get_data(self, item: WriteItem) -> torch.Tensor | object:
+        data: object = self.row_data()(self._row_of[item])
+        return data
+
+    def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
+        return self.row_data() if plan is self._plan else super().data_of(plan)
+
+    def _is_made(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("the plan is already made")
 
-    def build_local_plan(self) -> NoReturn:
-        raise AssertionError("the plan is already made")
-
-    def build_global_plan(self, all_plans: object) -> NoReturn:  # noqa: ARG002
-        raise AssertionError("the plan is already made")
-
-    def finalize_plan(self, plan: object) -> NoReturn:  # noqa: ARG002
-        raise AssertionError("the plan is already made")
+    configure_planner = build_local_plan = build_global_plan = finalize_plan = _is_made
 
 
 def stage_plan(plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> SavePlanner:
     """Copy all that one rank will write: a planner that no longer needs the state dict."""
-    give, sizes = planner.data_of(plan), plan.table.num_bytes.tolist()
+    give, sizes, is_object = planner.data_of(plan), plan.table.num_bytes, plan.table.is_object
     data: list[Any] = [None] * len(sizes)
-    is_object = plan.table.is_object
-    tensors = np.flatnonzero(~is_object).tolist()
-    given = (_require_tensor(give(row)) for row in tensors)
-    copies = buffers.fill([sizes[row] for row in tensors], given)
-    for row, copied in zip(tensors, copies, strict=True):
+    tensors = np.flatnonzero(~is_object)
+    given: Iterator[Any] = map(give, tensors.tolist())
+    copies = buffers.fill(sizes[tensors].tolist(), given)
+    for row, copied in zip(tensors.tolist(), copies, strict=True):
         data[row] = copied
     for row in np.flatnonzero(is_object).tolist():
         data[row] = detached_copy(give(row))
-    return StagedPlanner(plan, data)
-
-
-def _require_tensor(data: object) -> torch.Tensor:
-    assert isinstance(data, torch.Tensor)
-    return data
+    return PlannedData(plan, data)
 
 
 def detached_copy(value: Any) -> Any:

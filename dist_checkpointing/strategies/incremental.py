@@ -1,4 +1,4 @@
-"""What a save would write, and a checkpoint that it may share files with already holds.
+"""What a save would write, and which files of a base checkpoint hold some of it already.
 
 A part of a plan is the same as one of the base if its key, box, dtype and 128-bit digest are. Each
 rank reads the digests of the keys that it writes, and nothing else.
@@ -7,19 +7,22 @@ rank reads the digests of the keys that it writes, and nothing else.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.errors import CorruptCheckpointError
+from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError
 from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.hard_links import share_file
 from dist_checkpointing.format.checksums import (
     ChecksumColumns,
     Digest,
@@ -34,19 +37,23 @@ from dist_checkpointing.format.checksums import (
 from dist_checkpointing.format.geometry import row_bytes
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, is_in_attempt
-from dist_checkpointing.format.seal import Seal, check_files, read_seal
+from dist_checkpointing.format.seal import Seal, SealedFile, check_files, read_seal
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
-from dist_checkpointing.storage.interface import StorageReader
-from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage.interface import StorageReader, StorageWriter
+from dist_checkpointing.storage.options import BaseCheck, StorageOptions
 from dist_checkpointing.storage.staging import HostBlocks
+from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_LARGE_BYTES = 2**20
+_LARGE_BYTES: Final = 2**20
+_HEAD_BYTES: Final = 2**12
+"""Of a large part, and of one that may lie in a larger one, so much is compared first."""
+_READ_BYTES: Final = 2**22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,45 +96,43 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
         logger.info("nothing is shared with %s, which has no 128-bit digests", folder)
         return None
     describing = [name for name in reader.describing_names(used) if name in seal.files]
-    found = check_files(seal, folder, [*describing, *tables, *map(upper_name, tables)])
-    if found:
-        raise CorruptCheckpointError("the base is damaged", found)
+    findings = check_files(seal, folder, [*describing, *tables, *map(upper_name, tables)])
+    if findings:
+        raise CorruptCheckpointError("the base is damaged", findings)
     index = reader.read_metadata()
     same_dtype = _has_same_dtype(table, index)
     same_box = np.zeros(len(table), dtype=np.bool_)
     digests = np.zeros((len(table), 2), dtype=np.uint64)
-    own = _places(table)
-    row_of = dict(zip(own, range(len(own)), strict=True))
+    row_of = {part: row for row, part in enumerate(_boxes(table))}
     for name in tables:
         stored, uppers = read_digests(folder, name)
-        for position, place in enumerate(_places(stored)):
-            row = row_of.get(place)
+        for position, part in enumerate(_boxes(stored)):
+            row = row_of.get(part)
             if row is not None:
                 same_box[row] = same_dtype[row]
                 digests[row] = uppers[position], stored.digests[position]
     return BaseParts(folder, seal, index, same_dtype, same_box, digests)
 
 
-def _places(table: ShardTable | ChecksumColumns) -> list[tuple[str, bytes]]:
+def _boxes(table: ShardTable | ChecksumColumns) -> list[tuple[str, bytes]]:
     """Key and box of each row, in a form that can be compared."""
     ndim = table.ndim.astype(np.int64)
     columns = [ndim, table.is_object.astype(np.int64), *table.flat.T]
     boxes = row_bytes(columns, (table.offsets, table.shapes), ndim)
-    pairs = zip(table.keys.tolist(), boxes, strict=True)
-    return [(table.names[key], bytes(box)) for key, box in pairs]
+    return [
+        (table.names[key], bytes(box)) for key, box in zip(table.keys.tolist(), boxes, strict=True)
+    ]
 
 
 def _has_same_dtype(table: ShardTable, index: Index) -> Bools:
     numbers, types = index.dtypes_of(table.names)
     stored = [None if (dtype := types[at]) is None else dtype.name for at in numbers.tolist()]
-    cells = [name if name in index.objects else None for name in table.names]
-    own = [table.names[number] for number in table.dtypes.tolist()]
+    is_stored_object = [name in index.objects for name in table.names]
+    columns = (table.keys.tolist(), table.dtypes.tolist(), table.is_object.tolist())
     return np.array(
         [
-            cells[key] is not None if is_object else stored[key] == dtype
-            for key, dtype, is_object in zip(
-                table.keys.tolist(), own, table.is_object.tolist(), strict=True
-            )
+            is_stored_object[key] if is_object else stored[key] == table.names[dtype]
+            for key, dtype, is_object in zip(*columns, strict=True)
         ],
         dtype=np.bool_,
     )
@@ -148,26 +153,18 @@ class PlanDigests:
         self._plan, self._planner = plan, planner
 
     @cached_property
-    def _data_of(self) -> Callable[[int], torch.Tensor | object]:
+    def _data_of(self) -> Callable[[int], Any]:
         return self._planner.data_of(self._plan)
 
     def add(self, rows: Int64s) -> None:
-        if not len(rows):
-            return
         is_large = self._table.num_bytes[rows] >= _LARGE_BYTES
         small, large = rows[~is_large].tolist(), rows[is_large].tolist()
-        digests: dict[int, bytes] = {}
-        waiting: list[int] = []
         # Many small parts are work for the interpreter: threads would only take turns.
         made = [*map(self._digest, small), *in_threads(self._digest, large, self._options.threads)]
-        for row, digest in zip([*small, *large], made, strict=True):
-            if digest is None:
-                waiting.append(row)
-            else:
-                digests[row] = digest
-        digests.update(self._digests_of_copies(waiting))
+        digests = dict(zip([*small, *large], made, strict=True))
+        digests.update(self._digests_of_copies([row for row in digests if digests[row] is None]))
         order = np.array(list(digests), dtype=np.int64)
-        self.columns[order] = columns_of(list(digests.values()))
+        self.columns[order] = columns_of([digest for digest in digests.values() if digest])
         self.known[order] = True
 
     def digest(self, row: int) -> bytes | None:
@@ -176,8 +173,7 @@ class PlanDigests:
 
     def begins_with(self, row: int, head: bytes) -> bool:
         """Whether a tensor begins with these bytes."""
-        data = self._data_of(row)
-        assert isinstance(data, torch.Tensor)
+        data: torch.Tensor = self._data_of(row)
         values = data.detach().contiguous().reshape(-1)[: len(head) // data.dtype.itemsize]
         return bytes_of(tensor_memory.as_numpy(values.cpu().resolve_conj().resolve_neg())) == head
 
@@ -187,23 +183,207 @@ class PlanDigests:
         if self._table.is_object[row]:
             value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
             return digest_of(value, len(value))
-        assert isinstance(data, torch.Tensor)
         array = tensor_memory.fillable(data.detach().contiguous(), data.dtype)
         return None if array is None else digest_of_array(array)
 
     def _digests_of_copies(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """The digests of tensors on GPUs, and of those whose memory holds other values."""
-
-        def tensors() -> Iterator[torch.Tensor]:
-            for row in rows:
-                data = self._data_of(row)
-                assert isinstance(data, torch.Tensor)
-                yield data
-
-        copies = HostBlocks(self._options.buffer_bytes, lambda: None).of(tensors())
+        copies = HostBlocks(self._options.buffer_bytes, lambda: None).of(map(self._data_of, rows))
         for number, blocks in groupby(copies, key=itemgetter(0)):
             digest = Digest()
             for _, block in blocks:
                 values = block.detach().resolve_conj().resolve_neg().contiguous()
                 digest.update(bytes_of(tensor_memory.as_numpy(values)))
             yield rows[number], digest.digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Rows of a plan, and parts of files of the base that may hold their values.
+
+    Attributes:
+        rows: Rows of the plan.
+        files: Files of the base.
+        extents: ``[rows, 3]``, position in ``files``, first byte, number of bytes.
+        is_nested: ``[rows]``, whether it is a part of a larger value, so that it has no digest.
+    """
+
+    rows: Int64s
+    files: Sequence[SealedFile]
+    extents: Int64s
+    is_nested: Bools
+
+    def take(self, chosen: Bools) -> Candidates:
+        rows, extents, is_nested = self.rows[chosen], self.extents[chosen], self.is_nested[chosen]
+        return Candidates(rows, self.files, extents, is_nested)
+
+    def bytes_in_files(self) -> Int64s:
+        sums = np.bincount(self.extents[:, 0], self.extents[:, 2], len(self.files))
+        return sums.astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedParts:
+    """The rows of a plan whose values lie in shared files, with extents as in ``Candidates``.
+
+    The ``steady`` rows have not changed either, but lie in files of which too little is used.
+    """
+
+    rows: Int64s = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    extents: Int64s = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
+    files: tuple[SealedFile, ...] = ()
+    steady: Int64s = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+Unpack = Callable[[Path, int, str], Any]
+"""Gives the bytes of the values in a compressed file, of which there must be so many, of a key."""
+
+
+def share_parts(
+    writer: StorageWriter,
+    reader: StorageReader,
+    plan: SavePlan,
+    digests: PlanDigests,
+    candidates_in: Callable[[BaseParts], Candidates],
+    *,
+    is_alone: bool = True,
+    reuses_names: bool = False,
+    unpack: Unpack | None = None,
+) -> SharedParts:
+    """Share the files of a base that hold values of a plan. Not collective.
+
+    Nothing is shared if the base is damaged or gone, which is logged.
+
+    Args:
+        writer: of the plan.
+        reader: of the base.
+        plan: what this rank writes.
+        digests: of the rows of the plan; gets those that are needed.
+        candidates_in: finds the values in the base.
+        is_alone: whether no other rank shares the same files.
+        reuses_names: whether files of another save have the same names.
+        unpack: if the files are compressed.
+    """
+    base = reader.checkpoint_dir
+    try:
+        parts = open_base(reader, plan.table)
+        if parts is None:
+            return SharedParts()
+        candidates = candidates_in(parts)
+        same = candidates.take(
+            _are_same(candidates, parts, plan.table, digests, writer.options, unpack)
+        )
+        sizes = np.array([file.num_bytes for file in same.files], dtype=np.int64)
+        # Other ranks may use the rest of a file: what this one looks at stands for all of it.
+        whole = sizes if is_alone else candidates.bytes_in_files()
+        used = same.bytes_in_files()
+        is_wanted = (used > 0) & (used >= writer.options.least_shared * whole)
+        return _shared(same, is_wanted, parts, writer, reuses_names=reuses_names)
+    except (CheckpointingException, OSError) as error:
+        logger.warning("nothing is shared with %s, which cannot be used: %s", base, error)
+        return SharedParts()
+
+
+def _are_same(
+    candidates: Candidates,
+    base: BaseParts,
+    table: ShardTable,
+    digests: PlanDigests,
+    options: StorageOptions,
+    unpack: Unpack | None,
+) -> Bools:
+    """Which candidates hold what the rows of the plan hold."""
+    rows, is_nested = candidates.rows, candidates.is_nested
+
+    def extent(at: int) -> Extent:
+        file, offset, length = candidates.extents[at].tolist()
+        return Extent(base.folder, candidates.files[file].name, offset, length)
+
+    def has_head(at: int) -> bool:
+        """Whether a candidate begins like the row, as nearly all that differ do not."""
+        whole, row = extent(at), int(rows[at])
+        size = int(table.itemsizes[row])
+        most = min(whole.num_bytes, _HEAD_BYTES // size * size)
+        return digests.begins_with(row, read_extent(replace(whole, num_bytes=most), table.key(row)))
+
+    # What begins otherwise need not be hashed before it is written; padding is left out.
+    sizes, is_same = table.num_bytes[rows], np.ones(len(rows), dtype=np.bool_)
+    is_large = (sizes >= _LARGE_BYTES) & (candidates.extents[:, 2] == sizes)
+    compared = np.flatnonzero(is_nested | is_large).tolist() if unpack is None else []
+    is_same[compared] = in_threads(has_head, compared, options.threads)
+    digests.add(rows[is_same])
+    wanted = digests.columns[rows]
+    is_same &= is_nested | (wanted == base.digests[rows]).all(axis=1)
+    is_read = is_same if options.base_check is BaseCheck.CONTENTS else is_same & is_nested
+    read = np.flatnonzero(is_read).tolist()
+    stored = in_threads(
+        lambda at: _digest_in_base(base, table, int(rows[at]), extent(at), unpack),
+        read,
+        options.threads,
+    )
+    is_same[read] = (columns_of(stored) == wanted[read]).all(axis=1)
+    return is_same
+
+
+def _digest_in_base(
+    base: BaseParts, table: ShardTable, row: int, extent: Extent, unpack: Unpack | None
+) -> bytes:
+    """The digest of the values in an extent of the base, as they are now."""
+    key, num_bytes, itemsize = table.key(row), int(table.num_bytes[row]), int(table.itemsizes[row])
+    if unpack is None and not extent.num_bytes > num_bytes > 0:
+        digest, end = Digest(), extent.offset + extent.num_bytes
+        for begin in range(extent.offset, end, _READ_BYTES):
+            part = replace(extent, offset=begin, num_bytes=min(_READ_BYTES, end - begin))
+            digest.update(memoryview(read_extent(part, key)))
+        return digest.digest()
+    chunk = base.index.chunk_shape(key)
+    whole = num_bytes if chunk is None else math.prod(chunk) * itemsize
+    data = read_extent(extent, key) if unpack is None else unpack(Path(extent.path), whole, key)
+    values = np.frombuffer(data, dtype=f"V{itemsize}")
+    if chunk is not None and values.nbytes == whole > num_bytes:  # padding is no part of the values
+        values = values.reshape(tuple(chunk))[tuple(map(slice, table.box(row).shape))].copy()
+    return digest_of_array(values)
+
+
+def _shared(
+    same: Candidates,
+    is_wanted: Bools,
+    base: BaseParts,
+    writer: StorageWriter,
+    *,
+    reuses_names: bool,
+) -> SharedParts:
+    """Share the wanted files, and keep the rows in those for which that has worked."""
+    folder, numbers = writer.checkpoint_dir, np.full(len(same.files), -1, dtype=np.int64)
+    wanted = np.flatnonzero(is_wanted).tolist()
+    for parent in {(folder / same.files[number].name).parent for number in wanted}:
+        parent.mkdir(parents=True, exist_ok=True)
+
+    def share(number: int) -> int | None:
+        sealed = same.files[number]
+        size = share_file(base.folder / sealed.name, folder / sealed.name)
+        if size is not None and size != sealed.num_bytes:
+            problem = "%s/%s is not shared: it has another size than when it was saved"
+            logger.warning(problem, base.folder, sealed.name)
+            (folder / sealed.name).unlink(missing_ok=True)
+        return size
+
+    sizes = [share(number) for number in wanted[:1]]
+    if None in sizes:
+        logger.warning("files of %s cannot be shared here, and are written", base.folder)
+    else:
+        sizes += in_threads(share, wanted[1:], writer.options.threads)
+    files: list[SealedFile] = []
+    for number, size in zip(wanted, sizes, strict=False):
+        if size == same.files[number].num_bytes:
+            numbers[number] = len(files)
+            files.append(same.files[number])
+    if reuses_names and files and not base.is_in_place():
+        for file in files:  # another save may have put other values in their places
+            (folder / file.name).unlink()
+        logger.warning("nothing is shared with %s, which was deleted meanwhile", base.folder)
+        return SharedParts()
+    is_shared = numbers[same.extents[:, 0]] >= 0
+    kept = same.take(is_shared)
+    kept.extents[:, 0] = numbers[kept.extents[:, 0]]
+    return SharedParts(kept.rows, kept.extents, tuple(files), same.rows[~is_shared])

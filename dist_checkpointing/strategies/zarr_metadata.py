@@ -19,7 +19,6 @@ from dist_checkpointing.planning.shard_table import Int32s, Int64s, ShardTable
 
 METADATA_NAME = "zarr.json"
 _ATTRIBUTE = "dist_checkpointing"
-
 Node = dict[str, Any]
 
 

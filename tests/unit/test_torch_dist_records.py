@@ -13,7 +13,7 @@ import torch
 
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.strategies.torch_archives import BadRecord
-from dist_checkpointing.strategies.torch_dist.reader import FoundTensor, find_tensor
+from dist_checkpointing.strategies.torch_dist.reader import StoredLayout, find_tensor
 from dist_checkpointing.strategies.torch_dist.writer import ALIGNMENT, record_format
 from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits, random_bits
 
@@ -36,7 +36,7 @@ def saved(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def find(record: bytes) -> FoundTensor:
+def find(record: bytes) -> StoredLayout | None:
     return find_tensor(lambda start, count: record[start : start + count], len(record))
 
 
@@ -59,9 +59,9 @@ def test_values_are_found_in_both(dtype: torch.dtype, shape: tuple[int, ...]) ->
     tensor = random_bits(shape, dtype)
     for record in (record_of(tensor), saved(tensor)):
         found = find(record)
-        assert found.layout is not None
-        assert found.layout.is_contiguous
-        assert (found.layout.dtype, found.layout.shape) == (dtype, shape)
+        assert found is not None
+        assert found.is_contiguous
+        assert (found.dtype, found.shape) == (dtype, shape)
         assert found.start % ALIGNMENT == 0
         assert record[found.start : found.start + tensor.nbytes] == bits(tensor)
 
@@ -69,13 +69,15 @@ def test_values_are_found_in_both(dtype: torch.dtype, shape: tuple[int, ...]) ->
 def test_a_view_lies_otherwise_in_its_storage() -> None:
     whole = torch.arange(12.0).reshape(4, 3)
     found = find(saved(whole.t()[1:]))
-    assert found.layout is not None
-    assert (found.layout.shape, found.layout.stride, found.layout.offset) == ((2, 4), (1, 3), 1)
-    assert not found.layout.is_contiguous
+    assert found is not None
+    assert (found.shape, found.stride, found.offset) == ((2, 4), (1, 3), 1)
+    assert not found.is_contiguous
     rows = find(saved(whole[2:]))
-    assert rows.layout is not None
-    assert rows.layout.is_contiguous
-    assert rows.start == find(saved(whole)).start + 6 * 4
+    assert rows is not None
+    assert rows.is_contiguous
+    first = find(saved(whole))
+    assert first is not None
+    assert rows.start == first.start + 6 * 4
 
 
 def test_values_of_more_than_4_gib() -> None:
@@ -93,8 +95,8 @@ def test_values_of_more_than_4_gib() -> None:
         return tail[behind : behind + count]
 
     found = find_tensor(read, length)
-    assert found.layout is not None
-    assert (found.layout.shape, found.start) == (shape, len(frame.head))
+    assert found is not None
+    assert (found.shape, found.start) == (shape, len(frame.head))
 
 
 class _Sparse(io.RawIOBase):
@@ -153,8 +155,8 @@ RECORD = record_of(torch.arange(100.0))
 
 def test_an_archive_packed_by_another_program_is_read() -> None:
     found = find(rezipped(RECORD))
-    assert found.layout is not None
-    assert found.layout.shape == (100,)
+    assert found is not None
+    assert found.shape == (100,)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +200,9 @@ def test_any_flipped_bit_in_the_frame_is_harmless_or_noticed() -> None:
                 found = find(bytes(damaged))
             except BadRecord:
                 continue
-            if found.layout is None or found.layout.shape != (100,):
+            if found is None or found.shape != (100,):
                 continue  # which is compared with the metadata
-            if found.layout.dtype == torch.float32 and found.layout.is_contiguous:
+            if found.dtype == torch.float32 and found.is_contiguous:
                 assert found.start == start, position
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
-from dist_checkpointing.format.index import write_index
+from dist_checkpointing.format.index import Index, write_index
 from dist_checkpointing.format.leftovers import (
     PlannedRemoval,
     end_removal,
@@ -75,12 +75,10 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
-        index = TensorStoreReader(root).read_metadata()
-        gone = [key for key in index if key.startswith(key_prefix)]
+        gone, kept = _parted(root, key_prefix)
         if not gone and not noted_removal(root):
             return
         note_removal(root, dict.fromkeys(gone, ()))
-        kept = index.without(gone)
         # Once the index does not name them they are unreachable; what follows frees their space.
         write_index(kept, root)
         local_folder.fsync_folder(root / OWN_FOLDER)
@@ -89,9 +87,15 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         root = Path(checkpoint_dir)
-        index = TensorStoreReader(root).read_metadata()
-        gone = [key for key in index if key.startswith(key_prefix)]
+        gone, kept = _parted(root, key_prefix)
         is_unfinished = bool(noted_removal(root))
         if not gone and not is_unfinished:
             return PlannedRemoval((), ())
-        return replace(plan_removal(root, gone, index.without(gone)), is_unfinished=is_unfinished)
+        return replace(plan_removal(root, gone, kept), is_unfinished=is_unfinished)
+
+
+def _parted(root: Path, key_prefix: str) -> tuple[list[str], Index]:
+    """The tensors whose keys begin so, and the index without them."""
+    index = TensorStoreReader(root).read_metadata()
+    gone = [key for key in index if key.startswith(key_prefix)]
+    return gone, index.without(gone)

@@ -26,10 +26,11 @@ from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name, disk_names, is_of_optimizer
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.planning.load_plan import ReadTable
 from dist_checkpointing.planning.shard_table import Bools, ShardTable
 from dist_checkpointing.storage.options import Durability
@@ -47,17 +48,9 @@ from dist_checkpointing.strategies.zarr_metadata import (
 )
 
 NODES_FOLDER: Final = "d"
-
-
 DATA_FOLDER: Final = "data"
-
-
 CREATED_NAMES: Final = (MANIFEST_NAME, NODES_FOLDER, DATA_FOLDER)
-
-
 DATA_GROUPS: Final = ("model", "optimizer")
-
-
 """An optimizer's tensors lie in data files of their own: dropping them deletes these files, whereas
 deleting keys from a database frees nothing."""
 
@@ -73,72 +66,59 @@ def object_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
     return f"{disk_name(key)}/shard_{cell}"
 
 
+def cell_key(cell: MetadataIndex, index: Index) -> bytes:
+    """The key of the cell of a sharded object that an index means."""
+    return object_key(cell.fqn, cell.offset or (), index.objects[cell.fqn]).encode()
+
+
 def keys_to_write(table: ShardTable, index: Index) -> list[bytes]:
     """The keys of the chunks, pieces and cells of all rows of a save plan."""
-    is_object = table.is_object
 
-    def cell_key(row: int) -> str:
-        axes = int(table.ndim[row])
-        numbers = (table.offsets[row, :axes].tolist(), table.global_shapes[row, :axes].tolist())
-        return object_key(table.key(row), *numbers)
+    def key_of(row: int) -> bytes:
+        return object_key(table.key(row), table.box(row).offset, table.global_shape(row)).encode()
 
-    return _in_rows(is_object, chunk_keys_to_write(table.take(~is_object), index), cell_key)
+    chunks = chunk_keys_to_write(table.take(~table.is_object), index)
+    return _in_rows(table.is_object, chunks, key_of)
 
 
 def keys_to_read(table: ReadTable, index: Index) -> list[bytes]:
     """The keys of the chunks, pieces and cells of all rows of a load plan."""
-    is_object = table.is_object
-
-    def cell_key(row: int) -> str:
-        cell = table.chunk(row)
-        return object_key(cell.fqn, cell.offset or (), index.objects[cell.fqn])
-
-    return _in_rows(is_object, chunk_keys_to_read(table.take(~is_object), index), cell_key)
+    chunks = chunk_keys_to_read(table.take(~table.is_object), index)
+    return _in_rows(table.is_object, chunks, lambda row: cell_key(table.chunk(row), index))
 
 
 def _in_rows(
-    is_object: Bools, chunks: Sequence[str], cell_key: Callable[[int], str]
+    is_object: Bools, chunks: Sequence[str], key_of: Callable[[int], bytes]
 ) -> list[bytes]:
     """Keys of chunks and of the cells between them, in the order of the rows."""
+    names = map(str.encode, chunks)
     if not is_object.any():
-        return list(map(str.encode, chunks))
-    names = iter(chunks)
+        return list(names)
     return [
-        (cell_key(row) if is_cell else next(names)).encode()
-        for row, is_cell in enumerate(is_object.tolist())
+        key_of(row) if is_cell else next(names) for row, is_cell in enumerate(is_object.tolist())
     ]
 
 
 def descriptions(index: Index) -> tuple[list[str], list[int], list[str]]:
     """Keys of the ``zarr.json`` of all arrays and groups, the text of each, and all texts."""
-    found: list[str] = []
-    numbers: list[int] = []
-    texts: dict[str, int] = {}
-    number_of: dict[tuple[Ints, Ints, str], int] = {}
-    special: list[tuple[str, str, str]] = []
-    names = disk_names(index.keys_column)
-    columns = (index.keys_column, index.dtype_column, index.global_shape_column)
-    for name, key, dtype, shape, chunk in zip(
-        names, *columns, index.chunk_shape_column, strict=True
-    ):
+    plain: list[tuple[str, str]] = []
+    special: list[tuple[str, str]] = []
+    shapes = (index.global_shape_column, index.chunk_shape_column)
+    columns = (disk_names(index.keys_column), index.keys_column, index.dtype_column, *shapes)
+    for name, key, dtype, shape, chunk in zip(*columns, strict=True):
         if chunk is None or name != key:
-            special.append((name, key, dtype))
-            continue
-        kind = (tuple(shape), tuple(chunk), dtype)
-        if kind not in number_of:
-            number_of[kind] = texts.setdefault(_array_text(*kind), len(texts))
-        found.append(f"{name}/{METADATA_NAME}")
-        numbers.append(number_of[kind])
-    for row in special:
-        for path, text in _nodes(index, *row):
-            found.append(path)
-            numbers.append(texts.setdefault(text, len(texts)))
-    return found, numbers, list(texts)
+            special += _nodes(index[key], name, dtype)
+        else:
+            text = _array_text(tuple(shape), tuple(chunk), dtype)
+            plain.append((f"{name}/{METADATA_NAME}", text))
+    texts: dict[str, int] = {}
+    nodes = [*plain, *special]
+    numbers = [texts.setdefault(text, len(texts)) for _, text in nodes]
+    return [path for path, _ in nodes], numbers, list(texts)
 
 
-def _nodes(index: Index, name: str, key: str, dtype: str) -> Iterator[tuple[str, str]]:
+def _nodes(tensor: StoredTensor, name: str, dtype: str) -> Iterator[tuple[str, str]]:
     """The same of a tensor that has pieces or another name on disk, with all of its text."""
-    tensor = index[key]
     yield f"{name}/{METADATA_NAME}", json.dumps(top_node(tensor), separators=(",", ":"))
     for piece, shape in piece_arrays(tensor):
         yield f"{name}/{piece}/{METADATA_NAME}", _array_text(shape, shape, dtype)
@@ -146,17 +126,8 @@ def _nodes(index: Index, name: str, key: str, dtype: str) -> Iterator[tuple[str,
 
 @lru_cache(maxsize=1 << 12)
 def _array_text(shape: Ints, chunk: Ints, dtype: str) -> str:
-    head, middle, tail = _template(dtype)
-    extents = (",".join(map(str, numbers)) for numbers in (shape, chunk))
-    return f"{head}[{next(extents)}]{middle}[{next(extents)}]{tail}"
-
-
-@lru_cache(maxsize=64)
-def _template(dtype: str) -> tuple[str, str, str]:
-    """The text around the two shapes."""
-    node = array_json((), (), tensor_memory.from_name(dtype))
-    head, middle, tail = json.dumps(node, separators=(",", ":")).split("[]")
-    return head, middle, tail
+    node = array_json(shape, chunk, tensor_memory.from_name(dtype))
+    return json.dumps(node, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,15 +221,13 @@ _MOST_TEXT_BYTES = 2**16
 class _Split:
     """The database, taken apart.
 
-    Of all values, the keys and rows of those that stay, and by row those of them that do not lie in
-    data files; the files that are free without the others, and the bytes of the others in files
-    that stay.
+    Attributes:
+        kept: What ``write_tree`` needs for the values that stay; None if all do.
+        unused: The files that are free without the others.
+        shared: Bytes of the others in files that stay.
     """
 
-    keys: list[bytes]
-    values: Values
-    rows: I64
-    texts: dict[int, bytes]
+    kept: tuple[list[bytes], Sequence[str], Extents, list[bytes]] | None
     unused: tuple[str, ...]
     shared: dict[str, int]
 
@@ -266,8 +235,7 @@ class _Split:
 def plan_removal(root: Path, gone: Iterable[str], kept: Index) -> PlannedRemoval:
     """What ``drop_all_but`` would do."""
     split = _split(root, kept)
-    unused, shared = ((), {}) if split is None else (split.unused, split.shared)
-    return PlannedRemoval(tuple(gone), unused, shared)
+    return PlannedRemoval(tuple(gone), split.unused, split.shared)
 
 
 def drop_all_but(root: Path, kept: Index) -> None:
@@ -277,54 +245,51 @@ def drop_all_but(root: Path, kept: Index) -> None:
         CorruptCheckpointError: if the database cannot be read; nothing has been deleted then.
     """
     split = _split(root, kept)
-    if split is None:
-        return
-    if len(split.rows) < len(split.values.extents.file):
-        extents = split.values.extents.rows(split.rows)
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(split.texts.values()))}
-        for row, text in split.texts.items():
-            extents.file[row], extents.offset[row] = INLINE, numbers[text]
-        write_tree(root, split.keys, split.values.files, extents, list(numbers))
+    if split.kept is not None:
+        write_tree(root, *split.kept)
         local_folder.fsync_folder(root)
     local_folder.remove_all([root / name for name in split.unused], root)
 
 
-def _split(root: Path, kept: Index) -> _Split | None:
-    """The decoded database; None without a manifest."""
+def _split(root: Path, kept: Index) -> _Split:
+    """The decoded database; without a manifest there is nothing."""
     if not (root / MANIFEST_NAME).exists():
-        return None
+        return _Split(None, (), {})
     tree = Tree(root)
-    found, values = tree.all()
+    keys, values = tree.all()
     tensors = {disk_name(key).encode() for key in kept}
     cells = {
         object_key(key, cell, shape).encode()
         for key, shape in kept.objects.items()
         for cell in itertools.product(*map(range, shape))
     }
-    is_alive = np.array(
-        [key.partition(b"/")[0] in tensors or key in cells for key in found], dtype=np.bool_
+    is_kept = np.array(
+        [key.partition(b"/")[0] in tensors or key in cells for key in keys], dtype=np.bool_
     )
-    rows = np.flatnonzero(is_alive)
+    rows, all_in_files = np.flatnonzero(is_kept), values.extents.file != INLINE
     texts = _texts(root, values, rows)
-    is_in_file = values.extents.file != INLINE
-    is_in_use = is_alive & is_in_file
+    is_in_use = is_kept & all_in_files
     is_in_use[rows[list(texts)]] = False
     in_use = {values.files[number] for number in np.unique(values.extents.file[is_in_use]).tolist()}
-    if is_alive.all():
+    rest = None
+    if is_kept.all():
         in_use |= tree.files
-    sizes = np.bincount(
-        values.extents.file[~is_alive & is_in_file],
-        values.extents.length[~is_alive & is_in_file],
-        len(values.files),
-    )
-    shared = {name: int(size) for name, size in zip(values.files, sizes, strict=True)}
+    else:
+        extents = values.extents.rows(rows)
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts.values()))}
+        for row, text in texts.items():
+            extents.file[row], extents.offset[row] = INLINE, numbers[text]
+        rest = [keys[row] for row in rows.tolist()], values.files, extents, list(numbers)
+    gone = values.extents.rows(np.flatnonzero(~is_kept & all_in_files))
+    sizes = np.bincount(gone.file, gone.length, len(values.files)).tolist()
     return _Split(
-        [found[row] for row in rows.tolist()],
-        values,
-        rows,
-        texts,
+        rest,
         tuple(name for name in _files(root) if name not in in_use),
-        {name: size for name, size in shared.items() if size and name in in_use},
+        {
+            name: int(size)
+            for name, size in zip(values.files, sizes, strict=True)
+            if size and name in in_use
+        },
     )
 
 
@@ -332,7 +297,7 @@ def _texts(root: Path, values: Values, rows: I64) -> dict[int, bytes]:
     """The small values of these rows that are in the tree or in the files of its nodes."""
     texts = {}
     known: dict[tuple[str, int, int], bytes] = {}
-    columns = (column.tolist() for column in values.extents.rows(rows).columns)
+    columns = (column.tolist() for column in values.extents.rows(rows))
     for row, (file, offset, length) in enumerate(zip(*columns, strict=True)):
         if file == INLINE:
             texts[row] = values.inline[int(rows[row])]

@@ -7,42 +7,25 @@ those of the format; nothing here knows what the keys and values mean.
 from __future__ import annotations
 
 import operator
-import struct
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
-
-
 I64 = npt.NDArray[np.int64]
-
-
 MOST_U16: Final = (1 << 16) - 1
-
-
 MOST_U32: Final = (1 << 32) - 1
-
-
 MOST_I64: Final = (1 << 63) - 1
-
-
 MOST_U64: Final = (1 << 64) - 1
-
-
 _MOST_VARINT_BYTES: Final = 10
-
-
 _BYTES: Final = np.uint64(1) << np.arange(8, 64, 8, dtype=np.uint64)
-
-
 """The first number that takes two bytes, three, ..., eight."""
 
 
@@ -188,48 +171,21 @@ def shared_lengths(strings: Sequence[bytes]) -> I64:
 
 
 MANIFEST: Final = 0x0CDB3A2A
-
-
 NODE: Final = 0x0CDB20DE
-
-
 MOST_BODY_BYTES: Final = 1 << 26
-
-
 """Eight times what TensorStore puts into a node unless told otherwise."""
-
-
-_HEAD: Final = struct.Struct(">I")
-
-
-_LENGTH: Final = struct.Struct("<Q")
-
-
-_CHECKSUM: Final = struct.Struct("<I")
-
-
+_MAGIC_BYTES, _HEAD_BYTES, _CHECKSUM_BYTES = 4, 12, 4
 _VERSION: Final = 0
-
-
-_RAW, _ZSTD_METHOD = 0, 1
-
-
-_HEAD_BYTES: Final = _HEAD.size + _LENGTH.size
-
-
+_RAW, _ZSTD = 0, 1
 _WORTH_COMPRESSING: Final = 1 << 12
-
-
 _ZSTD_LEVEL: Final = 1
-
-
 _FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
-
-
 _MOST_BLOCK_BYTES: Final = 1 << 17
-
-
 _ID_BYTES: Final = (0, 1, 2, 4)
+
+
+def _checksum(data: bytes) -> bytes:
+    return int(google_crc32c.value(data)).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
@@ -237,29 +193,30 @@ def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
     if compressed and len(body) >= _WORTH_COMPRESSING:
         from numcodecs import zstd  # noqa: PLC0415 - it takes longer than to read small databases
 
-        method, body = _ZSTD_METHOD, zstd.compress(body, _ZSTD_LEVEL)
+        method, body = _ZSTD, zstd.compress(body, _ZSTD_LEVEL)
     rest = encoded([_VERSION, method]) + body
-    length = _HEAD_BYTES + len(rest) + _CHECKSUM.size
-    data = b"".join([_HEAD.pack(magic), _LENGTH.pack(length), rest])
-    return data + _CHECKSUM.pack(google_crc32c.value(data))
+    length = _HEAD_BYTES + len(rest) + _CHECKSUM_BYTES
+    data = magic.to_bytes(_MAGIC_BYTES, "big") + length.to_bytes(8, "little") + rest
+    return data + _checksum(data)
 
 
 def opened(magic: int, record: bytes) -> bytes:
-    if len(record) < _HEAD_BYTES + _CHECKSUM.size or _HEAD.unpack_from(record) != (magic,):
+    head = record[:_HEAD_BYTES]
+    if len(record) < _HEAD_BYTES + _CHECKSUM_BYTES or head[:4] != magic.to_bytes(4, "big"):
         raise Malformed(f"no record of kind {magic:#010x}")
-    if _LENGTH.unpack_from(record, _HEAD.size) != (len(record),):
+    if int.from_bytes(head[_MAGIC_BYTES:], "little") != len(record):
         raise Malformed("its length differs from what it says")
-    data = record[: -_CHECKSUM.size]
-    if _CHECKSUM.unpack(record[len(data) :]) != (google_crc32c.value(data),):
+    data = record[:-_CHECKSUM_BYTES]
+    if record[-_CHECKSUM_BYTES:] != _checksum(data):
         raise Malformed("its checksum differs")
-    head = Body(data[_HEAD_BYTES:])
-    version, method = head.varint(MOST_U32), head.varint(MOST_U32)
+    rest = Body(data[_HEAD_BYTES:])
+    version, method = rest.varint(MOST_U32), rest.varint(MOST_U32)
     if version != _VERSION:
         raise Malformed(f"format version {version} is not known")
-    body = head.data[head.position :]
+    body = rest.data[rest.position :]
     if method == _RAW:
         return body
-    if method != _ZSTD_METHOD:
+    if method != _ZSTD:
         raise Malformed(f"compression method {method} is not known")
     return _decompressed(body)
 
@@ -305,20 +262,10 @@ def _check_frame(frame: bytes) -> None:
 
 
 Columns = list[Sequence[int] | I64]
-
-
 MOST_HEIGHT: Final = 255
-
-
 MOST_ENTRIES: Final = 1 << 20
-
-
 _MOST_INLINE_BYTES: Final = 1 << 20
-
-
 _OUTSIDE: Final = 1
-
-
 _OBJECT_BYTES: Final = 64
 
 
@@ -330,8 +277,7 @@ class FileRef:
     folder: str
 
 
-@dataclass(frozen=True, slots=True)
-class Extents:
+class Extents(NamedTuple):
     """Where values or nodes lie, as columns; ``file`` is a position in a list of files."""
 
     file: I64
@@ -341,13 +287,8 @@ class Extents:
     def rows(self, rows: slice | I64) -> Extents:
         return Extents(self.file[rows], self.offset[rows], self.length[rows])
 
-    @property
-    def columns(self) -> tuple[I64, I64, I64]:
-        return self.file, self.offset, self.length
 
-
-@dataclass(frozen=True, slots=True)
-class TreeStatistics:
+class TreeStatistics(NamedTuple):
     """What lies below a node, and in it: keys, encoded nodes, and values outside of the tree."""
 
     num_keys: int
@@ -531,14 +472,15 @@ def encode_leaf(
     node above knows the first ``cut`` of all.
     """
     used, file = np.unique(extents.file, return_inverse=True)
-    columns = [
+    body = [
+        b"\0",
+        files_table([files[number] for number in used.tolist()]),
+        *_key_columns(keys, shared, cut, None),
         encoded(extents.length),
         bytes([_OUTSIDE]) * len(keys),
         encoded(file),
         encoded(extents.offset),
     ]
-    table = files_table([files[number] for number in used.tolist()])
-    body = [b"\0", table, *_key_columns(keys, shared, cut, None), *columns]
     return sealed(NODE, b"".join(body), compressed=True)
 
 
@@ -556,17 +498,13 @@ def encode_interior(
     Keys are lower bounds, whole and sorted, of which the node above knows the first ``cut`` bytes.
     All keys below a child begin with ``prefixes`` bytes of its own.
     """
-    statistics: Columns = [
-        [row.num_keys for row in below],
-        [row.num_tree_bytes for row in below],
-        [row.num_value_bytes for row in below],
-    ]
-    places: Columns = [np.zeros(len(keys), dtype=np.int64), extents.offset, extents.length]
+    columns: Columns = [np.zeros(len(keys), dtype=np.int64), extents.offset, extents.length]
     body = [
         bytes([height]),
         files_table([path]),
         *_key_columns(keys, shared_lengths(keys), cut, prefixes - cut),
-        *map(encoded, [*places, *statistics]),
+        *map(encoded, columns),
+        *map(encoded, zip(*below, strict=True)),
     ]
     return sealed(NODE, b"".join(body), compressed=True)
 
@@ -583,30 +521,13 @@ def _key_columns(keys: Sequence[bytes], shared: I64, cut: int, prefixes: I64 | N
 
 
 MANIFEST_NAME: Final = "manifest.ocdbt"
-
-
 _SINGLE, _NUMBERED = 0, 1
-
-
-_NO_COMPRESSION, _ZSTD = 0, 1
-
-
 _INLINE_BYTES: Final = 1024
-
-
 NODE_BYTES: Final = 1 << 18
-
-
 """Estimated size of a decoded node. A reader of one key decodes one for each level of the tree."""
-
-
 _ARITY_LOG2: Final = 4
-
-
 _MOST_ARITY_LOG2: Final = 16
-
-
-_ZSTD_LEVEL_FIELD: Final = struct.Struct("<i")
+_LEVEL_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -641,18 +562,17 @@ def encode_manifest(root: Root | None) -> bytes:
         encoded([_INLINE_BYTES, NODE_BYTES]),
         bytes([_ARITY_LOG2]),
         encoded([_ZSTD]),
-        _ZSTD_LEVEL_FIELD.pack(0),
+        bytes(_LEVEL_BYTES),
     ]
     if root is None:
-        path, height, place, numbers = "", 0, [0, MOST_U64, MOST_U64], [0, 0, 0]
+        path, height, numbers = "", 0, [0, MOST_U64, MOST_U64, 0, 0, 0]
     else:
-        path, height, place = root.file.path, root.height, [0, root.offset, root.length]
-        below = root.statistics
-        numbers = [below.num_keys, below.num_tree_bytes, below.num_value_bytes]
+        path, height = root.file.path, root.height
+        numbers = [0, root.offset, root.length, *root.statistics]
     version = [
         encoded([1, 1]),
         bytes([height]),
-        encoded(np.array([*place, *numbers], dtype=np.uint64)),
+        encoded(np.array(numbers, dtype=np.uint64)),
         time.time_ns().to_bytes(8, "little"),
     ]
     body = b"".join([*config, files_table([path]), *version, encoded([0])])
@@ -670,7 +590,7 @@ def decode_manifest(record: bytes) -> Manifest:
     arity = body.take(1)[0]
     method = body.varint(MOST_U32)
     if method == _ZSTD:
-        body.take(_ZSTD_LEVEL_FIELD.size)
+        body.take(_LEVEL_BYTES)
     if kind > _NUMBERED or not 1 <= arity <= _MOST_ARITY_LOG2 or method > _ZSTD:
         raise Malformed("its settings are not known")
     config = identity + body.data[start : body.position]
@@ -692,24 +612,22 @@ def _newest(body: Body, files: list[FileRef], arity: int) -> tuple[int, Root | N
     generations = body.varints(count)
     heights = body.fixed(count, "u1")
     file = body.varints(count)
-    offset, length, num_keys, tree_bytes, value_bytes = (body.wide_varints(count) for _ in range(5))
+    numbers = [int(body.wide_varints(count)[-1]) for _ in range(5)]
     body.fixed(count, "<u8")
     same = generations - 1 >> arity
     if int(generations[0]) < 1 or (np.diff(generations) <= 0).any() or (same != same[-1]).any():
         raise Malformed("its versions are not in order")
     if int(file.max()) >= len(files):
         raise Malformed(f"file {file.max()} of {len(files)}")
-    newest = files[int(file[-1])]
-    place = (int(offset[-1]), int(length[-1]))
-    below = TreeStatistics(int(num_keys[-1]), int(tree_bytes[-1]), int(value_bytes[-1]))
-    height = int(heights[-1])
-    if place == (MOST_U64, MOST_U64):
-        if newest.path or height or below != TreeStatistics(0, 0, 0):
+    newest, height = files[int(file[-1])], int(heights[-1])
+    offset, length, below = numbers[0], numbers[1], TreeStatistics(*numbers[2:])
+    if (offset, length) == (MOST_U64, MOST_U64):
+        if newest.path or height or any(below):
             raise Malformed("its empty tree is not empty")
         return int(generations[-1]), None
-    if not newest.path or place[1] > MOST_BODY_BYTES or sum(place) > MOST_I64:
+    if not newest.path or length > MOST_BODY_BYTES or offset + length > MOST_I64:
         raise Malformed("its tree is nowhere")
-    return int(generations[-1]), Root(height, newest, *place, below)
+    return int(generations[-1]), Root(height, newest, offset, length, below)
 
 
 def _check_older(body: Body, num_files: int, arity: int) -> None:
@@ -720,9 +638,7 @@ def _check_older(body: Body, num_files: int, arity: int) -> None:
         body.wide_varints(count)
     body.fixed(count, "<u8")
     heights = body.fixed(count, "u1").astype(np.int64)
-    if count == 0:
-        return
-    if (
+    if count and (
         int(generations[0]) < 1
         or (np.diff(generations) <= 0).any()
         or (np.diff(heights) >= 0).any()

@@ -39,32 +39,14 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
 )
 
 ABSENT: Final = -2
-
-
 INLINE: Final = -1
-
-
 _NUMBERED_NAME: Final = re.compile(r"manifest\.([0-9a-f]{16})")
-
-
 _MOST_GROWTH: Final = 1 << 10
-
-
 _ROOM: Final = 1 << 27
-
-
 """Nodes may take so many times their size on disk in memory, and so many bytes beside that."""
-
-
 _LEAST_NODE_BYTES: Final = 1 << 15
-
-
 """What a node counts for at least: reading it takes time, too."""
-
-
 _FEW: Final = 16
-
-
 """A lookup costs as much as reading this many keys of the whole tree."""
 
 
@@ -104,15 +86,29 @@ class _NodeRef:
     below: list[_NodeRef] = field(default_factory=list)
 
 
-@dataclass(slots=True)
 class _Found:
-    """The columns of ``Values`` while they grow."""
+    """The columns of ``Values`` while they are filled."""
 
-    files: dict[str, int] = field(default_factory=dict)
-    inline: dict[int, bytes] = field(default_factory=dict)
+    def __init__(self, count: int) -> None:
+        self.files: dict[str, int] = {}
+        self.inline: dict[int, bytes] = {}
+        self.extents = Extents(*np.zeros((3, count), dtype=np.int64))
+        self.extents.file[:] = ABSENT
 
-    def number(self, file: FileRef) -> int:
-        return self.files.setdefault(file.path, len(self.files))
+    def add(self, leaf: Leaf, rows: I64, positions: I64) -> None:
+        """Note the values at some positions of a leaf."""
+        numbers = [self.files.setdefault(file.path, len(self.files)) for file in leaf.files]
+        at = leaf.extents.rows(positions)
+        for row in np.flatnonzero(at.file == INLINE).tolist():
+            begin = int(at.offset[row])
+            self.inline[int(rows[row])] = leaf.inline[begin : begin + int(at.length[row])]
+        # The last of the numbers is that of -1.
+        self.extents.file[rows] = np.array([*numbers, INLINE])[at.file]
+        self.extents.offset[rows] = np.where(at.file == INLINE, 0, at.offset)
+        self.extents.length[rows] = at.length
+
+    def values(self) -> Values:
+        return Values(list(self.files), self.extents, self.inline)
 
 
 class Tree:
@@ -140,113 +136,81 @@ class Tree:
         root = _newest_root(folder)
         self._tree_bytes = 0 if root is None else root.statistics.num_tree_bytes
         self.num_keys: int = 0 if root is None else root.statistics.num_keys
-        self._root = None
+        self._root: _NodeRef | None = None
         if root is not None:
-            place = (root.file, root.offset, root.length, root.height)
-            self._root = _NodeRef(*place, b"", b"", None, self.num_keys)
+            node = (root.file, root.offset, root.length, root.height)
+            self._root = _NodeRef(*node, b"", b"", None, self.num_keys)
 
     def all(self) -> tuple[list[bytes], Values]:
         """Every key, sorted, and where its value is."""
-        keys: list[bytes] = []
-        found = _Found()
-        columns: list[Extents] = []
-        for leaf in self._ordered_leaves():
-            start = len(keys)
-            keys += leaf.keys
-            numbers = np.array([*map(found.number, leaf.files), INLINE])
-            extents = leaf.extents
-            for row in np.flatnonzero(extents.file == INLINE).tolist():
-                begin = int(extents.offset[row])
-                found.inline[start + row] = leaf.inline[begin : begin + int(extents.length[row])]
-            # The last of the numbers is that of -1.
-            columns.append(Extents(numbers[extents.file], extents.offset, extents.length))
-        return keys, Values(list(found.files), _joined(columns), found.inline)
+        leaves = list(self._ordered_leaves())
+        keys = [key for leaf in leaves for key in leaf.keys]
+        found, begin = _Found(len(keys)), 0
+        for leaf in leaves:
+            rows = np.arange(len(leaf.keys))
+            found.add(leaf, begin + rows, rows)
+            begin += len(rows)
+        return keys, found.values()
 
     def find(self, wanted: Sequence[bytes]) -> Values:
         """Where the values of some keys are."""
-        if len(wanted) * _FEW > self.num_keys:
-            return self._find_among_all(wanted)
-        found = _Found()
-        rows = [self._find_one(key, row, found) for row, key in enumerate(wanted)]
-        file, offset, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-        return Values(list(found.files), Extents(file, offset, length), found.inline)
-
-    def _find_among_all(self, wanted: Sequence[bytes]) -> Values:
-        """The same for many keys: every leaf is looked through."""
+        found = _Found(len(wanted))
+        if len(wanted) * _FEW <= self.num_keys:
+            for row, key in enumerate(wanted):
+                leaf, position = self._entry(key)
+                if leaf is not None:
+                    found.add(leaf, np.array([row]), np.array([position]))
+            return found.values()
+        # Of many keys every leaf is looked through.
         number = dict(zip(wanted, range(len(wanted)), strict=True))
-        file = np.full(len(wanted), ABSENT, dtype=np.int64)
-        offset, length = np.zeros_like(file), np.zeros_like(file)
-        found = _Found()
         for leaf in self._ordered_leaves():
-            own = np.fromiter(map(number.get, leaf.keys, repeat(-1)), np.int64, len(leaf.keys))
-            taken = np.flatnonzero(own >= 0)
-            rows, extents = own[taken], leaf.extents.rows(taken)
-            # The last of the numbers is that of -1.
-            numbers = np.array([*map(found.number, leaf.files), INLINE])
-            file[rows], length[rows] = numbers[extents.file], extents.length
-            offset[rows] = np.where(extents.file == INLINE, 0, extents.offset)
-            for place in np.flatnonzero(extents.file == INLINE).tolist():
-                begin = int(extents.offset[place])
-                value = leaf.inline[begin : begin + int(extents.length[place])]
-                found.inline[int(rows[place])] = value
-        inline = found.inline
-        if len(number) < len(wanted):
-            # Some keys are asked for several times.
-            source = np.fromiter(map(number.__getitem__, wanted), np.int64, len(wanted))
-            file, offset, length = file[source], offset[source], length[source]
-            pairs = enumerate(source.tolist())
-            inline = {row: inline[first] for row, first in pairs if first in inline}
-        return Values(list(found.files), Extents(file, offset, length), inline)
+            rows = np.fromiter(map(number.get, leaf.keys, repeat(-1)), np.int64, len(leaf.keys))
+            positions = np.flatnonzero(rows >= 0)
+            found.add(leaf, rows[positions], positions)
+        values = found.values()
+        if len(number) == len(wanted):
+            return values
+        # Some keys are asked for several times.
+        source = np.fromiter(map(number.__getitem__, wanted), np.int64, len(wanted))
+        inline = {row: at for row, at in enumerate(source.tolist()) if at in found.inline}
+        inlined = {row: found.inline[at] for row, at in inline.items()}
+        return Values(values.files, values.extents.rows(source), inlined)
 
     def find_outside(self, key: bytes) -> tuple[str, int, int] | None:
         """File, first byte and length of a value; None if it is absent or in the tree itself."""
-        leaf, file, offset, length = self._entry(key)
-        return None if leaf is None or file == INLINE else (leaf.files[file].path, offset, length)
+        leaf, position = self._entry(key)
+        if leaf is None or leaf.extents.file[position] == INLINE:
+            return None
+        file, offset, length = (int(column[position]) for column in leaf.extents)
+        return leaf.files[file].path, offset, length
 
-    def _find_one(self, key: bytes, row: int, found: _Found) -> tuple[int, int, int]:
-        leaf, file, offset, length = self._entry(key)
-        if leaf is None:
-            return ABSENT, 0, 0
-        if file == INLINE:
-            found.inline[row] = leaf.inline[offset : offset + length]
-            return INLINE, 0, length
-        return found.number(leaf.files[file]), offset, length
-
-    def _entry(self, key: bytes) -> tuple[Leaf | None, int, int, int]:
-        """The leaf that has a key, and what it says of its value; None if no leaf has it."""
-        place = self._root
-        while place is not None:
-            node = place.node or self._node(place)
+    def _entry(self, key: bytes) -> tuple[Leaf | None, int]:
+        """The leaf that has a key, and its position there; None if no leaf has it."""
+        ref = self._root
+        while ref is not None:
+            node = ref.node or self._node(ref)
             position = bisect_right(node.keys, key) - 1
             if position < 0:
                 break
-            if isinstance(node, Interior):
-                place = place.below[position] if place.below else _child(place, node, position)
-                continue
-            if node.keys[position] != key:
-                break
-            at = node.extents
-            return node, int(at.file[position]), int(at.offset[position]), int(at.length[position])
-        return None, 0, 0, 0
+            if isinstance(node, Leaf):
+                return (node, position) if node.keys[position] == key else (None, 0)
+            ref = ref.below[position] if ref.below else _child(ref, node, position)
+        return None, 0
 
     def _ordered_leaves(self) -> Iterator[Leaf]:
         """All leaves, in the order of their keys, one after the other."""
         last = b""
-        for leaf in self._leaves():
-            if last and last >= leaf.keys[0]:
-                raise _corrupt("the keys of its nodes overlap", self._folder / MANIFEST_NAME)
-            last = leaf.keys[-1]
-            yield leaf
-
-    def _leaves(self) -> Iterator[Leaf]:
         waiting = [] if self._root is None else [self._root]
         while waiting:
-            place = waiting.pop()
-            node = place.node or self._node(place)
-            if isinstance(node, Leaf):
-                yield node
-            else:
-                waiting += reversed(place.below or _children(place, node))
+            ref = waiting.pop()
+            node = ref.node or self._node(ref)
+            if isinstance(node, Interior):
+                waiting += reversed(ref.below or _children(ref, node))
+                continue
+            if last and last >= node.keys[0]:
+                raise _corrupt("the keys of its nodes overlap", self._folder / MANIFEST_NAME)
+            last = node.keys[-1]
+            yield node
 
     def _node(self, place: _NodeRef) -> Leaf | Interior:
         """A node, which is read once by all threads if it is remembered."""
@@ -306,17 +270,6 @@ class Tree:
             raise
 
 
-_NOTHING: Final = Extents(
-    np.array([ABSENT]), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-)
-
-
-def _joined(parts: Sequence[Extents]) -> Extents:
-    if not parts:
-        return _NOTHING.rows(slice(0))
-    return Extents(*(np.concatenate(c) for c in zip(*(p.columns for p in parts), strict=True)))
-
-
 def _children(place: _NodeRef, node: Interior) -> list[_NodeRef]:
     return [_child(place, node, number) for number in range(len(node.keys))]
 
@@ -372,22 +325,8 @@ def _corrupt(problem: str, path: Location) -> CorruptCheckpointError:
 
 
 _LEAF_ENTRY_BYTES = 32
-
-
 _INTERIOR_ENTRY_BYTES = 56
-
-
 """How large TensorStore takes an entry for, beside its key and the path of a file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """The nodes of one height, and how many bytes all keys below each have in common."""
-
-    keys: Sequence[bytes]
-    prefixes: I64
-    extents: Extents
-    statistics: Sequence[TreeStatistics]
 
 
 def encode_tree(
@@ -402,61 +341,46 @@ def encode_tree(
     """
     if not keys:
         return [], None
-    shared = shared_lengths(keys)
-    lengths = np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))
+    nodes: list[bytes] = []
+    height, shared = 0, shared_lengths(keys)
     path_sizes = np.array([len(file) for file in files], dtype=np.int64)
-    sizes = lengths + path_sizes[extents.file] + _LEAF_ENTRY_BYTES
-    groups = list(_groups(sizes))
-    nodes = []
-    prefixes = []
-    statistics = []
-    for rows in groups:
-        prefix = _prefix(keys, rows) if len(groups) > 1 else 0
-        part = extents.rows(rows)
-        node = encode_leaf(keys[rows], shared[rows], prefix, files, part)
-        nodes.append(node)
-        prefixes.append(prefix)
-        value_bytes = int(part.length.sum())
-        statistics.append(TreeStatistics(len(part.length), len(node), value_bytes))
-    firsts = [keys[rows.start] for rows in groups]
-    level = _Level(firsts, np.array(prefixes), _extents(nodes, offset), statistics)
-    height = 0
-    while len(level.keys) > 1:
-        height += 1
-        offset += sum(map(len, nodes[-len(level.keys) :]))
-        level, added = _above(level, height, path, offset)
+    # Of each entry: keys, bytes of nodes, and bytes of values below it.
+    statistics = np.zeros((len(keys), 3), dtype=np.int64)
+    statistics[:, 0], statistics[:, 2] = 1, extents.length
+    sizes = path_sizes[extents.file] + _LEAF_ENTRY_BYTES
+    cuts = lengths = np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))
+    while True:
+        added, prefixes, sums = [], [], []
+        groups = list(_groups(lengths + sizes, 2 if height else 1))
+        for rows in groups:
+            prefix, part = 0, extents.rows(rows)
+            if len(groups) > 1:
+                ends = [keys[rows.start], keys[rows.stop - 1]]
+                prefix = min(int(shared_lengths(ends)[1]), int(cuts[rows].min()))
+            if height:
+                below = [TreeStatistics(*row) for row in statistics[rows].tolist()]
+                node = encode_interior(height, keys[rows], prefix, cuts[rows], path, part, below)
+            else:
+                node = encode_leaf(keys[rows], shared[rows], prefix, files, part)
+            added.append(node)
+            prefixes.append(prefix)
+            sums.append(statistics[rows].sum(axis=0))
+            sums[-1][1] += len(node)
         nodes += added
-    at, length = int(level.extents.offset[0]), int(level.extents.length[0])
-    return nodes, Root(height, FileRef(path, ""), at, length, level.statistics[0])
+        keys = [keys[rows.start] for rows in groups]
+        cuts, statistics = np.array(prefixes), np.array(sums)
+        node_bytes = np.fromiter(map(len, added), dtype=np.int64)
+        begins = offset + np.cumsum(node_bytes) - node_bytes
+        extents = Extents(np.zeros_like(begins), begins, node_bytes)
+        if len(keys) == 1:
+            total = TreeStatistics(*statistics[0].tolist())
+            return nodes, Root(height, FileRef(path, ""), int(begins[0]), len(added[0]), total)
+        offset, height = offset + int(node_bytes.sum()), height + 1
+        lengths = np.fromiter(map(len, keys), dtype=np.int64)
+        sizes = np.full_like(lengths, _INTERIOR_ENTRY_BYTES + len(path))
 
 
-def _above(level: _Level, height: int, path: str, offset: int) -> tuple[_Level, list[bytes]]:
-    """The nodes above others, written from ``offset``."""
-    sizes = np.fromiter(map(len, level.keys), dtype=np.int64) + _INTERIOR_ENTRY_BYTES + len(path)
-    groups = list(_groups(sizes, least=2))
-    nodes = []
-    prefixes = []
-    statistics = []
-    for rows in groups:
-        below = level.statistics[rows]
-        cuts = level.prefixes[rows]
-        prefix = min(_prefix(level.keys, rows), int(cuts.min())) if len(groups) > 1 else 0
-        part = level.extents.rows(rows)
-        node = encode_interior(height, level.keys[rows], prefix, cuts, path, part, below)
-        nodes.append(node)
-        prefixes.append(prefix)
-        statistics.append(
-            TreeStatistics(
-                sum(row.num_keys for row in below),
-                sum(row.num_tree_bytes for row in below) + len(node),
-                sum(row.num_value_bytes for row in below),
-            )
-        )
-    firsts = [level.keys[rows.start] for rows in groups]
-    return _Level(firsts, np.array(prefixes), _extents(nodes, offset), statistics), nodes
-
-
-def _groups(sizes: I64, least: int = 1) -> Iterator[slice]:
+def _groups(sizes: I64, least: int) -> Iterator[slice]:
     """The rows of each node."""
     ends = np.cumsum(sizes)
     start, count = 0, len(sizes)
@@ -468,15 +392,3 @@ def _groups(sizes: I64, least: int = 1) -> Iterator[slice]:
             stop = count  # a node above a single one would never end
         yield slice(start, stop)
         start = stop
-
-
-def _prefix(keys: Sequence[bytes], rows: slice) -> int:
-    """How many bytes the keys of some rows have in common."""
-    return int(shared_lengths([keys[rows.start], keys[rows.stop - 1]])[1])
-
-
-def _extents(nodes: Sequence[bytes], offset: int) -> Extents:
-    lengths = np.fromiter(map(len, nodes), dtype=np.int64)
-    return Extents(
-        np.zeros(len(nodes), dtype=np.int64), offset + np.cumsum(lengths) - lengths, lengths
-    )

@@ -38,8 +38,8 @@ from dist_checkpointing.strategies.zarr_metadata import chunk_name
 from dist_checkpointing.threads import paused_collector
 
 
-class Places:
-    """Finds values in the newest version of a database; several threads may ask.
+class NewestTree:
+    """The tree of the newest version of a database; several threads may ask.
 
     What lies in the folder of another save, the caller notices.
     """
@@ -50,23 +50,16 @@ class Places:
         self._tree: Tree | None = None
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Places], tuple[Location]]:
+    def __reduce__(self) -> tuple[type[NewestTree], tuple[Location]]:
         # A copy in another process finds out for itself.
-        return Places, (self._folder,)
+        return NewestTree, (self._folder,)
 
     @property
-    def are_known(self) -> bool:
+    def is_known(self) -> bool:
         return self._tree is not None
 
-    def find(self, keys: Sequence[bytes], *, keeps_nodes: bool) -> Values:
-        """Where values are. With ``keeps_nodes`` the tree is remembered for the next call."""
-        return self._newest(keeps_nodes=keeps_nodes).find(keys)
-
-    def find_outside(self, key: bytes, *, keeps_nodes: bool) -> tuple[str, int, int] | None:
-        """File, first byte and length of one value; None if it is absent or in the tree itself."""
-        return self._newest(keeps_nodes=keeps_nodes).find_outside(key)
-
-    def _newest(self, *, keeps_nodes: bool) -> Tree:
+    def __call__(self, *, keeps_nodes: bool) -> Tree:
+        """The tree, which with ``keeps_nodes`` is remembered for the next call."""
         if not keeps_nodes:
             return Tree(self._folder)
         with self._lock:
@@ -86,16 +79,17 @@ class TensorStoreReader(StorageReader):
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
-        self._places = Places(checkpoint_dir)
+        self._newest = NewestTree(checkpoint_dir)
 
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size
         self._index = metadata
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
-        if not (self._places.are_known or store.is_file(self.checkpoint_dir / MANIFEST_NAME)):
-            path = str(self.checkpoint_dir / MANIFEST_NAME)
-            raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
+        path = self.checkpoint_dir / MANIFEST_NAME
+        if not (self._newest.is_known or store.is_file(path)):
+            finding = Finding("missing", path=str(path))
+            raise CorruptCheckpointError("the database is gone", [finding])
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         names = [*super().describing_names(wanted)]
@@ -122,7 +116,7 @@ class TensorStoreReader(StorageReader):
         ):
             return None
         key = f"{disk_name(tensor.key)}/{chunk_name(index)}".encode()
-        place = self._places.find_outside(key, keeps_nodes=self.is_kept)
+        place = self._newest(keeps_nodes=self.is_kept).find_outside(key)
         if place is None or place[2] != num_bytes:
             return None
         part = torch.empty(shape, dtype=tensor.dtype.torch)
@@ -142,9 +136,8 @@ class TensorStoreReader(StorageReader):
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
         values = self._find(self._keys_of(chunks))
-        columns = (values.extents.file.tolist(), values.extents.length.tolist())
         places: list[ChunkPlace | None] = []
-        for file, length in zip(*columns, strict=True):
+        for file, _, length in zip(*(column.tolist() for column in values.extents), strict=True):
             if file == ABSENT:
                 places.append(None)
             elif file == INLINE:
@@ -170,7 +163,7 @@ class TensorStoreReader(StorageReader):
         for row in np.flatnonzero((extents.file == INLINE) & ~table.is_object).tolist():
             self.report(filler.fill(row, np.frombuffer(values.inline[row], dtype=np.uint8)))
         rows = np.flatnonzero((extents.file >= 0) & ~table.is_object)
-        reads = ChunkReads(rows, values.files, *extents.rows(rows).columns)
+        reads = ChunkReads(rows, values.files, *extents.rows(rows))
         read_chunks(reads, filler, self.files, report=self.report)
         return done(None)
 
@@ -181,40 +174,30 @@ class TensorStoreReader(StorageReader):
         is_wrong = is_absent | ~table.is_object & (extents.length != sizes)
         findings = []
         for row in np.flatnonzero(is_wrong).tolist():
-            place = f"{self.checkpoint_dir}: {row_keys[row].decode()}"
+            key, path = table.key(row), f"{self.checkpoint_dir}: {row_keys[row].decode()}"
             if is_absent[row]:
-                findings.append(Finding("a chunk is missing", table.key(row), path=place))
+                findings.append(Finding("a chunk is missing", key, path=path))
                 continue
-            findings.append(
-                Finding(
-                    "a chunk has the wrong size",
-                    table.key(row),
-                    expected=f"{sizes[row]} bytes",
-                    found=int(extents.length[row]),
-                    path=place if extents.file[row] < 0 else self._extent(values, row).path,
-                )
-            )
+            path = path if extents.file[row] < 0 else self._extent(values, row).path
+            expected, stored = f"{sizes[row]} bytes", int(extents.length[row])
+            problem = "a chunk has the wrong size"
+            findings.append(Finding(problem, key, expected=expected, found=stored, path=path))
         if findings:
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
-        index = self._index
-        stored = reads_of([chunk for chunk in chunks if chunk.fqn in index], index)
-        names = iter(database.keys_to_read(stored, index))
+        stored = reads_of([chunk for chunk in chunks if chunk.fqn in self._index], self._index)
+        names = iter(database.keys_to_read(stored, self._index))
         return [
-            next(names)
-            if chunk.fqn in index
-            else database.object_key(
-                chunk.fqn, chunk.offset or (), index.objects[chunk.fqn]
-            ).encode()
+            next(names) if chunk.fqn in self._index else database.cell_key(chunk, self._index)
             for chunk in chunks
         ]
 
     def _find(self, wanted: Sequence[bytes]) -> Values:
-        return self._places.find(wanted, keeps_nodes=self.is_kept)
+        return self._newest(keeps_nodes=self.is_kept).find(wanted)
 
     def _extent(self, values: Values, row: int) -> Extent:
-        file, offset, length = (int(column[row]) for column in values.extents.columns)
+        file, offset, length = (int(column[row]) for column in values.extents)
         return Extent(self.checkpoint_dir, values.files[file], offset, length)
 
     def _bytes(self, values: Values, row: int, key: str) -> bytes:

@@ -35,7 +35,7 @@ from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
-from dist_checkpointing.strategies.incremental import PlanDigests
+from dist_checkpointing.strategies.incremental import PlanDigests, SharedParts, share_parts
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.database import (
@@ -43,19 +43,14 @@ from dist_checkpointing.strategies.tensorstore.database import (
     merged_values,
     write_tree,
 )
-from dist_checkpointing.strategies.tensorstore.incremental import SharedValues, settle, share_values
+from dist_checkpointing.strategies.tensorstore.incremental import settle, values_in_base
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
+from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.threads import paused_collector
 
 MOST_PENDING_BYTES: Final = 2**22
-
-
 LARGE_BYTES: Final = 2**20
-
-
 """Values below this are written many at a time."""
-
-
 Array = npt.NDArray[Any]
 
 
@@ -147,20 +142,17 @@ class DataFiles:
     def put_large(self, values: Array, reported: int, digest: Digest | None) -> None:
         """Add a contiguous array, which must stay as it is; hash it on the way."""
         self.begin_large(values.nbytes)
-        self._put_block(values, reported, digest, stays=True)
+        self.put_block(values, reported, digest, stays=True)
 
     def begin_large(self, num_bytes: int) -> None:
         """Add a value that comes in blocks, by ``put_block`` alone."""
         self.flush()
         self._place(num_bytes).make_room(self.offset[-1], num_bytes)
 
-    def put_block(self, values: Array, reported: int, digest: Digest | None) -> None:
-        """Write a contiguous array at once, behind what was written last; hash it on the way."""
-        self._put_block(values, reported, digest, stays=False)
-
-    def _put_block(
-        self, values: Array, reported: int, digest: Digest | None, *, stays: bool
+    def put_block(
+        self, values: Array, reported: int, digest: Digest | None, *, stays: bool = False
     ) -> None:
+        """Write a contiguous array at once, behind what was written last; hash it on the way."""
         file = self._open_file
         assert file is not None
         view = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
@@ -447,8 +439,6 @@ def _edges(table: ShardTable, index: Index) -> npt.NDArray[np.bool_]:
 
 
 _MOST_THREADS = 2
-
-
 _LEAST_BYTES_A_THREAD = 64 * 2**20
 
 
@@ -471,10 +461,16 @@ class TensorStoreWriter(StorageWriter):
         assert index is not None
         if not len(table):
             return done([])
-        known, reused = PlanDigests(plan, planner, self.options), SharedValues.none()
+        known, reused = PlanDigests(plan, planner, self.options), SharedParts()
         if self.base is not None:
-            is_alone = self._world_size == 1
-            reused = share_values(self, self.base, plan, known, is_alone=is_alone)
+            reused = share_parts(
+                self,
+                TensorStoreReader(self.base),
+                plan,
+                known,
+                lambda base: values_in_base(base, table, index),
+                is_alone=self._world_size == 1,
+            )
             self.report(int(table.num_bytes[reused.rows].sum()))
         with paused_collector():
             row_keys = database.keys_to_write(table, index)
@@ -518,9 +514,9 @@ class TensorStoreWriter(StorageWriter):
             extents.file[share.rows] = np.array(files.file) + len(names)
             extents.offset[share.rows], extents.length[share.rows] = files.offset, files.length
             names += files.names
-        extents.file[reused.rows] = reused.extents.file + len(names)
-        extents.offset[reused.rows] = reused.extents.offset
-        extents.length[reused.rows] = reused.extents.length
+        file, offset, length = reused.extents.T
+        extents.file[reused.rows] = file + len(names)
+        extents.offset[reused.rows], extents.length[reused.rows] = offset, length
         names += [file.name for file in reused.files]
         results = WriteResults(
             table,
@@ -533,7 +529,7 @@ class TensorStoreWriter(StorageWriter):
         )
         return done(results)  # type: ignore[arg-type]
 
-    def _shares(self, table: ShardTable, reused: SharedValues) -> Iterator[_Share]:
+    def _shares(self, table: ShardTable, reused: SharedParts) -> Iterator[_Share]:
         """The work, of each data group on one thread, or on several of about the same bytes."""
         # What has not changed may stay so: in files of its own it can be shared the next time.
         age = np.zeros(len(table), dtype=np.int64)

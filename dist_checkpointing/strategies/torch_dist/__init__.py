@@ -34,7 +34,6 @@ __all__ = [
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
 ]
-
 _DATA_FILE = re.compile(r".*__\d+_\d+\.distcp")
 
 

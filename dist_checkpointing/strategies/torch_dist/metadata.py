@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,  # the name that DCP's readers expect
@@ -47,6 +46,7 @@ from dist_checkpointing.format.index import MAX_AXES, Index, Pieces, StoredTenso
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedObject, tensor_memory
 from dist_checkpointing.planning import MetadataIndex, ReadTable
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.strategies.pickle_scanner import BadPickle, check_pickle
 
 
@@ -92,15 +92,10 @@ def piece_of_chunk(
 
 
 _MAX_METADATA_BYTES = 1 << 33
-
-
 _MAX_EXTENT = 1 << 62
-
-
 StatePath = tuple[str | int, ...]
-
-
 """Keys and positions that lead to a value in a nested state dict."""
+_DAMAGE = (ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +158,7 @@ def read_dcp_metadata(folder: Location) -> DcpMetadata:
     content = _unpickle(location.read_bytes(path, _MAX_METADATA_BYTES), str(path))
     try:
         return _parse(content, str(path))
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+    except _DAMAGE as error:
         raise _corrupt(f"{type(error).__name__}: {error}", str(path)) from error
 
 
@@ -172,47 +167,30 @@ def _corrupt(problem: str, path: str) -> CorruptCheckpointError:
     return CorruptCheckpointError("the metadata of the checkpoint cannot be read", [finding])
 
 
-# The pickle.
-
 _DCP = "torch.distributed.checkpoint"
-
-
-_SHARDS = "torch.distributed._shard.sharded_tensor.metadata"  # until PyTorch 2.3
-
-
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-
-
-_METADATA_CLASSES = frozenset({(f"{_DCP}.metadata", "Metadata"), (_MEGATRON, "MCoreMetadata")})
-
-
-_KNOWN = _METADATA_CLASSES | {
-    *(
-        (f"{_DCP}.metadata", name)
-        for name in (
-            "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata",
-            "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta",
-        )
-    ),
-    *(
-        (f"{_DCP}.planner", name)
-        for name in (
-            "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData", "SavePlan",
-        )
-    ),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    (f"{_DCP}.filesystem", "_StoragePrefix"),
-    (_SHARDS, "TensorProperties"),
-    (_SHARDS, "MEM_FORMAT_ENCODING"),
-    (_MEGATRON, "MCoreSavePlan"),
-    ("torch.serialization", "_get_layout"),
-    ("builtins", "getattr"),  # how Python 3.11.0 to 3.11.3 names a member of an enum; never called
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")
-    ),
-}  # fmt: skip
+_PATHS = "Path PosixPath PurePath PurePosixPath WindowsPath"
+_KNOWN = {
+    (module, name)
+    for module, names in {
+        f"{_DCP}.metadata": (
+            "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata "
+            "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING StorageMeta"
+        ),
+        f"{_DCP}.planner": "WriteItem WriteItemType TensorWriteData BytesIOWriteData SavePlan",
+        f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+        # Until PyTorch 2.3.
+        "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+        _MEGATRON: "MCoreMetadata MCoreSavePlan",
+        "torch.serialization": "_get_layout",
+        # How Python 3.11.0 to 3.11.3 names a member of an enum; never called.
+        "builtins": "getattr",
+        "pathlib": _PATHS,
+        "pathlib._local": _PATHS,
+    }.items()
+    for name in names.split()
+}
+_METADATA_CLASSES = {(f"{_DCP}.metadata", "Metadata"), (_MEGATRON, "MCoreMetadata")}
 
 
 class _Object:
@@ -259,15 +237,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(data: bytes, path: str) -> _Object:
+    unpickler = _Unpickler(data)
+    content, damage = None, None
     try:
         check_pickle(data)
+        content = unpickler.load()
     except BadPickle as error:
         raise _corrupt(f"refused to unpickle: {error}", path) from error
-    unpickler = _Unpickler(data)
-    damage: Exception | None = None
-    content = None
-    try:
-        content = unpickler.load()
     except Exception as error:  # noqa: BLE001 - whatever a damaged pickle makes it raise
         damage = error
     if unpickler.foreign:
@@ -283,9 +259,6 @@ def _unpickle(data: bytes, path: str) -> _Object:
     if not isinstance(content, _Object) or content.origin not in _METADATA_CLASSES:
         raise _corrupt("not the metadata of a DCP checkpoint", path)
     return content
-
-
-# What it says.
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
@@ -324,15 +297,9 @@ def _parse(content: _Object, path: str) -> DcpMetadata:
             continue
         try:
             tensors[key] = _tensor(key, entry, special.get(key) or {})
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        except _DAMAGE as error:
             raise ValueError(f"{key!r}: {type(error).__name__}: {error}") from error
-    places, packed = _places(fields["storage_data"])
-    if packed:
-        findings = [
-            Finding("stored through an extension that is not read", key, found=names, path=path)
-            for key, names in packed.items()
-        ]
-        raise UnsupportedFormatError("the checkpoint is encoded", findings)
+    places = _places(fields["storage_data"], path)
     return DcpMetadata(tensors, tuple(values), places, _paths(fields.get("planner_data")))
 
 
@@ -356,11 +323,9 @@ def _tensor(key: str, entry: _Object, special: Any) -> DcpTensor:
     return DcpTensor(dtype, size, tuple(chunks), None if whole is None else _ints(whole))
 
 
-def _places(
-    stored: Any,
-) -> tuple[dict[tuple[str, Ints | None], Place], dict[str, list[Any]]]:
+def _places(stored: Any, path: str) -> dict[tuple[str, Ints | None], Place]:
     places: dict[tuple[str, Ints | None], Place] = {}
-    packed: dict[str, list[Any]] = {}
+    findings: dict[str, Finding] = {}
     for at, info in stored.items():
         index, where = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
         key, file = index["fqn"], where["relative_path"]
@@ -369,9 +334,12 @@ def _places(
             raise ValueError(f"{key!r} is stored in {file!r}, which is no file of a checkpoint")
         chunk = index.get("offset")
         places[key, None if chunk is None else _ints(chunk)] = Place(file, offset, length)
-        if where.get("transform_descriptors"):
-            packed[key] = list(where["transform_descriptors"])
-    return places, packed
+        if encoding := where.get("transform_descriptors"):
+            problem = "stored through an extension that is not read"
+            findings[key] = Finding(problem, key, found=list(encoding), path=path)
+    if findings:
+        raise UnsupportedFormatError("the checkpoint is encoded", list(findings.values()))
+    return places
 
 
 def _is_inside(file: str) -> bool:
@@ -396,12 +364,7 @@ def _paths(planner_data: Any) -> dict[str, StatePath]:
 
 
 COMMON_STATE_CELL = ShardedObject("common_state", None, (1,), (0,)).unique_key
-
-
 """Where Megatron-Core keeps the common state since 0.19, when it has no ``common.pt``."""
-
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -478,15 +441,14 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
             findings.append(Finding(str(error), key, path=path))
     is_common = not location.is_file(folder / COMMON_STATE_FNAME)
     cells = [key for key in metadata.values if not (is_common and key == COMMON_STATE_CELL)]
-    objects, named, contradictions = _objects(cells, path)
+    objects, names, contradictions = _objects(cells, path)
     cell_rows = {}
-    for key in named:
-        place = metadata.places.get((key, None))
-        if place is None:
-            findings.append(Finding("an object is stored nowhere", key, path=path))
-        else:
+    for key in names:
+        if (key, None) in metadata.places:
             cell_rows[key] = len(rows)
-            rows.append(place)
+            rows.append(metadata.places[key, None])
+        else:
+            findings.append(Finding("an object is stored nowhere", key, path=path))
     findings += contradictions
     if findings:
         raise CorruptCheckpointError("the metadata of the checkpoint contradicts itself", findings)
@@ -508,21 +470,17 @@ def _stored(key: str, tensor: DcpTensor) -> tuple[StoredTensor, list[Ints]]:
     dtype = tensor_memory.from_torch(tensor.dtype)
     # Some writers list empty chunks; they hold nothing and may share the offset of a real one.
     chunks = [(offsets, sizes) for offsets, sizes in tensor.chunks if 0 not in sizes]
+    shape, parts = tensor.size, list[tuple[Box, tuple[int, int] | None]]()
     if tensor.flattened_from is not None:
         shape = tensor.flattened_from
-        rows = [piece_of_chunk(shape, tensor.size, *chunk) for chunk in chunks]
-        pieces = Pieces.of(len(shape), rows)
-        stored = StoredTensor(key, dtype, shape, None, pieces)
-        return stored, [offsets for offsets, _ in chunks]
-    if 0 in tensor.size:
-        shape = tuple(max(extent, 1) for extent in tensor.size)
-        return StoredTensor(key, dtype, tensor.size, shape), []
-    in_grid = _grid_order(tensor.size, chunks)
-    if in_grid is not None:
-        shape, order = in_grid
-        return StoredTensor(key, dtype, tensor.size, shape), [chunks[i][0] for i in order]
-    pieces = Pieces.of(len(tensor.size), [(Box(*chunk), None) for chunk in chunks])
-    stored = StoredTensor(key, dtype, tensor.size, None, pieces)
+        parts += [piece_of_chunk(shape, tensor.size, *chunk) for chunk in chunks]
+    elif 0 in shape:
+        return StoredTensor(key, dtype, shape, tuple(max(extent, 1) for extent in shape)), []
+    elif (in_grid := _grid_order(shape, chunks)) is not None:
+        return StoredTensor(key, dtype, shape, in_grid[0]), [chunks[i][0] for i in in_grid[1]]
+    else:
+        parts += [(Box(*chunk), None) for chunk in chunks]
+    stored = StoredTensor(key, dtype, shape, None, Pieces.of(len(shape), parts))
     return stored, [offsets for offsets, _ in chunks]
 
 
@@ -534,8 +492,7 @@ def _grid_order(
         return shape, (0,)
     if not chunks or not shape:
         return None
-    offsets = np.array([o for o, _ in chunks], dtype=np.int64)
-    sizes = np.array([n for _, n in chunks], dtype=np.int64)
+    offsets, sizes = np.array(chunks, dtype=np.int64).swapaxes(0, 1)
     chunk = sizes.max(axis=0)
     whole = np.array(shape, dtype=np.int64)
     counts = -(-whole // chunk)
@@ -554,21 +511,20 @@ def _objects(keys: Iterable[str], path: str) -> tuple[dict[str, Ints], list[str]
 
     A value whose name is not that of a cell is one that plain DCP saved: common state.
     """
-    grids: dict[str, set[Ints]] = {}
-    cells: dict[str, list[str]] = {}
+    cells: dict[str, list[ShardedObject]] = {}
     for key in keys:
         leaf = cell_named(key)
         if leaf is not None:
-            grids.setdefault(leaf.key, set()).add(tuple(leaf.global_shape))
-            cells.setdefault(leaf.key, []).append(key)
+            cells.setdefault(leaf.key, []).append(leaf)
+    objects: dict[str, Ints] = {}
     findings = []
-    for key, shapes in grids.items():
-        expected = {math.prod(shape) for shape in shapes}
-        if len(shapes) > 1 or expected != {len(cells[key])}:
-            found = f"{len(cells[key])} cells of {sorted(shapes)}"
+    for key, leaves in sorted(cells.items()):
+        shapes = {tuple(leaf.global_shape) for leaf in leaves}
+        objects[key] = next(iter(shapes))
+        if len(shapes) > 1 or math.prod(objects[key]) != len(leaves):
+            found = f"{len(leaves)} cells of {sorted(shapes)}"
             findings.append(Finding("not every cell once", key, found=found, path=path))
-    objects = {key: next(iter(shapes)) for key, shapes in sorted(grids.items())}
-    return objects, [name for names in cells.values() for name in names], findings
+    return objects, [leaf.unique_key for leaves in cells.values() for leaf in leaves], findings
 
 
 def unique_keys(index: Index) -> Iterator[str]:
@@ -590,8 +546,6 @@ def cell_named(name: str) -> ShardedObject | None:
 
 
 _DCP_VERSION = "1.0.0"
-
-
 _PROTOCOL = 4  # what Megatron writes; every Python that PyTorch 2 runs on reads it
 
 
@@ -618,10 +572,9 @@ def to_pickle(metadata: DcpMetadata) -> bytes:
         version=_DCP_VERSION,
     )
     # An attribute and not a class of its own: readers without Megatron know only DCP's classes.
+    special = "nd_reformulated_orig_global_shape"
     content.mcore_data = {  # type: ignore[attr-defined]
-        key: {}
-        if tensor.flattened_from is None
-        else {"nd_reformulated_orig_global_shape": tensor.flattened_from}
+        key: {} if tensor.flattened_from is None else {special: tensor.flattened_from}
         for key, tensor in metadata.tensors.items()
     }
     return pickle.dumps(content, _PROTOCOL)

@@ -65,7 +65,10 @@ _MOST_ELEMENTS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """How the elements of a stored tensor lie in its storage, in elements of ``dtype``."""
+    """How the elements of a stored tensor lie in its storage, in elements of ``dtype``.
+
+    The first one is ``start`` bytes from the first byte of its record.
+    """
 
     storage: str
     dtype: torch.dtype
@@ -73,29 +76,20 @@ class StoredLayout:
     offset: int
     shape: Ints
     stride: Ints
+    start: int = 0
 
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in C order without gaps."""
-        places = zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
-        return 0 in self.shape or all(extent == 1 or own == c for extent, own, c in places)
+        steps = zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
+        return 0 in self.shape or all(extent == 1 or step == c for extent, step, c in steps)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundTensor:
-    """A tensor in a record.
+def find_tensor(read: Read, length: int) -> StoredLayout | None:
+    """Find the values of the tensor in a record, without reading them.
 
-    Attributes:
-        layout: How it lies in its storage; None for a subclass that only PyTorch can rebuild.
-        start: Where its first element is, in bytes from the first of the record.
+    None stands for a tensor of a subclass, which only PyTorch can rebuild.
     """
-
-    layout: StoredLayout | None
-    start: int
-
-
-def find_tensor(read: Read, length: int) -> FoundTensor:
-    """Find the values of the tensor in a record, without reading them."""
     found = entries(read, length)
     start, size = found.get("data.pkl") or _missing("data.pkl")
     if size > _MOST_DESCRIPTION_BYTES:
@@ -104,11 +98,11 @@ def find_tensor(read: Read, length: int) -> FoundTensor:
         raise BadRecord("it was not written by a little-endian machine")
     layout = _describe(read(start, size))
     if layout is None:
-        return FoundTensor(None, 0)
+        return None
     start, size = found.get(f"data/{layout.storage}") or _missing(f"data/{layout.storage}")
     if size != layout.storage_bytes:
         raise BadRecord(f"a storage of {layout.storage_bytes} bytes with {size} bytes of data")
-    return FoundTensor(layout, start + layout.offset * layout.dtype.itemsize)
+    return replace(layout, start=start + layout.offset * layout.dtype.itemsize)
 
 
 def _missing(name: str) -> tuple[int, int]:
@@ -123,8 +117,10 @@ def _plain(args: Sequence[Any], dtype: Any, bits: Sequence[Any]) -> tuple[Any, .
     if any(bits):
         # Conjugate and negative views: what is stored is not what they stand for.
         raise _TooSpecial(f"a tensor with {bits}")
-    storage, offset, shape, stride = args
-    return storage, offset, shape, stride, dtype
+    return *args[:4], dtype
+
+
+_STORAGE_DTYPES = {cls.__name__: dtype for dtype, cls in STORAGE_CLASSES.items()}
 
 
 class _Description(pickle.Unpickler):
@@ -135,20 +131,20 @@ class _Description(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name == "_rebuild_tensor_v2":
-            return lambda *args: _plain(args[:4], None, args[6:7])
-        if module == "torch._utils" and name == "_rebuild_tensor_v3":
-            return lambda *args: _plain(args[:4], args[6], args[7:8])
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda *args: _plain(args, None, args[6:7])
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return lambda *args: _plain(args, args[6], args[7:8])
         if (module, name) == ("collections", "OrderedDict"):
             return lambda: None
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return torch.uint8
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        for dtype, cls in STORAGE_CLASSES.items():
-            if module == "torch" and cls.__name__ == name:
-                return dtype
-        raise _TooSpecial(f"{module}.{name}")
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if module == "torch" and name in _STORAGE_DTYPES:
+            dtype = _STORAGE_DTYPES[name]
+        if not isinstance(dtype, torch.dtype):
+            raise _TooSpecial(f"{module}.{name}")
+        return dtype
 
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, name, _, size = pid
@@ -183,17 +179,9 @@ def _describe(content: bytes) -> StoredLayout | None:
 
 
 Array = npt.NDArray[Any]
-
-
 SMALL_BYTES = 1 << 16
-
-
 """Records up to this size are read whole: one system call costs more than that many bytes."""
-
-
 _EDGE_BYTES = 1 << 12
-
-
 """What is read of either end of a larger record to find the values in it."""
 
 
@@ -251,25 +239,26 @@ class RecordValues:
         self._record = record
         self._tensor = tensor
         self._shape = shape
-        self._found = find_tensor(record.read, record.length)
+        self._layout = find_tensor(record.read, record.length)
         self._copy: Array | None = None
-        if self._found.layout is not None:
-            self._check(self._found.layout.dtype, self._found.layout.shape)
+        if self._layout is not None:
+            self._check(self._layout.dtype, self._layout.shape)
 
     def _check(self, dtype: torch.dtype, shape: Ints) -> None:
         # Megatron's flattened pieces have axes of extent 1 in front.
-        own = shape[len(shape) - len(self._shape) :]
-        in_front = shape[: len(shape) - len(self._shape)]
-        if (dtype, own) != (self._tensor.dtype.torch, self._shape) or set(in_front) - {1}:
+        axes = len(shape) - len(self._shape)
+        if (dtype, shape[axes:]) != (self._tensor.dtype.torch, self._shape) or set(shape[:axes]) - {
+            1
+        }:
             expected = f"{self._tensor.dtype.torch} of shape {self._shape}"
             raise BadRecord(f"expected {expected}, found {dtype} of shape {shape}")
 
     def fill(self, row: int, filler: Filler) -> int:
         """Fill a row of a load plan; how many bytes that were."""
-        layout, record = self._found.layout, self._record
+        layout, record = self._layout, self._record
         if layout is None or not layout.is_contiguous:
             return filler.fill(row, self._rebuilt())
-        start = self._found.start
+        start = layout.start
         num_bytes = math.prod(self._shape) * self._tensor.dtype.itemsize
         if start + num_bytes > record.length:
             raise BadRecord("it refers to bytes outside of it")
@@ -321,20 +310,17 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         folder = as_location(checkpoint_dir)
         metadata = read_dcp_metadata(folder)
         if COMMON_STATE_CELL in metadata.values:
-            common = self._read(folder, metadata, COMMON_STATE_CELL, listed=True)
+            common = self._read(folder, metadata, COMMON_STATE_CELL)
             if not isinstance(common, dict):
                 finding = Finding("not a dict", COMMON_STATE_CELL, found=type(common).__name__)
                 raise CorruptCheckpointError("the common state is damaged", [finding])
             return common
         plain = [key for key in metadata.values if cell_named(key) is None]
         return nested(
-            {
-                metadata.paths.get(key, (key,)): self._read(folder, metadata, key, listed=False)
-                for key in plain
-            }
+            {metadata.paths.get(key, (key,)): self._read(folder, metadata, key) for key in plain}
         )
 
-    def _read(self, folder: Location, metadata: DcpMetadata, key: str, *, listed: bool) -> Any:
+    def _read(self, folder: Location, metadata: DcpMetadata, key: str) -> Any:
         place = metadata.places.get((key, None))
         if place is None:
             finding = Finding("an object is stored nowhere", key, path=str(folder))
@@ -343,7 +329,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         try:
             with open_file(folder, place.file) as file:
                 record = OpenRecord(file, place)
-                if listed:
+                if key == COMMON_STATE_CELL:
                     return read_object(record, where, trusted=self.trusted)
                 return deserialize(record.read(0, record.length), where, trusted=self.trusted)
         except (BadRecord, FileNotFoundError, NotADirectoryError, EOFError) as error:
@@ -365,8 +351,6 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
 
 ABSENT: Any = object()
-
-
 """A value that is stored elsewhere, and only keeps its position in a list."""
 
 
@@ -382,13 +366,12 @@ def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
     """
     tree = _Nest()
     for path, value in values.items():
-        node = tree
+        node: Any = tree
         for step in path[:-1]:
-            node = node.setdefault(step, _Nest())
-            if not isinstance(node, _Nest):
-                raise _crossing(path)
-        if path[-1] in node:
-            raise _crossing(path)
+            node = node.setdefault(step, _Nest()) if isinstance(node, _Nest) else None
+        if not isinstance(node, _Nest) or path[-1] in node:
+            finding = Finding("two values at one place", ".".join(map(str, path)))
+            raise StateMismatchError("the values in the checkpoint cannot be nested", [finding])
         node[path[-1]] = value
     # What a file says is not yet memory: one number may ask for more than there is.
     length = sum(map(_list_positions, tree.values()))
@@ -400,11 +383,6 @@ def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
 
 class _Nest(dict[Any, Any]):
     """A container on the way; no value that was stored."""
-
-
-def _crossing(path: StatePath) -> StateMismatchError:
-    finding = Finding("two values at one place", ".".join(map(str, path)))
-    return StateMismatchError("the values in the checkpoint cannot be nested", [finding])
 
 
 def _is_list(branch: _Nest) -> bool:
@@ -529,15 +507,14 @@ class TorchDistReader(StorageReader):
         missing = {file for file in files if self.files.size_of(file) is None}
         if not missing:
             return
-        keys: dict[str, set[str]] = {file: set() for file in missing}
-        for record, rows in by_record.items():
-            file = self._index.place(record).file
-            if file in missing:
-                keys[file].add(table.key(rows[0]))
+        keys = {
+            (self._index.place(record).file, table.key(rows[0]))
+            for record, rows in by_record.items()
+        }
         findings = [
             Finding("its file is missing", key, path=str(self.checkpoint_dir / file))
-            for file in sorted(missing)
-            for key in sorted(keys[file])
+            for file, key in sorted(keys)
+            if file in missing
         ]
         raise CorruptCheckpointError("the checkpoint is damaged", findings)
 

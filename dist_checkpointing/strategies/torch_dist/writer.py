@@ -66,20 +66,10 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
 )
 
 ALIGNMENT = 64
-
-
 """Records and the values in them begin at multiples of this, as PyTorch's own do in an archive."""
-
-
 _UTF8 = 0x800
-
-
 _VERSION = 45  # of the format that knows 64-bit sizes
-
-
 _PADDING_ID = 0x4246
-
-
 _ROOT = "archive"
 
 
@@ -106,8 +96,6 @@ STORAGE_CLASSES: dict[torch.dtype, type] = {
     torch.complex64: torch.ComplexFloatStorage,
     torch.complex128: torch.ComplexDoubleStorage,
 }
-
-
 """Dtypes that pickles name by a class; the others came later and are rebuilt from bytes."""
 
 
@@ -222,8 +210,6 @@ def _central(name: bytes, crc: int, size: int, start: int, extra: bytes) -> byte
 
 
 _MAX_PENDING_BYTES = 2**20
-
-
 _MAX_PENDING_PARTS = 512  # of the 1024 that one system call takes
 
 
@@ -341,24 +327,12 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
 
 
 _MIN_FILE_BYTES = 32 * 2**20
-
-
 _MOST_FILES = 8
-
-
 """Of one rank. Rank 0 names the files of all ranks before they are written, and does not know how
 many threads another rank has."""
-
-
 Row = tuple[str, Ints | None, Ints | None, Place]
-
-
 """What a rank wrote: key, offsets and sizes of a chunk (None for a value), and where it is."""
-
-
 Chunk = tuple[tuple[Ints, Ints], torch.Tensor]
-
-
 """Offsets and sizes of a chunk as DCP counts them, and its values in that shape."""
 
 

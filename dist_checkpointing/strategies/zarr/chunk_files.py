@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import threading
 from abc import abstractmethod
@@ -18,10 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.filesystem import location as store
-from dist_checkpointing.filesystem.hard_links import share_file
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import bytes_of, columns_of, digest_of_array
 from dist_checkpointing.format.geometry import Box, Ints, Window
@@ -53,10 +49,16 @@ from dist_checkpointing.storage.interface import (
     WriteResults,
     done,
 )
-from dist_checkpointing.storage.options import BaseCheck, Checksum, Durability, StorageOptions
+from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import StagingBuffers, is_on_gpu
 from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, damaged, read_chunks
-from dist_checkpointing.strategies.incremental import BaseParts, PlanDigests, open_base
+from dist_checkpointing.strategies.incremental import (
+    BaseParts,
+    Candidates,
+    PlanDigests,
+    SharedParts,
+    share_parts,
+)
 from dist_checkpointing.strategies.zarr.compression import Codec, unpacked
 from dist_checkpointing.threads import in_threads
 
@@ -124,7 +126,7 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Array:
+def read_decoded(codec: Codec, path: Location, num_bytes: int, key: str) -> Array:
     """The bytes of the values of a compressed chunk."""
     corrupt = partial(damaged, str(path), key)
     try:
@@ -142,129 +144,7 @@ def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Arra
     return raw
 
 
-logger: logging.Logger = logging.getLogger(__name__)
-
-
-ChunkNames = Callable[[ShardTable, Index], Sequence[str | None]]
-
-
-"""File that each row of a table fills by itself; None for a row that writes parts of files."""
-
-
-def share_chunks(
-    folder: Path,
-    reader: StorageReader,
-    plan: SavePlan,
-    names_of: ChunkNames,
-    digests: PlanDigests,
-    options: StorageOptions,
-    codec: tuple[str | None, Codec | None],
-) -> dict[int, SealedFile]:
-    """Share the chunk files of a base that hold rows of a plan. Not collective.
-
-    The folders of all chunk files exist. Nothing is shared if the base is damaged or gone, which is
-    logged.
-    """
-    assert plan.index is not None
-    base = reader.checkpoint_dir
-    try:
-        parts = open_base(reader, plan.table)
-        if parts is None or parts.index.codec != codec[0]:
-            return {}
-        sources = _sources(parts, plan.table, plan.index, names_of)
-        rows = np.array(list(sources), dtype=np.int64)
-        digests.add(rows)
-        is_same = (digests.columns[rows] == parts.digests[rows]).all(axis=1)
-        same = rows[is_same].tolist()
-        if options.base_check is BaseCheck.CONTENTS and same:
-            stored = in_threads(
-                lambda row: _digest_in_base(parts, plan, row, sources[row], codec[1]),
-                same,
-                options.threads,
-            )
-            is_good = (columns_of(stored) == digests.columns[same]).all(axis=1)
-            same = np.array(same, dtype=np.int64)[is_good].tolist()
-        names = names_of(plan.table, plan.index)
-        targets = {row: name for row in same if (name := names[row]) is not None}
-        return _shared(
-            folder, parts, {row: (sources[row], targets[row]) for row in targets}, options
-        )
-    except (CheckpointingException, OSError) as error:
-        logger.warning("nothing is shared with %s, which cannot be used: %s", base, error)
-        return {}
-
-
-def _sources(
-    base: BaseParts, table: ShardTable, index: Index, names_of: ChunkNames
-) -> dict[int, SealedFile]:
-    """The rows that fill a chunk file of the same shape in the base, and that file."""
-    rows = np.flatnonzero(base.same_box)
-    names = names_of(table.take(rows), base.index)
-    found = {}
-    for row, name in zip(rows.tolist(), names, strict=True):
-        key = table.key(row)
-        # A chunk at the edge of a tensor is padded to the shape of a chunk.
-        sealed = None if name is None else base.seal.files.get(name)
-        own, theirs = (i.chunk_shape(key) for i in (index, base.index))
-        if sealed is not None and tuple(own or ()) == tuple(theirs or ()):
-            found[row] = sealed
-    return found
-
-
-def _digest_in_base(
-    base: BaseParts, plan: SavePlan, row: int, source: SealedFile, codec: Codec | None
-) -> bytes:
-    """The digest of the values that a chunk file of the base has now."""
-    table, path = plan.table, base.folder / source.name
-    key, size, box = table.key(row), int(table.itemsizes[row]), table.box(row)
-    chunk = base.index.chunk_shape(key)
-    whole = int(table.num_bytes[row]) if chunk is None else math.prod(chunk) * size
-    raw = np.fromfile(path, np.uint8) if codec is None else read_decoded(path, codec, whole, key)
-    if raw.nbytes == whole > table.num_bytes[row]:
-        values = raw.view(f"V{size}").reshape(tuple(chunk or ()))
-        raw = values[tuple(map(slice, box.shape))].copy()
-    return digest_of_array(raw)
-
-
-def _shared(
-    folder: Path,
-    base: BaseParts,
-    files: dict[int, tuple[SealedFile, str]],
-    options: StorageOptions,
-) -> dict[int, SealedFile]:
-    def share(row: int) -> SealedFile | None:
-        source, name = files[row]
-        size = share_file(base.folder / source.name, folder / name)
-        if size is not None and size != source.num_bytes:
-            logger.warning(
-                "%s/%s has another size than when it was saved", base.folder, source.name
-            )
-            (folder / name).unlink()
-        return SealedFile(name, size) if size == source.num_bytes else None
-
-    rows = list(files)
-    if not rows:
-        return {}
-    shared = {row: file for row in rows[:1] if (file := share(row)) is not None}
-    if not shared and base.is_in_place():
-        logger.warning("files of %s cannot be shared here, and are written", base.folder)
-        return {}
-    found = in_threads(share, rows[1:], options.threads)
-    shared |= {row: file for row, file in zip(rows[1:], found, strict=True) if file is not None}
-    if not base.is_in_place():
-        # Another save may have put other chunks in their places.
-        for file in shared.values():
-            (folder / file.name).unlink()
-        logger.warning("nothing is shared with %s, which was deleted meanwhile", base.folder)
-        return {}
-    num_bytes = sum(file.num_bytes for file in shared.values())
-    logger.info("%d bytes in %d files are shared with the base", num_bytes, len(shared))
-    return shared
-
-
 FileContent = tuple[str, bytes]
-
-
 """Path, relative to the checkpoint, and bytes of a small file that describes an array or group."""
 
 
@@ -313,18 +193,18 @@ class ZarrFolderWriter(StorageWriter):
         sizes = table.num_bytes
         with_checksums = self.options.checksum is Checksum.XXH3
         digests = PlanDigests(plan, planner, self.options)
-        shared: dict[int, SealedFile] = {}
+        shared, codec = SharedParts(), self._codec
         if self.base is not None and len(table):
-            shared = share_chunks(
-                self.checkpoint_dir,
+            shared = share_parts(
+                self,
                 self.base_reader(self.base),
                 plan,
-                self.chunk_files,
                 digests,
-                self.options,
-                (self._codec_name, self._codec),
+                lambda base: self._files_in_base(base, table, index),
+                reuses_names=True,
+                unpack=None if codec is None else partial(read_decoded, codec),
             )
-            self.report(int(sizes[list(shared)].sum()))
+            self.report(int(sizes[shared.rows].sum()))
 
         def describe(file: FileContent) -> None:
             file_writer.put(self.checkpoint_dir, *file, is_new=False)
@@ -355,8 +235,8 @@ class ZarrFolderWriter(StorageWriter):
         threads = self.options.threads
         in_threads(describe, described, threads)
         files = [SealedFile.of_bytes(*file) for file in described]
-        files += shared.values()
-        rows = [row for row in range(len(table)) if row not in shared]
+        files += shared.files
+        rows = np.setdiff1d(np.arange(len(table)), shared.rows).tolist()
         files += [file for written in in_threads(write, rows, threads) for file in written]
         if self.options.durability is Durability.FSYNC:
             paths = [self.checkpoint_dir / file.name for file in files]
@@ -369,6 +249,30 @@ class ZarrFolderWriter(StorageWriter):
             uppers, checksums = digests.columns.T
             results = replace(results, checksums=checksums, uppers=uppers)
         return done(results)
+
+    def _files_in_base(self, base: BaseParts, table: ShardTable, index: Index) -> Candidates:
+        """The rows that fill a chunk file of the same shape in the base, and that file."""
+        rows, files = [], []
+        is_readable = base.index.codec == self._codec_name
+        same = np.flatnonzero(base.same_box & is_readable)
+        names = self.chunk_files(table.take(same), index)
+        for row, name in zip(same.tolist(), names, strict=True):
+            # A chunk at the edge of a tensor is padded to the shape of a chunk.
+            shapes = (i.chunk_shape(table.key(row)) for i in (index, base.index))
+            if (
+                name
+                and name in base.seal.files
+                and len({tuple(shape or ()) for shape in shapes}) == 1
+            ):
+                rows.append(row)
+                files.append(base.seal.files[name])
+        extents = [(number, 0, file.num_bytes) for number, file in enumerate(files)]
+        return Candidates(
+            np.array(rows, dtype=np.int64),
+            files,
+            np.array(extents, dtype=np.int64).reshape(-1, 3),
+            np.zeros(len(rows), dtype=np.bool_),
+        )
 
     def make_folders(self, names: Iterable[str]) -> None:
         for name in sorted(names):
@@ -441,7 +345,7 @@ class ZarrFolderReader(StorageReader):
         def read_file(rows: Int64s) -> None:
             first = int(rows[0])
             place = self.checkpoint_dir / names[first]
-            values = read_decoded(place, codec, int(sizes[first]), table.key(first))
+            values = read_decoded(codec, place, int(sizes[first]), table.key(first))
             for row in rows.tolist():
                 self.report(filler.fill(row, values))
 

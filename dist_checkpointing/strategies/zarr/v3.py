@@ -144,8 +144,6 @@ for _row in DTYPES:
 
 
 _MAX_METADATA_BYTES = 1 << 32
-
-
 _CHUNK_NAME = re.compile(r"c(\.\d+)*")
 
 
