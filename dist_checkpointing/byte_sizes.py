@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
-
 _UNITS = {
     "": 1,
     "b": 1,

@@ -19,14 +19,8 @@ from typing import Final, TypeVar
 from dist_checkpointing.errors import CheckpointingException, Finding
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 T = TypeVar("T")
-
-
 EXIT_PATIENCE_SECONDS: Final = 300.0
-
-
 """How long the end of the interpreter waits for what is still running."""
 
 
@@ -111,8 +105,6 @@ threading._register_atexit(_wait_for_running)  # type: ignore[attr-defined]  # n
 
 
 _lock = threading.Lock()
-
-
 _holders = 0
 
 

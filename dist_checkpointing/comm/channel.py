@@ -22,12 +22,9 @@ _LOOK_SECONDS: Final = 1.0
 _LENGTH_BYTES: Final = 8
 _SMALL_BYTES: Final = 2**16
 _MODULUS: Final = 2**64
-
 HEAD_BYTES: Final = 1016
 """So many bytes of a payload travel with its length; a longer one takes a second collective."""
-
 Row = np.ndarray[Any, np.dtype[np.uint8]]
-
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 

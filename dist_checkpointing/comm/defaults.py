@@ -22,7 +22,6 @@ from dist_checkpointing.errors import CheckpointingException, Finding, RankFaile
 
 _ANSWER_SECONDS: Final = 5.0
 """How much longer than its own timeout a store may take to report the timeout."""
-
 _comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _inherited: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -22,11 +22,7 @@ from dist_checkpointing.errors import (
 )
 
 T = TypeVar("T")
-
-
 _PACKAGE: Final = __name__.partition(".")[0]
-
-
 _SIMULATION: Final = f"{_PACKAGE}.testing"
 
 
@@ -217,17 +213,9 @@ def _marked(
 
 
 GATHER: Final = "gathering values"
-
-
 BROADCAST: Final = "broadcasting a value"
-
-
 COMPARISON: Final = "comparing a number"
-
-
 TENSORS: Final = "handing on tensors"
-
-
 """Label of a step that only ranks have on which passing tensors has failed."""
 
 

@@ -37,17 +37,9 @@ from dist_checkpointing.comm.rank_failures import (
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
 T = TypeVar("T")
-
-
 _FLAG: Final = "broken"
-
-
 _SHORT_SECONDS: Final = 1.0
-
-
 _POLL_SECONDS: Final = 0.01
-
-
 _RANKS_A_SECOND: Final = 256
 
 
@@ -256,23 +248,11 @@ def _in_thread(question: Callable[[], T]) -> Future[T]:
 
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 _MAKING: Final = "making a channel"
-
-
 _CLEARING_SECONDS: Final = 5.0
-
-
 _HEARING_SECONDS: Final = 5.0
-
-
 _SHORTEST_PATIENCE_SECONDS: Final = 5.0
-
-
 _LONGEST_PATIENCE_SECONDS: Final = 30.0
-
-
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 

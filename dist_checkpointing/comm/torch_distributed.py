@@ -31,14 +31,11 @@ from dist_checkpointing.comm.rank_failures import (
 from dist_checkpointing.comm.timeouts import Steps
 
 logger: logging.Logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 _LONGEST_SECONDS: Final = 1e9
 _TIMEOUT_VARIABLE: Final = "DIST_CHECKPOINTING_TIMEOUT_SECONDS"
 _NO_NUMBER: Final = 2**62
-
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dict[str, Any]]] = (
     weakref.WeakKeyDictionary()
 )

@@ -19,7 +19,6 @@ from dist_checkpointing.filesystem.local_folder import file_system_type
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 
 Int64s = npt.NDArray[np.int64]
-
 MOST_PARTS: Final = os.sysconf("SC_IOV_MAX")
 _HASHED_BYTES: Final = 2**21
 """Of a large value so much is hashed and then written, while the processor has it at hand. What is
@@ -33,7 +32,6 @@ _OBJECT_BYTES: Final = 2**27
 """Objects of this size are put and got at full speed, and two of them can be under way at a time
 without much memory."""
 _WAITING_PARTS: Final = 1
-
 _writev = ctypes.CDLL(None, use_errno=True).writev
 _writev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _writev.restype = ctypes.c_ssize_t

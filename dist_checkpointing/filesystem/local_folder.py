@@ -26,14 +26,8 @@ from dist_checkpointing.errors import (
 )
 
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-
-
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
-
-
 _TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__lock)")
-
-
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 
 

@@ -22,8 +22,6 @@ from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 
 # One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
-
-
 _MOST_NAMED: Final = 16
 
 

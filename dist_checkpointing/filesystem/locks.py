@@ -33,8 +33,6 @@ from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.local_folder import read_bytes
 
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
-
-
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -139,26 +137,12 @@ def _start_of(pid: int) -> int | None:
 
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 LOCK_NAME: Final = ".dckpt.lock"
-
-
 _NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
-
-
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV})
-
-
 _MAX_BYTES: Final = 1 << 16
-
-
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-
-
 _without_flock: Final[set[int]] = set()
-
-
 """Devices without flock that have been logged."""
 
 

@@ -22,20 +22,10 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
 Buffer = Any
-
-
 """Bytes, a memoryview or an array of bytes: contiguous and one-dimensional."""
-
-
 SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
-
-
 _MOST_DELETED: Final = 1000
-
-
 """Keys of one request of S3."""
 
 
@@ -313,8 +303,6 @@ _CAUSES: Final = {
     "AccessDenied": "the credentials do not allow this",
     "error sending request": "the server cannot be reached",
 }
-
-
 """What stands in an answer of a store, and what that means."""
 
 
@@ -441,20 +429,10 @@ def _key(path: PurePosixPath) -> str:
 
 
 Location = Path | ObjectPath
-
-
 """Where a checkpoint or a file of it is: on a mounted file system or in an object store."""
-
-
 _TRIES: Final = 5
-
-
 _MAX_BYTES: Final = 1 << 20
-
-
 _probed: Final[set[ObjectStore]] = set()
-
-
 """Buckets that were found to refuse a second put-if-absent of a name."""
 
 

@@ -23,7 +23,6 @@ from dist_checkpointing.filesystem.locks import Holder, Kind
 from dist_checkpointing.filesystem.object_store import ObjectPath, put_if_absent, read_object
 
 logger = logging.getLogger(__name__)
-
 CLAIMS: Final = ".dckpt/claims"
 COMMITS: Final = ".dckpt/commits"
 BEATS: Final = ".dckpt/beats"

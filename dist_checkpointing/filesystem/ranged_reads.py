@@ -19,7 +19,6 @@ from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.threads import in_threads
 
 Array = npt.NDArray[Any]
-
 READ_WHOLE_BYTES: Final = 2**14
 """Reading so much of a chunk in vain costs less than reading the chunk by itself."""
 _MOST_STORE_GAP_BYTES: Final = 2**20

@@ -31,38 +31,16 @@ from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.seal import SealedFile
 
 CHECKSUMS_NAME = ".dckpt/checksums"
-
-
 _SUFFIX: Final = ".bin"
-
-
 _MAGIC: Final = b"DCKPTSUM"
-
-
 _VERSION: Final = 1
-
-
 _HEAD: Final = struct.Struct("<8sIIQI")
-
-
 """Magic, version, bytes of the names, rows, axes."""
-
-
 _DIGEST_BYTES: Final = 16
-
-
 _MAX_TABLE_BYTES: Final = 1 << 31
-
-
 _MAX_AXES: Final = 1 << 10
-
-
 _ROWS_A_TABLE: Final = 1 << 16
-
-
 _WIDE: Final = (4, 5, 6)
-
-
 """Columns with several numbers a row."""
 
 
@@ -303,47 +281,19 @@ def concatenate_tables(tables: Iterable[ChecksumTable]) -> ChecksumTable:
 
 
 Uint64s = npt.NDArray[np.uint64]
-
-
 DIGEST_BYTES: Final = 16
-
-
 NO_DIGEST: Final = bytes(DIGEST_BYTES)
-
-
 _SHORT_BYTES: Final = 240
-
-
 """Up to here the lower half of xxh3_128 is not xxh3_64."""
-
-
 _LARGE_BYTES: Final = 1 << 20
-
-
 """From here on other threads may run while a digest is made."""
-
-
 _DIGESTS_SUFFIX: Final = ".upper"
-
-
 _DIGESTS_MAGIC: Final = b"DCKPTUPR"
-
-
 _DIGESTS_HEAD: Final = struct.Struct("<8sI16s")
-
-
 """Magic, version, xxh3_128 of the table of checksums."""
-
-
 _DIGESTS_VERSION: Final = 1
-
-
 _MOST_BYTES: Final = 1 << 31
-
-
 _MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
-
-
 """All memory of this process, of which only what belongs to a tensor may be read."""
 
 

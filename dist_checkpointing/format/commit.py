@@ -47,14 +47,8 @@ from dist_checkpointing.format.leftovers import (
 )
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 COMMON_STATE_FNAME = "common.pt"
-
-
 CONTENT_METADATA_KEY = "content_metadata"
-
-
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -387,11 +381,7 @@ def end_commit(folder: Path) -> None:
 
 
 DATA: Final = "data"
-
-
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
-
-
 _MAX_COMMIT_BYTES: Final = 1 << 20
 
 

@@ -11,20 +11,10 @@ from urllib.parse import quote
 from dist_checkpointing.errors import Finding, InvalidShardingError
 
 _MAX_NAME_BYTES = 200
-
-
 _MAX_COMPONENT_BYTES = 255
-
-
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
-
-
 _PLAIN_BYTES = (string.ascii_letters + string.digits + "._-").encode()
-
-
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
-
-
 _OWN_NAMES = frozenset({".dckpt", ".dckpt.lock"})
 
 
@@ -83,8 +73,6 @@ def check_raw_key(key: str) -> None:
 
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optim(?:izer)?s?(?:[^a-z]|$)")
-
-
 """Megatron numbers chained optimizers. "optimal" and "optimism" do not match."""
 
 

@@ -17,11 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = tuple[int, ...]
-
-
 Values = TypeVar("Values", bound=Any)
-
-
 """An array of numpy or a tensor of torch."""
 
 
@@ -276,26 +272,12 @@ def split_rows(box: Box, max_elements: int) -> list[Box]:
 
 
 Int64s = npt.NDArray[np.int64]
-
-
 Integers = npt.NDArray[np.int32] | Int64s
-
-
 MAX_EXTENT = 1 << 62
-
-
 MAX_AXES = 64
-
-
 """More axes than that no array of numpy has."""
-
-
 _ONLY_INT = frozenset([int])
-
-
 _ONLY_LIST = frozenset([list])
-
-
 _ALL = slice(None)
 
 

@@ -200,20 +200,10 @@ def fingerprints_of_json(keys: Sequence[str], content: Any) -> dict[str, str]:
 
 
 INDEX_NAME = ".dckpt/index.json"
-
-
 FORMAT = "dist_checkpointing.index"
-
-
 FORMAT_MINOR = 0
-
-
 _MAX_INDEX_BYTES = 1 << 32
-
-
 T = TypeVar("T")
-
-
 _CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
 
@@ -538,18 +528,10 @@ def read_index(folder: Location) -> Index | None:
 
 
 LARGE_BYTES: Final = 1 << 28
-
-
 MANY_PARTS: Final = 1 << 16
-
-
 """A tensor with more bytes than ``LARGE_BYTES`` or more chunks than this is looked at, and so is a
 sharded object with more cells."""
-
-
 MOST_COMPRESSION: Final = 1 << 16
-
-
 """How many times larger than its file a compressed chunk may be; zeros reach half of that."""
 
 

@@ -25,8 +25,6 @@ from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 
 REMOVAL_NAME = ".dckpt/removal.json"
-
-
 _MAX_BYTES = 1 << 30
 
 
@@ -88,26 +86,12 @@ def end_removal(folder: Path) -> None:
 
 
 ATTEMPT_NAME = ".dckpt/attempt.json"
-
-
 CONFIG_FNAME = "metadata.json"
-
-
 PARTS_NAME = ".dckpt/parts"
-
-
 """A name among those of an attempt, and of no file: it writes to disks that not all ranks share."""
-
-
 DCP_METADATA_NAME = ".metadata"
-
-
 """Written last by torch DCP, which knows no ``metadata.json``."""
-
-
 _MAX_ATTEMPT_BYTES = 1 << 30
-
-
 _ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
 
 

@@ -40,7 +40,6 @@ from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME
 
 logger: logging.Logger = logging.getLogger(__name__)
-
 _SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 
 

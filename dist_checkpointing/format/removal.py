@@ -81,17 +81,9 @@ def is_leftover(folder: Location) -> bool:
 
 
 _BACKENDS: Final = ("tensorstore", "zarr")
-
-
 """Their removals read nothing of the files that hold values."""
-
-
 _THREADS: Final = 16
-
-
 _UNTOUCHED: Final = (0, 0)
-
-
 """Times of use and change of a file that no step of a removal has written: so long ago that a
 change shows, however coarse the clock of the file system is."""
 
