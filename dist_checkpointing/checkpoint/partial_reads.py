@@ -24,9 +24,13 @@ from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader, set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    handles_objects,
+)
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
-from dist_checkpointing.strategies.selection import common_reader, handles_objects, open_checkpoint
+from dist_checkpointing.strategies.selection import common_reader, open_checkpoint
 
 _FEW = 4
 """So few boxes are read one by one where the reader can do that: a plan costs more than a read."""

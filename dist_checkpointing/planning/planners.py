@@ -501,6 +501,11 @@ class DefaultLoadPlanner(LoadPlanner):
         self._wanted = WantedLeaves({})
         self._index = Index.of([])
 
+    @property
+    def leaves(self) -> Sequence[ShardedBase]:
+        """What is filled; the ``sources`` of a plan are positions in it."""
+        return self._wanted.rows
+
     def configure_planner(
         self, state_dict: Leaves, metadata: Index, *args: Any, **kwargs: Any
     ) -> None:

@@ -242,7 +242,7 @@ def load(
         check_filled(parts, common, flag)
         filled = wanted
         # Copies of the leaves are for others than our own planner, who may change them.
-        if own_planner or reader is None or not (alike and wanted.are_ready):
+        if own_planner or not (alike and wanted.are_ready):
             filled = TensorColumns.of(_with_memory(wanted, stored, reader, index, made))
         to_fill = WantedLeaves(replaced(tensors, filled.leaves), filled)
     # Only now that all ranks agree may a tensor of the caller be touched.
@@ -262,9 +262,7 @@ def load(
         verification.finding_damage(to_verify),
         meter.phase("reading"),
     ):
-        loaded, of_strategy = read_wanted(
-            to_read, cells, found.sharded, reader, index, parts, folder, comm, meter
-        )
+        loaded, of_strategy = read_wanted(to_read, cells, found.sharded, reader, index, comm, meter)
     of_objects = {**(of_strategy or of_common), **({} if made is None else made.kept)}
     if made is not None:
         loaded = replaced(tensors, [leaf.data for leaf in filled.leaves])

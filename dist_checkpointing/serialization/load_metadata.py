@@ -29,6 +29,7 @@ from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    handles_objects,
 )
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import (
@@ -37,10 +38,10 @@ from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
     common_reader,
-    handles_objects,
     open_checkpoint,
     select_strategy,
 )
+from dist_checkpointing.strategies.unplanned_strategies import ForeignLoadStrategy
 
 
 def load_common_state_dict(
@@ -268,4 +269,5 @@ def get_default_load_sharded_strategy(
     if checkpoint_dir is None:
         strategy: LoadShardedStrategy = select_strategy(StrategyAction.LOAD_SHARDED, None)
         return strategy
-    return open_checkpoint(data_folder(checkpoint_dir)).sharded
+    found = open_checkpoint(data_folder(checkpoint_dir)).sharded
+    return found.strategy if isinstance(found, ForeignLoadStrategy) else found

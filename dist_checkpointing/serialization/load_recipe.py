@@ -35,10 +35,10 @@ from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import Partition, partition
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.planning.resharding import WantedLeaves
+from dist_checkpointing.strategies.base import handles_objects
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
-    handles_objects,
     open_checkpoint,
 )
 from dist_checkpointing.threads import paused_collector

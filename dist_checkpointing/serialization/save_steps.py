@@ -54,11 +54,12 @@ from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    handles_objects,
     require_method,
 )
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import handles_objects, select_strategy
+from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 
 

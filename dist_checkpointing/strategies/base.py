@@ -78,6 +78,12 @@ def lacks(strategy: object, name: str, need: str) -> CheckpointingException:
     return CheckpointingException(f"the strategy lacks {type(strategy).__name__}.{name}", [finding])
 
 
+def handles_objects(strategy: Any) -> bool:
+    """Whether a strategy takes ShardedObjects too. In some third-party strategies a method says."""
+    answer = strategy.can_handle_sharded_objects
+    return bool(answer() if callable(answer) else answer)
+
+
 class LoadStrategyBase(ABC):
     """Reads one or more (backend, version)s."""
 

@@ -24,6 +24,7 @@ from dist_checkpointing.strategies.registry import (
     kind_of,
     newest_version,
 )
+from dist_checkpointing.strategies.unplanned_strategies import as_planned
 
 S = TypeVar("S")
 Selection: TypeAlias = Union[S, str, tuple[str, int], None]  # noqa: UP007 - S | str is no alias
@@ -89,12 +90,6 @@ def _require_complete(strategy: Any) -> None:
             raise lacks(strategy, name, f"{maker} needs")
 
 
-def handles_objects(strategy: Any) -> bool:
-    """Whether a strategy takes ShardedObjects too. In some third-party strategies a method says."""
-    answer = strategy.can_handle_sharded_objects
-    return bool(answer() if callable(answer) else answer)
-
-
 @dataclass(frozen=True, slots=True)
 class LoadStrategies:
     config: CheckpointingConfig
@@ -121,7 +116,7 @@ def open_checkpoint(
     )
     sharded.check_backend_compatibility(backend)
     sharded.check_version_compatibility(version)
-    sharded = sharded.for_format(backend, version)
+    sharded = as_planned(sharded.for_format(backend, version))
     return LoadStrategies(config, sharded, common_reader(config, common_strategy))
 
 

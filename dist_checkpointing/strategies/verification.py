@@ -53,10 +53,13 @@ from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader, set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import Meter
-from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    handles_objects,
+)
 from dist_checkpointing.strategies.chunk_reads import SMALL_BYTES
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
-from dist_checkpointing.strategies.selection import handles_objects
 from dist_checkpointing.threads import in_threads, paused_collector
 
 _BLOCK_ROWS: Final = 1024

@@ -416,11 +416,10 @@ def test_what_is_no_recipe_is_refused(ckpt: Path, tmp_path: Path, given_recipe: 
         preview_recipe(given_recipe, ckpt)
 
 
-def test_a_strategy_without_plans_is_refused(ckpt: Path) -> None:
+def test_a_strategy_without_a_reader_takes_recipes(ckpt: Path) -> None:
     class Plain(LoadShardedStrategy):
         def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-            del sharded_state_dict, checkpoint_dir
-            raise AssertionError
+            return TensorStoreLoadShardedStrategy().load(sharded_state_dict, checkpoint_dir)
 
         def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
             return TensorStoreLoadShardedStrategy().load_tensors_metadata(checkpoint_dir)
@@ -434,8 +433,18 @@ def test_a_strategy_without_plans_is_refused(ckpt: Path) -> None:
         def check_version_compatibility(self, loaded_version: int) -> None:
             assert loaded_version == 1
 
-    with pytest.raises(dc.UnsupportedFormatError, match="makes no plans; found Plain"):
-        load(blanks({"emb": torch.empty(5, 2)}), ckpt, Plain(), recipe=dc.Recipe(Drop("x")))
+    recipe = dc.Recipe(Rename("emb", to="wte"), Stack("layers.{i}.{x}", into="all.{x}"))
+    loaded, expected = (
+        load(
+            blanks({"wte": torch.empty(5, 2), "all.a": torch.empty(3, 2, 3)}),
+            ckpt,
+            strategy,
+            recipe=recipe,
+        )
+        for strategy in (Plain(), None)
+    )
+    assert torch.equal(loaded["wte"], expected["wte"])
+    assert torch.equal(loaded["all.a"], expected["all.a"])
 
 
 @pytest.mark.parametrize(

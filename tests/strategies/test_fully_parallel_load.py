@@ -38,6 +38,7 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
+from dist_checkpointing.strategies.unplanned_strategies import ForeignReader
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.backend_hooks import observed
@@ -91,9 +92,15 @@ class Plain(LoadShardedStrategy):
 
     def check_version_compatibility(self, loaded_version: int) -> None: ...
 
+    can_handle_sharded_objects = True
+
     def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
         del checkpoint_dir
         return {k: shard(k, t) for k, t in self.full.items()}
+
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
+        rng = ShardedObject("rng", None, (1,), (0,))
+        return {**self.load_tensors_metadata(checkpoint_dir), rng.unique_key: rng}
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> dict[str, Any]:
         del checkpoint_dir
@@ -285,9 +292,8 @@ def test_a_third_party_reads_once(world: World, in_place: bool) -> None:
         assert loaded["deep"][1] == "rng/shard_0_1"
         return base.num_bytes
 
-    assert sum(each_rank(world.groups, one)) == world.unique_bytes(
-        lambda wish: [(wish.box, wish.flat)]
-    )
+    index = ForeignReader(Plain(FULL), "unused").read_metadata()
+    assert sum(each_rank(world.groups, one)) == world.unique_bytes(stored_parts(index))
 
 
 # --- who reads ----------------------------------------------------------------------------------
@@ -580,7 +586,7 @@ def test_an_unknown_way_of_passing_on() -> None:
 def test_what_is_said_of_the_checkpoint_is_what_the_strategy_says(tmp_path: Path) -> None:
     wrapper = FullyParallelLoadStrategyWrapper(Plain(FULL))
     assert wrapper.load_tensors_metadata(tmp_path).keys() == FULL.keys()
-    assert wrapper.load_sharded_metadata(tmp_path).keys() == FULL.keys()
+    assert wrapper.load_sharded_metadata(tmp_path).keys() == {*FULL, "rng/shard_0_1"}
     with tempfile.TemporaryDirectory() as folder:
         save({"w": shard("w", torch.ones(4))}, folder, "zarr")
         planned = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy())

@@ -40,12 +40,11 @@ from dist_checkpointing.mapping.nested_dicts import Position
 from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
-from dist_checkpointing.strategies.base import LoadShardedStrategy
+from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
-    handles_objects,
     open_checkpoint,
 )
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested

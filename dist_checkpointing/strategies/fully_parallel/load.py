@@ -18,24 +18,21 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.geometry import row_bytes, split_flat_range
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
-from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
 from dist_checkpointing.planning.load_plan import ReadTable
 from dist_checkpointing.planning.replica_balancing import share_out
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.interface import StorageReader
-from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr
+from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, handles_objects
 from dist_checkpointing.strategies.fully_parallel.save import GivenGroup, ParallelizationGroup
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
-from dist_checkpointing.strategies.selection import handles_objects
+from dist_checkpointing.strategies.unplanned_strategies import as_planned
 
 _ALIGNMENT_BYTES = 16
 
@@ -97,14 +94,6 @@ def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> R
 
 def _number(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode()) >> 1
-
-
-def rows_of_shards(shards: Sequence[ShardedTensor]) -> Rows:
-    """What shards are: the same part of the same tensor, in memory of one dtype."""
-    parts = [(s.key, str(s.dtype), s.box, s.flat_range) for s in shards]
-    num_elements = [b.num_elements if flat is None else flat[1] - flat[0] for *_, b, flat in parts]
-    identities = (repr(part).encode() for part in parts)
-    return _rows(identities, num_elements, [shard.dtype.itemsize for shard in shards])
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,25 +406,19 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def check_version_compatibility(self, loaded_version: int) -> None:
         self.base_strategy.check_version_compatibility(loaded_version)
 
-    def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
+    def for_format(self, backend: str, version: int) -> PlannedLoadStrategy:
         wrapper = copy.copy(self)
         wrapper.base_strategy = self.base_strategy.for_format(backend, version)
         return wrapper.resolved()
 
-    def resolved(self) -> LoadShardedStrategy:
-        """The wrapped strategy, set to share its reads; this wrapper if that is not planned."""
-        if not isinstance(self.base_strategy, PlannedLoadStrategy):
-            return self
-        strategy = copy.copy(self.base_strategy)
+    def resolved(self) -> PlannedLoadStrategy:
+        """The wrapped strategy, set to share its reads."""
+        strategy = copy.copy(as_planned(self.base_strategy))
         strategy.plan_reader = self._read_plan
         return strategy
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
-        resolved = self.resolved()
-        if resolved is not self:
-            return resolved.load(sharded_state_dict, checkpoint_dir)
-        with self._group.comm(default_comm()) as comm:
-            return self._load(sharded_state_dict, checkpoint_dir, comm)
+        return self.resolved().load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
         return self.base_strategy.load_tensors_metadata(checkpoint_dir)
@@ -469,9 +452,6 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
         The arguments are those of ``read_plan``.
         """
-        if comm.world_size == 1:
-            read_plan(plan, planner, reader, index, comm)
-            return
         # Other groups must not wait for one in which something failed: all agree on every step.
         with comm.agreed(_SHARING), self._group.comm(comm) as group:
             alone = plan.table.is_object | (not _fills_leaves(planner))
@@ -487,37 +467,6 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             if sharing is not None:
                 pass_on(sharing, lambda row: acquire(row).detach(), group, reader.report)
 
-    def _load(
-        self, state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
-    ) -> StateDict:
-        """Load with a strategy that is not made of a reader. Collective over the group ``comm``."""
-        leaves, skeleton = flatten(state_dict)
-        paths = [
-            path
-            for path, leaf in leaves.items()
-            if isinstance(leaf, ShardedTensor) and _shape(leaf).numel()
-        ]
-        shards: list[Any] = [leaves[path] for path in paths]
-        sharing = self._share(lambda: rows_of_shards(shards), comm, StorageOptions().buffer_bytes)
-        if sharing is None:
-            return self.base_strategy.load(state_dict, checkpoint_dir)
-        with comm.agreed("reading"):
-            read_by_others = set(paths) - {paths[row] for row in sharing.own.tolist()}
-            values: dict[Any, Any] = {}
-            for path in read_by_others:
-                # A copy, so that memory made here does not appear in the caller's leaves.
-                leaf: Any = copy.copy(leaves[path])
-                leaf.init_data("cpu")
-                values[path] = leaf.data
-            # The strategy needs no paths of the state dict.
-            asked = {str(n): leaves[p] for n, p in enumerate(leaves) if p not in read_by_others}
-            read = self.base_strategy.load(asked, checkpoint_dir)
-            values |= {p: read[str(n)] for n, p in enumerate(leaves) if str(n) in asked}
-            _check_read([(leaves[paths[row]], values[paths[row]]) for row in sharing.own.tolist()])
-        pass_on(sharing, lambda row: values[paths[row]].detach(), comm, lambda _: None)
-        result: StateDict = unflatten(skeleton, values)
-        return result
-
 
 def _fills_leaves(planner: LoadPlanner) -> bool:
     """Whether the destinations of a planner are the memory of leaves, which can be passed on."""
@@ -525,26 +474,3 @@ def _fills_leaves(planner: LoadPlanner) -> bool:
         getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
         for name in ("acquire_tensor", "apply_tensor")
     )
-
-
-def _shape(leaf: ShardedTensor) -> torch.Size:
-    """The shape of a leaf's memory."""
-    flat = leaf.flat_range
-    return torch.Size(leaf.local_shape if flat is None else (flat[1] - flat[0],))
-
-
-def _check_read(read: Sequence[tuple[Any, Any]]) -> None:
-    """Refuse values that have another shape or dtype than the leaves that were asked for."""
-    findings = [
-        Finding(
-            "the strategy returned something else than it was asked for",
-            leaf.key,
-            expected=(leaf.dtype, tuple(_shape(leaf))),
-            found=(getattr(value, "dtype", type(value).__name__), getattr(value, "shape", "")),
-        )
-        for leaf, value in read
-        if not isinstance(value, torch.Tensor)
-        or (value.shape, value.dtype) != (_shape(leaf), leaf.dtype)
-    ]
-    if findings:
-        raise StateMismatchError("what was read cannot be passed on", findings)

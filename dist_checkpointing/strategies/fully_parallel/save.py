@@ -24,9 +24,9 @@ from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     PathOrStr,
     SaveShardedStrategy,
+    handles_objects,
 )
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
-from dist_checkpointing.strategies.selection import handles_objects
 
 T = TypeVar("T")
 

@@ -15,8 +15,12 @@ from dist_checkpointing.interop.megatron.modules import dict_utils
 from dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedStateDict
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.shard_table import concatenate, describe
-from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.selection import Selection, handles_objects, open_checkpoint
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    handles_objects,
+)
+from dist_checkpointing.strategies.selection import Selection, open_checkpoint
 from dist_checkpointing.validation.load_errors import mismatch_text
 from dist_checkpointing.validation.strictness import (
     StrictHandling,
