@@ -24,12 +24,12 @@ from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.save_plan import (
     AgreedPlan,
     PlanCache,
-    PlanFacts,
+    RankFacts,
     SavePlanning,
     exchanged_parts,
 )
 from dist_checkpointing.planning.shard_table import describe
-from dist_checkpointing.planning.table_exchange import Brought, pack_tables
+from dist_checkpointing.planning.table_exchange import PackedPart, pack_tables
 
 T = TypeVar("T")
 
@@ -56,8 +56,8 @@ class Message:
 
     def __len__(self) -> int:
         """Bytes that the rank would send if it held all of its parts alone."""
-        brought: Brought[PlanFacts] = pickle.loads(self.brought)  # noqa: S301 - our own
-        late = (part.num_bytes for part in brought.parts if part.data is None)
+        parts: list[PackedPart] = pickle.loads(self.brought)[0]  # noqa: S301 - our own
+        late = (part.num_bytes for part in parts if part.data is None)
         return len(self.brought) + sum(late)
 
 
@@ -67,8 +67,8 @@ def message_of(leaves: Leaves, ranks: int) -> Message:
     planner.configure_planner(leaves, is_coordinator=False, rank=0, layout=RowBlockLayout())
     table = planner.build_local_plan().table
     parts = exchanged_parts(table, describe((), rank=0))
-    brought, data = pack_tables(parts, PlanFacts(None, ("", "")), ranks)
-    return Message(pickle.dumps(brought), data)
+    packed, data = pack_tables(parts, ranks)
+    return Message(pickle.dumps((packed, RankFacts(("", "")))), data)
 
 
 class _OneOfMany(SingleProcess):
@@ -92,8 +92,8 @@ class _OneOfMany(SingleProcess):
         values = [pickle.loads(message.brought) for message in self._messages]  # noqa: S301 - our own
         self.seconds = time.process_time() - begin
         seen: set[bytes] = set()
-        for rank, brought in enumerate(values):
-            for part in brought.parts:
+        for rank, (parts, _) in enumerate(values):
+            for part in parts:
                 if part.digest not in seen and part.data is None:
                     self._late.setdefault(rank, []).append(part.digest)
                 seen.add(part.digest)

@@ -29,10 +29,10 @@ from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_base import require_sharing_strategy
 from dist_checkpointing.serialization.save_handle import SaveHandle
-from dist_checkpointing.serialization.save_options import Capture
+from dist_checkpointing.serialization.save_steps import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
+from dist_checkpointing.strategies.incremental import require_sharing_strategy
 from dist_checkpointing.strategies.selection import Selection
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import tell
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
-from dist_checkpointing.serialization.save_options import SaveHooks
+from dist_checkpointing.serialization.save_steps import SaveHooks
 from dist_checkpointing.storage.options import Durability
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -38,8 +38,7 @@ from dist_checkpointing.manager.disks import FastDisks, is_part, whole_steps
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import Run, RunFolder
 from dist_checkpointing.manager.tier_copies import Orders, PartCopier, after_rank0
-from dist_checkpointing.serialization.disk_parts import Disks
-from dist_checkpointing.serialization.save_options import SaveHooks
+from dist_checkpointing.serialization.save_steps import Disks, SaveHooks
 from dist_checkpointing.storage.options import Durability
 
 logger: logging.Logger = logging.getLogger(__name__)

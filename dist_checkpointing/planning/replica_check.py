@@ -17,7 +17,6 @@ from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import changes
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
-from dist_checkpointing.planning.save_plan import plan_inputs
 from dist_checkpointing.planning.shard_table import (
     Bools,
     Int32s,
@@ -26,7 +25,11 @@ from dist_checkpointing.planning.shard_table import (
     concatenate,
     describe,
 )
-from dist_checkpointing.planning.table_exchange import AgreedCache, exchange_tables
+from dist_checkpointing.planning.table_exchange import (
+    AgreedCache,
+    exchange_tables,
+    plan_inputs,
+)
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ class ReplicaCheck(Enum):
 class Copies:
     """The distinct parts that ranks hold: those with the same key, dtype, box and flattened range.
 
-    All of it is the same on all ranks, but for ``own``. With ``D`` distinct rows of all ranks it
+    All of it is the same on all ranks, but for ``local``. With ``D`` distinct rows of all ranks it
     takes ``O(D)`` memory, whatever the number of replicas.
 
     Attributes:
@@ -74,14 +77,14 @@ class Copies:
         rows: Rows of the catalog, part by part.
         begins: ``[parts + 1]``, where the rows of each part begin.
         catalog: The shards of all ranks.
-        own: ``[rows of this rank]``, the part that each is.
+        local: ``[rows of this rank]``, the part that each is.
     """
 
     parts: ShardTable
     rows: Int64s
     begins: Int64s
     catalog: ShardTable
-    own: Int64s
+    local: Int64s
 
     @property
     def has_copies(self) -> Bools:
@@ -97,49 +100,49 @@ class Copies:
         return self.catalog.ranks_of(self.rows[self.begins[part] : self.begins[part + 1]])
 
 
-def copies_of(catalog: ShardTable, own: ShardTable) -> Copies:
+def copies_of(catalog: ShardTable, local: ShardTable) -> Copies:
     """Find the copies in what all ranks hold, sorted by key."""
-    marked = [
-        replace(
-            table,
-            ranks=np.full(len(table), rank, np.int32),
-            sources=np.arange(len(table), dtype=np.int32),
-        )
-        for rank, table in enumerate((catalog, own))
-    ]
-    both = concatenate([replace(table, holders=None) for table in marked])
+    both = concatenate(
+        [
+            replace(
+                table,
+                ranks=np.full(len(table), number, np.int32),
+                sources=np.arange(len(table), dtype=np.int32),
+                holders=None,
+            )
+            for number, table in enumerate((catalog, local))
+        ]
+    )
     columns = [both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T]
     order = np.lexsort([both.ranks, *columns[::-1]])
     both = both.take(order)
     is_new = changes(columns, order)
     number = np.cumsum(is_new) - 1
-    is_own = both.ranks == 1
-    own_parts = np.empty(len(own), dtype=np.int64)
-    own_parts[both.sources[is_own]] = number[is_own]
-    rows = both.sources[~is_own].astype(np.int64)
-    begins = np.searchsorted(number[~is_own], np.arange(int(is_new.sum()) + 1))
+    is_local = both.ranks == 1
+    local_parts = np.empty(len(local), dtype=np.int64)
+    local_parts[both.sources[is_local]] = number[is_local]
+    rows = both.sources[~is_local].astype(np.int64)
+    begins = np.searchsorted(number[~is_local], np.arange(int(is_new.sum()) + 1))
     parts = both.take(is_new)
     if len(parts):
         first = catalog.ranks
         if catalog.holders is not None:
             first = np.array([held[0] for held in catalog.holders], dtype=np.int32)[first]
         parts = replace(parts, ranks=np.minimum.reduceat(first[rows], begins[:-1]))
-    return Copies(parts, rows, begins, catalog, own_parts)
+    return Copies(parts, rows, begins, catalog, local_parts)
 
 
-class _Cache:
+class _Cache(AgreedCache[Copies]):
     """What a process keeps for its ranks between saves."""
 
-    def __init__(self) -> None:
-        self.copies: AgreedCache[Copies] = AgreedCache()
-        self.num_samples = 0
+    num_samples = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
     """What a rank sends of its copies while the save is planned.
 
-    The number of the copies that it knows of, that of the sample (None if everything is compared),
+    The hash of the copies that it knows of, number of the sample (None if everything is compared),
     and the digests of the parts of which it is the lowest holder.
     """
 
@@ -149,7 +152,7 @@ class ReplicaFacts:
 
 
 class ReplicaComparison:
-    """Compares the copies that ranks hold of the same parts: ``facts``, exchange, ``compare``.
+    """Compares the copies of the same parts: ``digests_of_rank``, exchange, ``compare``.
 
     Each rank digests its copies of parts that are held more than once. Of each part the lowest rank
     sends its digest, 16 bytes, and the others compare.
@@ -163,26 +166,28 @@ class ReplicaComparison:
         comm: Comm,
     ) -> None:
         self._is_off = check is ReplicaCheck.OFF
-        self._shards = [] if self._is_off else [s for s in shards if s.data is not None]
+        if self._is_off:
+            return
+        self._shards = [shard for shard in shards if shard.data is not None]
         self._is_sampled, self._on_mismatch = check is ReplicaCheck.SAMPLE, on_mismatch
         self._comm = comm
         self._cache: _Cache = comm.kept.setdefault(_CACHE_NAME, _Cache())
         self._sample: int | None = None
         self._digests: list[tuple[int, bytes]] = []
 
-    def facts(self) -> ReplicaFacts | None:
+    def digests_of_rank(self) -> ReplicaFacts | None:
         """What this rank can send before any exchange; None at the first save of a state."""
         if self._is_off:
             return None
-        number = self._cache.copies.number_of(self._description())
-        copies = self._cache.copies.value
+        number = self._cache.hash_if_cached(self._inputs())
+        copies = self._cache.value
         if number is None or copies is None:
             return None
         self._sample = self._cache.num_samples % SAMPLES if self._is_sampled else None
         return ReplicaFacts(number, self._sample, self._digest(copies))
 
     def compare(self, facts: Sequence[ReplicaFacts | None]) -> None:
-        """Compare the ``facts`` of each rank. Collective.
+        """Compare what each rank has sent. Collective.
 
         Raises:
             InvalidShardingError: naming each part whose copies differ, and which ranks agree.
@@ -191,11 +196,11 @@ class ReplicaComparison:
             return
         comm, cache = self._comm, self._cache
         if any(of_rank is None for of_rank in facts):
-            facts = comm.exchange(_STEP, self.facts)
+            facts = comm.exchange(_STEP, self.digests_of_rank)
         known = [of_rank for of_rank in facts if of_rank is not None]
-        if len(known) == comm.world_size and len({(f.copies, f.sample) for f in known}) == 1:
-            assert cache.copies.value is not None
-            copies, of_ranks = cache.copies.value, [of_rank.digests for of_rank in known]
+        is_known = len(known) == comm.world_size and len({(f.copies, f.sample) for f in known}) == 1
+        if is_known and cache.value is not None:
+            copies, of_ranks = cache.value, [of_rank.digests for of_rank in known]
         else:
             copies = self._find_copies()
             if self._is_sampled:
@@ -218,16 +223,16 @@ class ReplicaComparison:
         if comm.rank == 0:
             logger.warning("%s", error)
 
-    def _description(self) -> tuple[Any, ...]:
+    def _inputs(self) -> tuple[Any, ...]:
         return (self._comm.rank, self._comm.world_size, *plan_inputs(self._shards))
 
     def _find_copies(self) -> Copies:
         """The copies of the ranks; those of the last save, while nothing but values has changed."""
-        comm, cache = self._comm, self._cache.copies
+        comm, cache = self._comm, self._cache
         with comm.agreed("describing the shards"):
-            description = self._description()
+            inputs = self._inputs()
             table = describe(self._shards, comm.rank)
-        if comm.all_same(cache.number_of(description)):
+        if comm.all_same(cache.hash_if_cached(inputs)):
             assert cache.value is not None
             return cache.value
         exchanged = exchange_tables(
@@ -235,15 +240,14 @@ class ReplicaComparison:
         )
         with comm.agreed("looking for replicas"):
             copies = copies_of(exchanged.catalog("shards"), table)
-            number = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests)) >> 2
-            cache.keep(description, copies, number)
+            cache.keep(inputs, copies, exchanged.digests)
         return copies
 
     def _digest(self, copies: Copies) -> dict[int, bytes]:
         """Digest the copies of this rank; those of which it is the lowest holder."""
         has_copies, lowest = copies.has_copies.tolist(), copies.parts.ranks.tolist()
         self._digests = []
-        for shard, part in zip(self._shards, copies.own.tolist(), strict=True):
+        for shard, part in zip(self._shards, copies.local.tolist(), strict=True):
             if has_copies[part]:
                 assert shard.data is not None
                 values = _sampled(shard.data.detach().reshape(-1), part, self._sample)

@@ -5,31 +5,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 import numpy as np
-import torch
-import xxhash
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.sharded_tensor import fields_of
+from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import Layout
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
 from dist_checkpointing.planning.metadata import Metadata, whole_items
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.replica_check import ReplicaFacts
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate, describe
-from dist_checkpointing.planning.table_exchange import AgreedCache, Exchanged, exchange_tables
+from dist_checkpointing.planning.table_exchange import (
+    AgreedCache,
+    ExchangedTables,
+    exchange_tables,
+    number_of,
+    plan_inputs,
+)
 from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
-LATER: Final = -1
 _TENSORS, _FLATTENED, _OBJECTS, _OTHERS = "tensors", "flattened", "objects", "others"
 _FIRST_SOURCES: Final = {_TENSORS: 0, _FLATTENED: 1 << 29, _OBJECTS: 1 << 30}
 """Number of the first leaf of each kind, where parts of a table are numbered apart."""
@@ -72,34 +74,37 @@ class PlanCache(AgreedCache[AgreedPlan]):
 
 
 @dataclass(frozen=True, slots=True)
-class PlanFacts:
-    """What a rank brings besides its table.
+class RankFacts:
+    """What a rank tells all others of a save, besides its tables.
 
-    The rest of its plan, if there is any; folder and format, which must be the same on all ranks;
-    and the number of the plan that it would use again, or ``LATER``: it has brought no table then.
+    Attributes:
+        destination: Folder and format, which must be the same on all ranks.
+        rest: What its plan has besides the table, if there is anything.
+        plan_number: Number of the plan that it would use again, if it sends no tables.
+        common: Number that stands for its common state; None if that is not compared.
+        replicas: Digests of its replicas, if it sends tables and knows which have copies.
     """
 
-    rest: SavePlan | None
-    place: tuple[str, str]
-    number: int | None = None
+    destination: tuple[str, str]
+    rest: SavePlan | None = None
+    plan_number: int | None = None
+    common: int | None = None
+    replicas: ReplicaFacts | None = None
 
-    @property
-    def identity(self) -> int | None:
+    def number(self) -> int | None:
         """Number that stands for all of it, see ``Comm.exchange``; None if there is a table."""
-        return None if self.number is None else number_of((*self.place, self.number))
-
-
-def number_of(values: object) -> int:
-    """A number below 2**62 that stands for values whose ``repr`` does."""
-    return xxhash.xxh3_64_intdigest(repr(values).encode()) >> 2
+        if self.plan_number is None:
+            return None
+        return number_of((*self.destination, self.plan_number, self.common))
 
 
 class SavePlanning:
     """How one rank takes part in planning one save.
 
-    In order: what ``bring`` gives is exchanged, then ``complete`` and ``conclude``. All ranks must
-    name the same ``place``: folder and format. The ``others`` are leaves that are saved in another
-    way, and only checked here. Afterwards the planner answers for the data of the plan.
+    In order: what ``facts_of_rank`` gives is exchanged, then ``exchange_missing_tables`` and
+    ``plan_from_tables``. All ranks must name the same ``destination``: folder and format. The
+    ``others`` are leaves that are saved in another way, and only checked here. Afterwards the
+    planner answers for the data of the plan.
     """
 
     def __init__(
@@ -111,40 +116,37 @@ class SavePlanning:
         *,
         cache: PlanCache | None = None,
         others: Iterable[ShardedBase] = (),
-        folder: Path | None = None,
-        saved_as: str = "",
+        destination: tuple[str, str] = ("", ""),
     ) -> None:
-        self.planner = planner
+        self.planner, self.destination = planner, destination
         self._leaves, self._layout, self._others = leaves, layout, list(others)
-        self._rank, self._world_size = comm.rank, comm.world_size
-        self.is_coordinator: bool = comm.rank == 0
-        self.place = ("" if folder is None else str(folder.absolute()), saved_as)
-        self._cache = cache
-        self._description: tuple[Any, ...] | None = None
-        self._own: SavePlan | None = None
+        self._rank, self._world_size, self._cache = comm.rank, comm.world_size, cache
+        self._inputs: tuple[Any, ...] | None = None
+        self._local_plan: SavePlan | None = None
 
-    def bring(self) -> tuple[Mapping[str, ShardTable], PlanFacts]:
-        """What this rank says of itself: its tables, or which plan it would use again."""
-        number = None
+    def facts_of_rank(self) -> tuple[Mapping[str, ShardTable], RankFacts]:
+        """What this rank sends: its tables, or which plan it would use again."""
         if self._cache is not None and self.planner.settings is not None:
             rows = plan_inputs(itertools.chain(self._leaves.values(), self._others))
             settings = (type(self.planner), self.planner.settings, self._layout)
             ranks = (self._rank, self._world_size)
-            self._description = (*settings, *ranks, len(self._leaves), *rows)
-            number = self._cache.number_of(self._description)
-        return self._tables() if number is None else ({}, PlanFacts(None, self.place, number))
+            self._inputs = (*settings, *ranks, len(self._leaves), *rows)
+            number = self._cache.hash_if_cached(self._inputs)
+            if number is not None:
+                return {}, RankFacts(self.destination, plan_number=number)
+        return self._tables()
 
-    def _tables(self) -> tuple[Mapping[str, ShardTable], PlanFacts]:
+    def _tables(self) -> tuple[Mapping[str, ShardTable], RankFacts]:
         self._configure()
-        plan = self._own = self.planner.build_local_plan()
-        # Most planners bring nothing but the table, and thousands of ranks do so.
-        own_data = (plan.storage_data, plan.planner_data)
-        bare = type(plan) is SavePlan and own_data == (None, None)
-        rest = None if bare else replace(plan, table=plan.table.take(slice(0, 0)))
-        other_rows = describe(self._others, self._rank)
+        plan = self._local_plan = self.planner.build_local_plan()
+        # Most planners have nothing but the table, and thousands of ranks send it.
+        is_bare = type(plan) is SavePlan and plan.storage_data is plan.planner_data is None
+        rest = None if is_bare else replace(plan, table=plan.table.take(slice(0, 0)))
+        others = describe(self._others, self._rank)
+        parts = {_TENSORS: plan.table, _OTHERS: others}
         if _assigns(self.planner):
-            return exchanged_parts(plan.table, other_rows), PlanFacts(rest, self.place)
-        return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, self.place)
+            parts = exchanged_parts(plan.table, others)
+        return parts, RankFacts(self.destination, rest)
 
     def _configure(self) -> None:
         """Call ``configure_planner``, whatever of the protocol it takes."""
@@ -160,33 +162,34 @@ class SavePlanning:
             save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
         )
 
-    def exchange(self, comm: Comm) -> Exchanged[PlanFacts]:
-        """What ``conclude`` needs to know of all ranks. Collective."""
-        bring = paused_collector()(self.bring)
-        exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
-        return self.complete(comm, exchanged)
-
     def agree(self, comm: Comm) -> AgreedPlan:
         """All of it. Collective; every rank raises alike."""
         exchanged = self.exchange(comm)
         with comm.agreed(PLANNING), paused_collector():
-            return self.conclude(exchanged)
+            return self.plan_from_tables(exchanged)
 
-    def complete(self, comm: Comm, exchanged: Exchanged[PlanFacts]) -> Exchanged[PlanFacts]:
-        """The tables of all ranks, if some were not brought and the last plan is no use.
+    def exchange(self, comm: Comm) -> ExchangedTables[RankFacts]:
+        """What ``plan_from_tables`` needs to know of all ranks. Collective."""
+        facts = paused_collector()(self.facts_of_rank)
+        exchanged = exchange_tables(comm, PLANNING, facts, RankFacts.number)
+        return self.exchange_missing_tables(comm, exchanged)
+
+    def exchange_missing_tables(
+        self, comm: Comm, exchanged: ExchangedTables[RankFacts]
+    ) -> ExchangedTables[RankFacts]:
+        """The tables of all ranks, if some did not send them and the last plan is no use.
 
         Collective.
         """
-        numbers = {facts.number for facts in exchanged.facts}
-        if len(numbers) == 1:
+        if len({facts.plan_number for facts in exchanged.facts}) == 1:
             return exchanged
         return exchange_tables(comm, PLANNING, paused_collector()(self._tables))
 
-    def conclude(self, exchanged: Exchanged[PlanFacts]) -> AgreedPlan:
-        """The plan that follows from what all ranks have brought. Not collective."""
-        check_one_destination([facts.place for facts in exchanged.facts])
-        own, planner = self._own, self.planner
-        if own is None:
+    def plan_from_tables(self, exchanged: ExchangedTables[RankFacts]) -> AgreedPlan:
+        """The plan that follows from what all ranks have sent. Not collective."""
+        check_one_destination([facts.destination for facts in exchanged.facts])
+        local, planner = self._local_plan, self.planner
+        if local is None:
             assert self._cache is not None
             assert self._cache.value is not None
             self._configure()
@@ -200,16 +203,21 @@ class SavePlanning:
             written, index = planner.assign(catalog, self._world_size)
             check_coverage(catalog, written)
             table = written.take(written.ranks == self._rank)
-            plan = replace(own, table=_with_sources(table, own.table), index=index)
+            plan = replace(local, table=_with_sources(table, local.table), index=index)
         else:
-            # Who brought a plan is who holds its shards, whatever a user's planner put there.
-            plans, index = checked_plans(_local_plans(exchanged), planner)
+            # Who sent a plan is who holds its shards, whatever a user's planner put there.
+            tables = exchanged.tables(_TENSORS, _FLATTENED, _OBJECTS)
+            rests = [facts.rest for facts in exchanged.facts]
+            sent = LocalPlans(
+                SavePlan(table) if rest is None else replace(rest, table=table)
+                for rest, table in zip(rests, tables, strict=True)
+            )
+            plans, index = checked_plans(sent, planner)
             plan = plans[self._rank]
         plan = planner.finalize_plan(plan).for_index(index)
         agreed = AgreedPlan(plan, index, self._dropped(catalog), other_rows)
-        if self._cache is not None and self._description is not None:
-            digest = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests))
-            self._cache.keep(self._description, agreed, digest >> 2)
+        if self._cache is not None and self._inputs is not None:
+            self._cache.keep(self._inputs, agreed, exchanged.digests)
         return agreed
 
     def _dropped(self, catalog: ShardTable) -> tuple[str, ...]:
@@ -222,8 +230,8 @@ class SavePlanning:
 
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether the planner needs no plans of all ranks, but what they hold."""
-    own = DefaultSavePlanner.build_global_plan
-    return isinstance(planner, DefaultSavePlanner) and type(planner).build_global_plan is own
+    build = DefaultSavePlanner.build_global_plan
+    return isinstance(planner, DefaultSavePlanner) and type(planner).build_global_plan is build
 
 
 def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTable]:
@@ -237,18 +245,11 @@ def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTab
     for kind, rows in _rows_of_kinds(table).items():
         part = table.take(rows)
         # Only the names that occur, so that those of the other parts make no difference.
-        is_used = np.zeros(len(table.names), dtype=np.bool_)
-        is_used[part.keys] = is_used[part.dtypes] = True
-        used = np.flatnonzero(is_used)
-        number = np.zeros(len(table.names), dtype=np.int32)
-        number[used] = np.arange(len(used), dtype=np.int32)
-        parts[kind] = replace(
-            part,
-            names=tuple(table.names[name] for name in used.tolist()),
-            keys=number[part.keys],
-            dtypes=number[part.dtypes],
-            sources=np.arange(len(rows), dtype=np.int32) + _FIRST_SOURCES[kind],
-        )
+        used, numbers = np.unique(np.concatenate([part.keys, part.dtypes]), return_inverse=True)
+        keys, dtypes = np.split(numbers.astype(np.int32), 2)
+        names = tuple(table.names[name] for name in used.tolist())
+        sources = np.arange(len(rows), dtype=np.int32) + _FIRST_SOURCES[kind]
+        parts[kind] = replace(part, names=names, keys=keys, dtypes=dtypes, sources=sources)
     return parts
 
 
@@ -266,19 +267,9 @@ def _with_sources(table: ShardTable, local: ShardTable) -> ShardTable:
     for kind, rows in _rows_of_kinds(local).items():
         # The kind of a row may not be what it was: a planner may have cut a range into boxes.
         numbers = table.sources - _FIRST_SOURCES[kind]
-        is_own = (numbers >= 0) & (numbers < len(rows))
-        sources[is_own] = local.sources[rows][numbers[is_own]]
+        is_of_kind = (numbers >= 0) & (numbers < len(rows))
+        sources[is_of_kind] = local.sources[rows][numbers[is_of_kind]]
     return replace(table, sources=sources)
-
-
-def _local_plans(exchanged: Exchanged[PlanFacts]) -> LocalPlans:
-    """The plans of all ranks, for a planner of the user's own."""
-    tables = exchanged.tables(_TENSORS, _FLATTENED, _OBJECTS)
-    rests = [facts.rest for facts in exchanged.facts]
-    return LocalPlans(
-        SavePlan(table) if rest is None else replace(rest, table=table)
-        for rest, table in zip(rests, tables, strict=True)
-    )
 
 
 def checked_plans(
@@ -311,22 +302,3 @@ def checked_plans(
         planner.layout = whole_items(planner.layout)
         index = Metadata.laid_out(index, planner.layout, announced, written)
     return [plan.for_index(index) for plan in plans], index
-
-
-def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
-    """Everything about the leaves that a plan depends on, as values that cannot change."""
-    for leaf in leaves:
-        data = leaf.data
-        if isinstance(leaf, ShardedTensor):
-            row = fields_of(leaf)
-            if isinstance(data, torch.Tensor):
-                row += (data.dtype, data.shape)
-        elif isinstance(leaf, ShardedObject):
-            row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
-        else:
-            row = (object(),)  # equal to nothing: let the planner say what is wrong with it
-        yield (
-            tuple(tuple(v) if type(v) is list else v for v in row)
-            if list in map(type, row)
-            else row
-        )

@@ -344,22 +344,22 @@ def concatenate(
             moved = [position[name] for name in table.names]
             translation[id(table.names)] = np.array(moved, dtype=np.int32)
 
-    def column(name: str) -> Any:
+    columns: dict[str, Any] = {}
+    for name in COLUMNS:  # keys first
         parts = []
         for table in tables:
-            part = table.column(name)
+            part = getattr(table, name) if isinstance(table, ShardTable) else table.column(name)
             if name in ("keys", "dtypes"):
                 part = translation[id(table.names)][part] if len(part) else part
             elif name in ("global_shapes", "offsets", "shapes") and part.shape[1] != width:
                 fill = 0 if name == "offsets" else 1
                 part = np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill)
             parts.append(part)
-        return np.concatenate(parts)
-
-    keys = column("keys")
-    order = np.argsort(keys, kind="stable").astype(np.int32)
-    columns = {name: column(name)[order] for name in COLUMNS if name != "keys"}
-    return ShardTable(tuple(names), keys=keys[order], holders=holders, **columns)
+        column = np.concatenate(parts)
+        if name == "keys":
+            order = np.argsort(column, kind="stable").astype(np.int32)
+        columns[name] = column[order]
+    return ShardTable(tuple(names), holders=holders, **columns)
 
 
 def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:

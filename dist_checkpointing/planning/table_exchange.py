@@ -18,9 +18,9 @@ import itertools
 import json
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ import xxhash
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.geometry import Int64s, Ints, PieceColumns
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.mapping.sharded_tensor import fields_of
 from dist_checkpointing.planning.shard_table import (
     Int32s,
     PackedTable,
@@ -45,32 +47,33 @@ T = TypeVar("T")
 
 
 class AgreedCache(Generic[T]):
-    """A value that ranks made together, used again while each of them brings what it brought then.
+    """A value that ranks made together, used again while each of them sends what it sent then.
 
-    What a rank brings is compared in full, not by a hash. One difference on one rank makes all
+    What a rank sends is compared in full, not by a hash. One difference on one rank makes all
     ranks work the value out again, and so do ranks that remember different values. Without
     ``keeps``, the same on all ranks, it is worked out every time.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps
-        self._kept: tuple[object, int, T] | None = None
-
-    @property
-    def value(self) -> T | None:
+        self._inputs: object = None
+        self._hash: int | None = None
+        self.value: T | None = None
         """The last value; None if there was none."""
-        return None if self._kept is None else self._kept[2]
 
-    def number_of(self, own: object) -> int | None:
-        """The number of the value if this rank brings the same again; None for a new value.
+    def hash_if_cached(self, inputs: object) -> int | None:
+        """The hash of the value if this rank sends the same again; None for a new value.
 
-        Ranks whose numbers are equal hold the same value.
+        Ranks whose hashes are equal hold the same value.
         """
-        return self._kept[1] if self._kept is not None and self._kept[0] == own else None
+        return self._hash if self._inputs == inputs else None
 
-    def keep(self, own: object, value: T, number: int) -> None:
-        """Remember a value; the number, below 2**62, stands for what all ranks brought for it."""
-        self._kept = own, number, value
+    def keep(self, inputs: object, value: T, of_ranks: Sequence[bytes]) -> None:
+        """Remember a value; ``of_ranks`` stands for what each rank has sent for it."""
+        digest = xxhash.xxh3_64()
+        for data in of_ranks:
+            digest.update(data)
+        self._inputs, self._hash, self.value = inputs, digest.intdigest() >> 2, value
 
     def work_out(
         self,
@@ -79,28 +82,45 @@ class AgreedCache(Generic[T]):
         describe: Callable[[], bytes],
         make: Callable[[Sequence[bytes]], T],
     ) -> T:
-        """The value that ``make`` makes of what all ranks bring, in rank order. Collective.
+        """The value that ``make`` makes of what all ranks send, in rank order. Collective.
 
         ``describe`` gives all that the value depends on besides the ranks.
         """
         with comm.agreed(step):
             data = describe()
-            own = data, comm.rank, comm.world_size
-        if self._keeps and comm.all_same(self.number_of(own)):
-            assert self._kept is not None
-            return self._kept[2]
-        brought = comm.all_gather(data)
+            inputs = data, comm.rank, comm.world_size
+        if self._keeps and comm.all_same(self.hash_if_cached(inputs)):
+            return cast("T", self.value)
+        of_ranks = comm.all_gather(data)
         with comm.agreed(step):
-            value = make(brought)
+            value = make(of_ranks)
         if self._keeps:
-            digest = xxhash.xxh3_64()
-            for data in brought:
-                digest.update(data)
-            self.keep(own, value, digest.intdigest() >> 2)
+            self.keep(inputs, value, of_ranks)
         return value
 
 
-U = TypeVar("U")
+def number_of(values: object) -> int:
+    """A number below 2**62 that stands for values whose ``repr`` does."""
+    return xxhash.xxh3_64_intdigest(repr(values).encode()) >> 2
+
+
+def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
+    """Everything about the leaves that a plan depends on, as values that cannot change."""
+    for leaf in leaves:
+        data = leaf.data
+        if isinstance(leaf, ShardedTensor):
+            row = fields_of(leaf)
+            if isinstance(data, torch.Tensor):
+                row += (data.dtype, data.shape)
+        elif isinstance(leaf, ShardedObject):
+            row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
+        else:
+            row = (object(),)  # equal to nothing: let the planner say what is wrong with it
+        yield (
+            tuple(tuple(v) if type(v) is list else v for v in row)
+            if list in map(type, row)
+            else row
+        )
 
 
 _INLINE_BYTES = 1 << 24
@@ -116,8 +136,7 @@ _RANKS_A_SENDER = 8
 which takes as much room for every rank as for the one with most."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPart:
+class PackedPart(NamedTuple):
     """A part of a rank's table on its way: a digest of its kind and bytes, and these if few."""
 
     kind: str
@@ -125,126 +144,118 @@ class PackedPart:
     num_bytes: int
     data: bytes | None
 
-    @classmethod
-    def of(cls, kind: str, data: bytes, world_size: int) -> PackedPart:
-        digest = xxhash.xxh3_128_digest(kind.encode() + b"\0" + data)
-        is_small = len(data) * world_size <= _INLINE_BYTES
-        return cls(kind, digest, len(data), data if is_small else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Brought(Generic[T]):
-    """What one rank tells all others: parts of its table, and anything else."""
-
-    parts: tuple[PackedPart, ...]
-    facts: T
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchanged(Generic[T]):
-    """What all ranks have brought, each distinct part once, by its digest.
+class ExchangedTables(Generic[T]):
+    """The tables and facts of all ranks, each distinct part once, by its digest.
 
-    Parts are in the order of the lowest ranks that hold them; ``holders`` ascend.
+    Parts are in the order of the lowest ranks that hold them; ``holders`` ascend. Those of a rank
+    that is alone are not packed.
     """
 
-    brought: Sequence[Brought[T]]
-    data: Mapping[bytes, bytes]
+    facts: Sequence[T]
+    parts: Sequence[Sequence[PackedPart]]
+    data: Mapping[bytes, bytes | ShardTable]
     holders: Mapping[bytes, Int32s]
-
-    @property
-    def facts(self) -> list[T]:
-        """What each rank has brought besides its table."""
-        return [own.facts for own in self.brought]
-
-    def with_facts(self, facts: Sequence[U]) -> Exchanged[U]:
-        """The same tables with other facts of each rank."""
-        brought = [
-            Brought(own.parts, of_rank) for own, of_rank in zip(self.brought, facts, strict=True)
-        ]
-        return Exchanged(brought, self.data, self.holders)
 
     def catalog(self, *kinds: str) -> ShardTable:
         """The distinct rows of all ranks, sorted by key, with the ranks that hold each."""
         chosen = dict.fromkeys(
-            part.digest for own in self.brought for part in own.parts if part.kind in kinds
+            part.digest for parts in self.parts for part in parts if part.kind in kinds
         )
-        tables = [PackedTable(self.data[digest], i) for i, digest in enumerate(chosen)]
+        tables: list[ShardTable | PackedTable] = []
+        for number, digest in enumerate(chosen):
+            data = self.data[digest]
+            if isinstance(data, bytes):
+                tables.append(PackedTable(data, number))
+            else:
+                tables.append(replace(data, ranks=np.full(len(data), number, dtype=np.int32)))
         return concatenate(tables, [self.holders[digest] for digest in chosen])
 
     def tables(self, *kinds: str) -> list[ShardTable]:
         """The table of every rank: as many rows as all ranks have together."""
         tables = []
-        for rank, own in enumerate(self.brought):
-            parts = [part.digest for part in own.parts if part.kind in kinds]
-            unpacked = [unpack(self.data[digest], rank) for digest in parts]
+        for rank, parts in enumerate(self.parts):
+            data = [self.data[part.digest] for part in parts if part.kind in kinds]
+            unpacked = [t if isinstance(t, ShardTable) else unpack(t, rank) for t in data]
             tables.append(unpacked[0] if len(unpacked) == 1 else concatenate(unpacked))
         return tables
 
     @property
     def digests(self) -> list[bytes]:
         """What stands for the table of each rank."""
-        return [b"".join(part.digest for part in own.parts) for own in self.brought]
+        return [b"".join(part.digest for part in parts) for parts in self.parts]
 
 
 def pack_tables(
-    tables: Mapping[str, ShardTable], facts: T, num_ranks: int
-) -> tuple[Brought[T], dict[bytes, bytes]]:
-    """What one of so many ranks brings, and the bytes of its parts by their digests."""
+    tables: Mapping[str, ShardTable], num_ranks: int
+) -> tuple[list[PackedPart], dict[bytes, bytes]]:
+    """The tables of one of so many ranks, as it sends them; and their bytes by digest."""
     parts, bytes_of = [], {}
     for kind, table in tables.items():
         data = pack(table)
-        parts.append(PackedPart.of(kind, data, num_ranks))
-        bytes_of[parts[-1].digest] = data
-    return Brought(tuple(parts), facts), bytes_of
+        digest = xxhash.xxh3_128_digest(kind.encode() + b"\0" + data)
+        is_small = len(data) * num_ranks <= _INLINE_BYTES
+        parts.append(PackedPart(kind, digest, len(data), data if is_small else None))
+        bytes_of[digest] = data
+    return parts, bytes_of
 
 
 def exchange_tables(
     comm: Comm,
     step: str,
     produce: Callable[[], tuple[Mapping[str, ShardTable], T]],
-    number_of: Callable[[T], int | None] | None = None,
-) -> Exchanged[T]:
+    number_of: Callable[[T], int | None] = lambda _: None,
+) -> ExchangedTables[T]:
     """The tables of all ranks. Collective; every rank raises alike if it fails on any.
 
     ``produce`` gives this rank's tables, by kind, and facts; ``number_of`` the number that stands
     for facts of a rank without tables, see ``Comm.exchange``.
     """
-    own: dict[bytes, bytes] = {}
+    local: dict[bytes, bytes] = {}
 
-    def bring() -> Brought[T]:
-        brought, data = pack_tables(*produce(), comm.world_size)
-        own.update(data)
-        return brought
+    def parts_of_rank() -> tuple[list[PackedPart], T]:
+        nonlocal local
+        tables, facts = produce()
+        parts, local = pack_tables(tables, comm.world_size)
+        return parts, facts
 
-    def number(own: Brought[T]) -> int | None:
-        return None if number_of is None or own.parts else number_of(own.facts)
+    if comm.world_size == 1:
+        return _of_one_rank(*comm.exchange(step, produce)[0])
 
-    brought = comm.exchange(step, bring, number)
-    found: dict[bytes, PackedPart] = {}
+    of_ranks = comm.exchange(
+        step, parts_of_rank, lambda sent: None if sent[0] else number_of(sent[1])
+    )
+    distinct: dict[bytes, PackedPart] = {}
     ranks: dict[bytes, list[int]] = {}
-    for rank, theirs in enumerate(brought):
-        for part in theirs.parts:
-            found.setdefault(part.digest, part)
+    for rank, (parts, _) in enumerate(of_ranks):
+        for part in parts:
+            distinct.setdefault(part.digest, part)
             ranks.setdefault(part.digest, []).append(rank)
     senders: dict[int, list[PackedPart]] = {}
-    for digest, part in found.items():
+    for digest, part in distinct.items():
         if part.data is None:
             senders.setdefault(ranks[digest][0], []).append(part)
-    sent = _sent(comm, senders, own)
-    return Exchanged(
-        brought,
-        {digest: sent.get(digest) or part.data or b"" for digest, part in found.items()},
+    sent = _sent(comm, senders, local) if senders else {}
+    return ExchangedTables(
+        [facts for _, facts in of_ranks],
+        [parts for parts, _ in of_ranks],
+        {digest: sent.get(digest) or part.data or b"" for digest, part in distinct.items()},
         {digest: np.array(held, dtype=np.int32) for digest, held in ranks.items()},
     )
 
 
+def _of_one_rank(tables: Mapping[str, ShardTable], facts: T) -> ExchangedTables[T]:
+    parts = [PackedPart(kind, kind.encode(), 0, None) for kind in tables]
+    data = {kind.encode(): table for kind, table in tables.items()}
+    return ExchangedTables([facts], [parts], data, dict.fromkeys(data, np.zeros(1, dtype=np.int32)))
+
+
 def _sent(
-    comm: Comm, senders: Mapping[int, Sequence[PackedPart]], own: Mapping[bytes, bytes]
+    comm: Comm, senders: Mapping[int, Sequence[PackedPart]], local: Mapping[bytes, bytes]
 ) -> dict[bytes, bytes]:
     """What these ranks have to send to all, by digest. Collective."""
-    if not senders:
-        return {}
-    mine = b"".join(own[part.digest] for part in senders.get(comm.rank, ()))
+    mine = b"".join(local[part.digest] for part in senders.get(comm.rank, ()))
     streams: dict[int, bytes] = {}
     if len(senders) * _RANKS_A_SENDER > comm.world_size:
         streams = dict(enumerate(comm.all_gather(mine)))

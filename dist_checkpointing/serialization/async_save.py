@@ -1,7 +1,7 @@
 """``async_save`` and AsyncSaver: capture, then write and commit behind the training; retries.
 
-``save`` is cut after the plan. ``capture`` and ``write_own`` concern this rank alone
-and may run in any thread; ``complete`` talks to the other ranks.
+``save`` is cut after the plan. To capture and to write concerns this rank alone and may run in any
+thread; to finish takes all ranks.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from functools import wraps
 from os import PathLike
 from typing import Any, Final, Literal, Self, TypeVar, Unpack, cast
 
-import xxhash
-
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException, RankFailedError
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.save_plan import PlanCache
+from dist_checkpointing.serialization.save import planned_job
 from dist_checkpointing.serialization.save_handle import SaveHandle
-from dist_checkpointing.serialization.save_options import (
+from dist_checkpointing.serialization.save_steps import (
     AsyncSaveOptions,
     SaveHooks,
+    SaveJob,
     SaveOptions,
     require_known,
 )
-from dist_checkpointing.serialization.save_planning import prepare
-from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.storage.progress import Meter, Progress, chosen_callback
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
@@ -42,134 +40,24 @@ from dist_checkpointing.threads import Ownership
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class StagedSave:
-    """A save that is cut after the plan.
-
-    Args:
-        job: the save, which has claimed its folder.
-        buffers: memory for the copies.
-        step: what the save is for.
-    """
-
-    def __init__(self, job: SaveJob, buffers: StagingBuffers, step: int | None = None) -> None:
-        self._job = job
-        self._buffers = buffers
-        self._holds_buffers = False
-        self._stamp = xxhash.xxh3_64_intdigest(f"{job.attempt_id} {step}".encode()) >> 2
-        self._error: Exception | None = None
-        self._is_lost = False
-
-    def get_ready(self, comm: Comm) -> None:
-        """Get ready to copy. The first thing in the body of an agreement.
-
-        Raises:
-            CheckpointingException: if the buffers are in use, or the writer cannot get ready.
-        """
-        self._job.get_ready(comm)
-        self._buffers.take()
-        self._holds_buffers = True
-
-    def watch(self) -> ChangeDetector:
-        """Get ready for a ``capture`` by another thread: what the state is now, to compare."""
-        tensors = self._job.own.tensors()
-        self._buffers.follow(tensor for held in tensors.values() for tensor in held)
-        return ChangeDetector(tensors)
-
-    def capture(self) -> None:
-        """Copy what this rank will write, and let go of the caller's state."""
-        self._job.capture(self._buffers)
-
-    def write_own(self) -> None:
-        """Write what this rank has to write. Not collective.
-
-        An error is kept for ``complete``, which tells it to all ranks.
-        """
-        if self._error is not None:
-            return
-        try:
-            self._job.write_own()
-        except Exception as error:  # noqa: BLE001 - all ranks must hear of it
-            self._error = error
-
-    def lose(self, error: Exception) -> None:
-        """Let ``complete`` raise this: there is no usable copy, and no second try would help."""
-        self._error = error
-        self._is_lost = True
-
-    def complete(self, comm: Comm) -> None:
-        """Finish and commit, or raise what failed on any rank. Collective."""
-        job = self._job
-        try:
-            job.finish(comm, self._own_number)
-            job.commit(comm)
-        except BaseException as error:
-            job.give_up(error)
-            raise
-
-    def _own_number(self) -> int:
-        if self._error is not None:
-            raise self._error
-        return self._stamp
-
-    def write_and_complete(self, comm: Comm, retries: int) -> None:
-        """Secure, write, finish and commit; all of it once more for every retry. Collective."""
-        for tries_left in range(retries, -1, -1):
-            try:
-                if tries_left < retries:
-                    self._start_over(comm)
-                else:
-                    self._job.secure(comm)
-                self.write_own()
-                self.complete(comm)
-            except CheckpointingException as error:
-                self._job.give_up(error)
-                somebody_is_gone = isinstance(error, RankFailedError) and error.silent_ranks
-                if not tries_left or somebody_is_gone:
-                    raise
-                logger.warning("writing once more (%d tries left): %s", tries_left, error)
-            else:
-                return
-
-    def _start_over(self, comm: Comm) -> None:
-        """Get ready to write the same copies once more, after a failure. Collective."""
-        with comm.agreed("writing once more"):
-            if self._is_lost:
-                assert self._error is not None
-                raise self._error
-        # The folder was cleared away: claim it again, and get ready again.
-        self._job.claim(comm)
-        self._job.secure(comm)
-        self._error = None
-        with comm.agreed("writing once more"):
-            self._job.get_ready(comm)
-
-    def close(self) -> None:
-        """Free the buffers for the next save."""
-        if self._holds_buffers:
-            self._holds_buffers = False
-            self._buffers.give_back()
-
-
 Finalize = Literal["background", "caller"]
-
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _in_turn(method: Method) -> Method:
+def _one_at_a_time(method: Method) -> Method:
     """Let one thread at a time in, of the process that made the saver."""
 
     @wraps(method)
-    def taken(self: AsyncSaver, *args: Any, **kwargs: Any) -> Any:
+    def locked(self: AsyncSaver, *args: Any, **kwargs: Any) -> Any:
         self._owner.require()
-        with self._turns:
+        with self._lock:
             return method(self, *args, **kwargs)
 
-    return cast("Method", taken)
+    return cast("Method", locked)
 
 
 class AsyncSaver:
-    """What asynchronous saves of one training run share: buffers, plans, and ranks' own channel.
+    """What asynchronous saves of one training run share: buffers, plans, a channel of the ranks.
 
     One save is under way at a time: the next one waits for it. Two savers do not interfere. Threads
     of one process take turns with a saver, and must do so in the same order on all ranks; a forked
@@ -215,13 +103,13 @@ class AsyncSaver:
             raise ValueError("only finalize='background' can retry")
         self._buffers = StagingBuffers() if buffers is None else buffers
         self._comm = chosen_comm(comm)
-        self._own_comm = self._comm.duplicate() if finalize == "background" else None
+        self._background_comm = self._comm.duplicate() if finalize == "background" else None
         self._retries = retries
         self._plan_cache = PlanCache() if plan_cache is None else plan_cache
         self._last: SaveHandle | None = None
         self._is_closed = False
         self._owner = Ownership("the saver")
-        self._turns = threading.RLock()
+        self._lock = threading.RLock()
 
     def save(
         self,
@@ -235,14 +123,8 @@ class AsyncSaver:
     ) -> SaveHandle:
         """``async_save`` with a hook that runs on rank 0.
 
-        Args:
-            sharded_state_dict: see ``save``.
-            checkpoint_dir: see ``save``.
-            sharded_strategy: see ``async_save``.
-            common_strategy: see ``save``.
-            on_committed: called in the thread that finalizes, once the checkpoint is there; its
-                error is the save's, but the checkpoint stays.
-            options: see ``AsyncSaveOptions``.
+        ``on_committed`` is called in the thread that finalizes, once the checkpoint is there; its
+        error is the save's, but the checkpoint stays.
 
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
@@ -257,7 +139,7 @@ class AsyncSaver:
             **options,
         )
 
-    @_in_turn
+    @_one_at_a_time
     def save_with_hooks(
         self,
         hooks: SaveHooks,
@@ -288,7 +170,7 @@ class AsyncSaver:
                 progress(state)
 
         shared: SaveOptions = options  # the rest of them
-        job = prepare(
+        job = planned_job(
             sharded_state_dict,
             checkpoint_dir,
             comm,
@@ -299,27 +181,26 @@ class AsyncSaver:
             plan_cache=self._plan_cache,
             **shared,
         )
+        job.step = step
         try:
             # What is made durable in the background need not be waited for here.
-            job.claim(comm, secured=self._own_comm is None)
-            staged = StagedSave(job, self._buffers, step)
-            try:
-                detector = None
-                with comm.agreed("copying the state"):
-                    staged.get_ready(comm)
-                    if self._own_comm is None:
-                        job.check_claim()
-                    if capture == "copy":
-                        staged.capture()
-                    else:
-                        detector = staged.watch()
+            job.claim(comm, durable=self._background_comm is None)
+            detector = None
+            with comm.agreed("copying the state"):
+                job.acquire_buffers(self._buffers, comm)
+                if self._background_comm is None:
+                    job.check_claim()
                 if capture == "copy":
-                    handle.captured.set()
-                self._start(staged, handle, detector, on_committed)
-            except BaseException:
-                staged.close()
-                raise
+                    job.capture()
+                else:
+                    tensors = job.tensors()
+                    self._buffers.follow(tensor for held in tensors.values() for tensor in held)
+                    detector = ChangeDetector(tensors)
+            if capture == "copy":
+                handle.captured.set()
+            self._start(job, handle, detector, on_committed)
         except BaseException as error:
+            job.release_buffers()
             job.give_up(error)
             raise
         self._last = handle
@@ -327,23 +208,23 @@ class AsyncSaver:
 
     def _start(
         self,
-        staged: StagedSave,
+        job: SaveJob,
         handle: SaveHandle,
         detector: ChangeDetector | None,
         on_committed: Callable[[], None] | None,
     ) -> None:
         # Nothing below refers to the saver, which may be dropped while this goes on.
-        own_comm, retries = self._own_comm, self._retries
+        background_comm, retries = self._background_comm, self._retries
 
-        def complete(comm: Comm) -> None:
+        def finish(comm: Comm) -> None:
             try:
                 try:
-                    if own_comm is None:
-                        staged.complete(comm)
+                    if background_comm is None:
+                        job.finish(comm)
                     else:
-                        staged.write_and_complete(own_comm, retries)
+                        _write_and_finish(job, comm, retries)
                 finally:
-                    staged.close()
+                    job.release_buffers()
                 if on_committed is not None:
                     with comm.agreed("after the commit"):
                         if comm.rank == 0:
@@ -353,21 +234,24 @@ class AsyncSaver:
                 logger.error("the save into %s failed: %s", handle.checkpoint_dir, error)  # noqa: TRY400
                 raise
 
-        def write_alone() -> None:
-            _capture_behind(staged, handle, detector)
-            staged.write_own()
+        def work() -> None:
+            if not handle.captured.is_set():
+                try:
+                    job.capture()
+                    if detector is not None:
+                        detector.check()
+                except Exception as error:  # noqa: BLE001 - all ranks must hear of it
+                    job.lose(error)
+                finally:
+                    handle.captured.set()
+            if background_comm is None:
+                job.write_behind()
+            else:
+                finish(background_comm)
 
-        def write_all() -> None:
-            assert own_comm is not None
-            _capture_behind(staged, handle, detector)
-            complete(own_comm)
+        handle.run(work, finish if background_comm is None else None)
 
-        if own_comm is None:
-            handle.run(write_alone, complete)
-        else:
-            handle.run(write_all)
-
-    @_in_turn
+    @_one_at_a_time
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait for the save under way, if there is one. Collective.
 
@@ -388,35 +272,35 @@ class AsyncSaver:
                 f"the save into {last.checkpoint_dir} goes on after {timeout_seconds:g} s"
             )
         self._last = None
-        last.settle(self._comm)
+        last.finish(self._comm)
 
     @property
     def is_here(self) -> bool:
         """Whether this is the process that made it, and not one forked from that."""
         return self._owner.is_here
 
-    @_in_turn
+    @_one_at_a_time
     def close(self) -> None:
-        """Wait, and give the ranks' own channel back. Collective."""
+        """Wait, and give the channel of the ranks back. Collective."""
         try:
             self.wait()
         finally:
-            self._let_go()
+            self._close_channel()
 
     def close_alone(self, timeout_seconds: float) -> None:
         """Like ``close``, but without the other ranks: what failed is not raised, it was logged."""
         if self._last is None or self._last.wait(timeout_seconds):
-            self._let_go()
+            self._close_channel()
 
-    def _let_go(self) -> None:
+    def _close_channel(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._own_comm is not None and self._own_comm is not self._comm:
-            self._own_comm.close()
+        if self._background_comm is not None and self._background_comm is not self._comm:
+            self._background_comm.close()
 
-    def talk_over(self, comm: Comm) -> None:
-        """From now on the training's side talks over ``comm``, which has the same ranks."""
+    def use_comm(self, comm: Comm) -> None:
+        """From now on the training's side uses ``comm``, which has the same ranks."""
         self._comm = comm
 
     def __enter__(self) -> Self:
@@ -428,19 +312,24 @@ class AsyncSaver:
             self.close()
 
 
-def _capture_behind(
-    staged: StagedSave, handle: SaveHandle, detector: ChangeDetector | None
-) -> None:
-    if handle.captured.is_set():
-        return
-    try:
-        staged.capture()
-        if detector is not None:
-            detector.check()
-    except Exception as error:  # noqa: BLE001 - all ranks must hear of it
-        staged.lose(error)
-    finally:
-        handle.captured.set()
+def _write_and_finish(job: SaveJob, comm: Comm, retries: int) -> None:
+    """Write and commit; all of it once more for every retry. Collective."""
+    for tries_left in range(retries, -1, -1):
+        try:
+            if tries_left < retries:
+                job.start_over(comm)
+            else:
+                job.make_durable(comm)
+            job.write_behind()
+            job.finish(comm)
+        except CheckpointingException as error:
+            job.give_up(error)
+            is_silent = isinstance(error, RankFailedError) and error.silent_ranks
+            if not tries_left or is_silent:
+                raise
+            logger.warning("writing once more (%d tries left): %s", tries_left, error)
+        else:
+            return
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
@@ -449,14 +338,8 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 _KEPT_AS: Final = "async saver"
-
-
 _EXIT_PATIENCE_SECONDS: Final = 1.0
-
-
 _kept: weakref.WeakKeyDictionary[AsyncSaver, int] = weakref.WeakKeyDictionary()
-
-
 """Savers to close, and the process that made each."""
 
 
@@ -478,7 +361,7 @@ def async_save(
         sharded_strategy: see ``save``. A strategy of a third party runs in the thread as a whole,
             and must not use the process groups of the training there.
         common_strategy: see ``save``.
-        saver: has buffers, plans and the ranks' own channel; by default one with the default
+        saver: has buffers, plans and a channel of the ranks; by default one with the default
             options, which this process makes on the first call for a set of ranks and keeps until
             it ends. A save waits for the one before it with the same saver. Threads take turns, in
             the same order on all ranks.
@@ -522,7 +405,7 @@ def _saver_for(comm: Comm) -> AsyncSaver:
         if saver is None or not saver.is_here:
             saver = comm.kept[_KEPT_AS] = AsyncSaver(comm=comm)
             _kept[saver] = os.getpid()
-        saver.talk_over(comm)
+        saver.use_comm(comm)
     return saver
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -32,7 +33,6 @@ from dist_checkpointing.planning.coverage import (
 from dist_checkpointing.planning.replica_check import Copies, copies_of
 from dist_checkpointing.planning.shard_table import Bools, ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
-from dist_checkpointing.serialization.save_checks import check_data
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.fingerprints import (
     NOTHING,
@@ -43,7 +43,7 @@ from dist_checkpointing.storage.fingerprints import (
     sums_of_shard,
 )
 from dist_checkpointing.storage.interface import StorageReader
-from dist_checkpointing.validation.unwrapped import refuse_distributed
+from dist_checkpointing.validation.save_errors import check_data, refuse_distributed
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -77,41 +77,34 @@ def fingerprint(
         {'w': '2e183e35fa38af98a434abd585d434f1'}
     """
     comm = chosen_comm(comm)
-    given = as_state_dict(sharded_state_dict, comm)
+    state_dict = as_state_dict(sharded_state_dict, comm)
     shards: list[ShardedTensor] = []
+    is_main: list[bool] = []
 
-    def describe_own() -> tuple[dict[str, ShardTable], None]:
-        parts = partition(given)
+    def describe_local() -> tuple[dict[str, ShardTable], None]:
+        parts = partition(state_dict)
         refuse_distributed(parts, {})
         check_data(parts)
         shards.extend(parts.tensors.values())
-        return {"shards": describe(shards, comm.rank)}, None
+        table = describe(shards, comm.rank)
+        is_main.extend(table.main.tolist())
+        return {"shards": table}, None
 
-    catalog = exchange_tables(comm, "describing the shards", describe_own).catalog("shards")
+    catalog = exchange_tables(comm, "describing the shards", describe_local).catalog("shards")
     with comm.agreed("checking the shards"):
         check_coverage(catalog, main_rows(catalog))
     number = {name: position for position, name in enumerate(catalog.names)}
 
     def sum_up() -> bytes:
-        own = describe(shards, comm.rank).main.tolist()
-        rows = [
-            (number[shard.key], sums_of_shard(shard))
-            for shard, is_main in zip(shards, own, strict=True)
-            if is_main
-        ]
+        mains = itertools.compress(shards, is_main)
+        rows = [(number[shard.key], sums_of_shard(shard)) for shard in mains]
         return np.array(rows, dtype=_ROW).tobytes()
 
     total = np.zeros((len(catalog.names), 2), dtype=np.uint64)
     for data in comm.exchange("summing the values", sum_up):
         rows = np.frombuffer(data, dtype=_ROW)
-        for place in range(2):
-            np.add.at(total[:, place], rows["number"], rows["sums"][:, place])
-    found = {}
-    for row in np.unique(catalog.keys, return_index=True)[1].tolist():
-        first, second = total[catalog.keys[row]].tolist()
-        sums = fingerprint_of((first, second), catalog.dtype(row), catalog.global_shape(row))
-        found[catalog.key(row)] = sums
-    return found
+        np.add.at(total, rows["number"], rows["sums"])
+    return _fingerprints(catalog, {name: total[row].tolist() for name, row in number.items()})
 
 
 def verify_restored(
@@ -149,37 +142,40 @@ def verify_restored(
     assert make_reader is not None
     tables: list[ShardTable] = []
 
-    def describe_own() -> tuple[dict[str, ShardTable], tuple[str, ...]]:
+    def describe_local() -> tuple[dict[str, ShardTable], set[str]]:
         tables.append(describe(shards, comm.rank))
-        return {"shards": tables[0]}, _misfits(index, shards)
+        return {"shards": tables[0]}, _differing_keys(index, shards)
 
-    exchanged = exchange_tables(comm, "describing what was restored", describe_own)
+    exchanged = exchange_tables(comm, "describing what was restored", describe_local)
     with comm.agreed("looking for what can be compared"):
         catalog = exchanged.catalog("shards")
         copies = copies_of(catalog, tables[0])
         parts = copies.parts
-        misfits = {key for keys in exchanged.facts for key in keys}
-        is_counted = _counted(copies, misfits)
+        is_counted = _counted(copies, set().union(*exchanged.facts))
         counted = {parts.key(row) for row in np.flatnonzero(is_counted).tolist()}
-    kept: dict[str, str] = comm.from_rank0("reading the fingerprints", lambda: _kept(folder))
+
+    def stored_fingerprints() -> dict[str, str]:
+        whole = read_index(folder)
+        return {} if whole is None else {**whole.fingerprints}
+
+    kept: dict[str, str] = comm.from_rank0("reading the fingerprints", stored_fingerprints)
     missing = _shared_out(sorted(counted - kept.keys()), parts, comm.rank)
     for computed in comm.exchange(
         "reading for fingerprints", lambda: _by_reading(missing, index, make_reader)
     ):
         kept |= computed
-    own = copies.own.tolist()
-    speaks = (parts.ranks == comm.rank).tolist()
+    is_lowest_holder = (parts.ranks == comm.rank).tolist()
     sums: dict[int, Sums] = {}
     findings: list[Finding] = []
 
     def sum_up() -> bytes:
-        for shard, part in zip(shards, own, strict=True):
+        for shard, part in zip(shards, copies.local.tolist(), strict=True):
             if shard.key in counted:
                 found = sums_of_shard(shard)
                 if sums.setdefault(part, found) != found:
                     findings.append(_differs(copies, part, (comm.rank,)))
-        spoken = [(part, found) for part, found in sums.items() if speaks[part]]
-        return np.array(spoken, dtype=_ROW).tobytes()
+        rows = [(part, found) for part, found in sums.items() if is_lowest_holder[part]]
+        return np.array(rows, dtype=_ROW).tobytes()
 
     totals = dict.fromkeys(counted, NOTHING)
     for data in comm.exchange("summing what was restored", sum_up):
@@ -192,24 +188,34 @@ def verify_restored(
                 findings.append(_differs(copies, part, (int(parts.ranks[part]), comm.rank)))
     with comm.agreed("comparing fingerprints"):
         if comm.rank == 0:
-            findings += _other_than_saved(parts, totals, kept)
+            findings += _other_than_saved(_fingerprints(parts, totals), kept)
             _warn_of_others(sorted({*catalog.key_column} - counted), folder)
         if findings:
             raise CorruptCheckpointError("what was restored is not what was saved", findings)
 
 
-def _misfits(index: Index, shards: Sequence[ShardedTensor]) -> tuple[str, ...]:
+def _fingerprints(table: ShardTable, sums: Mapping[str, Sums]) -> dict[str, str]:
+    """The fingerprints of the tensors of a table whose sums are given."""
+    fingerprints = {}
+    for row in np.unique(table.keys, return_index=True)[1].tolist():
+        key = table.key(row)
+        if key in sums:
+            fingerprints[key] = fingerprint_of(sums[key], table.dtype(row), table.global_shape(row))
+    return fingerprints
+
+
+def _differing_keys(index: Index, shards: Sequence[ShardedTensor]) -> set[str]:
     """Keys whose shards have another dtype or global shape than what is stored."""
-    misfits = []
+    keys = set()
     for shard in shards:
         stored = index.get(shard.key)
         kind = (tensor_memory.from_torch(shard.dtype).name, tuple(shard.global_shape))
         if stored is None or (stored.dtype.name, stored.global_shape) != kind:
-            misfits.append(shard.key)
-    return tuple(dict.fromkeys(misfits))
+            keys.add(shard.key)
+    return keys
 
 
-def _counted(copies: Copies, misfits: set[str]) -> Bools:
+def _counted(copies: Copies, differing: set[str]) -> Bools:
     """The parts that together make up each tensor once, for all tensors where there are such."""
     parts, catalog = copies.parts, copies.catalog
     if not len(parts):
@@ -218,7 +224,7 @@ def _counted(copies: Copies, misfits: set[str]) -> Bools:
     # Parts that differ may overlap: then those of main replicas may do.
     is_main = np.logical_or.reduceat(catalog.main[copies.rows], copies.begins[:-1])
     is_counted = np.zeros(len(parts), dtype=np.bool_)
-    is_open = np.array([name not in misfits for name in parts.names])[parts.keys]
+    is_open = np.array([name not in differing for name in parts.names])[parts.keys]
     for chosen in (np.ones_like(is_main), is_main):
         written = parts.take(np.flatnonzero(chosen & has_elements))
         broken = {finding.key for finding in find_coverage_problems(catalog, written)}
@@ -228,11 +234,6 @@ def _counted(copies: Copies, misfits: set[str]) -> Bools:
         if not is_open.any():
             break
     return is_counted
-
-
-def _kept(folder: Location) -> dict[str, str]:
-    index = read_index(folder)
-    return {} if index is None else {**index.fingerprints}
 
 
 def _shared_out(keys: Sequence[str], parts: ShardTable, rank: int) -> list[str]:
@@ -267,14 +268,9 @@ def _differs(copies: Copies, part: int, ranks: tuple[int, ...]) -> Finding:
 
 
 def _other_than_saved(
-    parts: ShardTable, totals: Mapping[str, Sums], kept: Mapping[str, str]
+    fingerprints: Mapping[str, str], kept: Mapping[str, str]
 ) -> Iterator[Finding]:
-    rows = np.unique(parts.keys, return_index=True)[1].tolist()
-    for row in rows:
-        key = parts.key(row)
-        if key not in totals:
-            continue
-        found = fingerprint_of(totals[key], parts.dtype(row), parts.global_shape(row))
+    for key, found in fingerprints.items():
         if found != kept[key]:
             yield Finding(
                 "what lies in memory is not what was saved",

@@ -68,8 +68,8 @@ from dist_checkpointing.validation.load_errors import (
     handle_strictly,
     with_memory,
 )
+from dist_checkpointing.validation.save_errors import check_filled, refuse_distributed
 from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
-from dist_checkpointing.validation.unwrapped import check_filled, refuse_distributed
 
 T = TypeVar("T", bound=ShardedBase)
 

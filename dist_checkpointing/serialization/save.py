@@ -1,8 +1,8 @@
-"""save: flatten, partition, describe, exchange, check, plan, write, agree, commit."""
+"""save: the whole line from the state dict to the committed checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, Unpack
 
@@ -10,22 +10,27 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
+from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
-from dist_checkpointing.planning.save_plan import PlanCache
-from dist_checkpointing.serialization.async_save import StagedSave
-from dist_checkpointing.serialization.save_options import JobOptions, SaveHooks, require_known
-from dist_checkpointing.serialization.save_planning import prepare
-from dist_checkpointing.serialization.save_steps import SaveJob
+from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts
+from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.table_exchange import exchange_tables
+from dist_checkpointing.serialization.save_steps import (
+    JobOptions,
+    SaveHooks,
+    SaveJob,
+    make_job,
+    require_known,
+)
 from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.selection import Selection
+from dist_checkpointing.threads import paused_collector
 
 
 def save(
@@ -148,48 +153,75 @@ def save_with_hooks(
     async_sharded_save: bool = False,
     **options: Unpack[JobOptions],
 ) -> AsyncRequest | None:
-    """``save``, for the rest of the library; see there for what it takes, returns and raises."""
+    """``save``, for the rest of the library; see there for what it takes, returns and raises.
+
+    1. Split the state dict into tensors, objects, common state and values that are not saved.
+    2. Refuse what cannot be saved.
+    3. Make the table of this rank's shards.
+    4. Exchange the tables of all ranks.
+    5. Check that the shards make up each tensor exactly once.
+    6. Decide how each tensor is cut up, which is the index, and which rank writes what.
+    7. Compare replicas, and look what a base holds already.
+    8. Claim the folder.
+    9. Write the data files and the common state.
+    10. Gather on rank 0 what all ranks have written, and write the tables of checksums.
+    11. Seal: note names, sizes and digests of all files.
+    12. Commit: write ``metadata.json``.
+    """
     require_known("save", options, JobOptions.__optional_keys__)
     comm = chosen_comm(comm)
     meter = Meter("save", comm.rank, progress)
-    require = _require_async if async_sharded_save else None
-    job = prepare(sharded_state_dict, checkpoint_dir, comm, meter, hooks, require, **options)
+    job = planned_job(
+        sharded_state_dict,
+        checkpoint_dir,
+        comm,
+        meter,
+        hooks,
+        is_async=async_sharded_save,
+        **options,
+    )  # 1 to 7
     try:
-        job.claim(comm, secured=True)
+        job.claim(comm, durable=True)  # 8
         if async_sharded_save:
-            return _write_later(job, comm)
-        job.write(comm)
-        job.commit(comm)
+            return job.start_async_save(comm)
+        job.write(comm)  # 9, 10
+        job.commit(comm)  # 11, 12
     except BaseException as error:
         job.give_up(error)
         raise
     return None
 
 
-def _require_async(job: SaveJob) -> None:
-    if not isinstance(job.strategy, AsyncSaveShardedStrategy | PlannedSaveStrategy):
-        raise CheckpointingException(
-            f"Cannot apply async_save to non-async strategy {job.strategy}"
-        )
+def planned_job(
+    state: ShardedStateDict | ShardedStateful,
+    folder: str | PathLike[str],
+    comm: Comm,
+    meter: Meter,
+    hooks: SaveHooks,
+    *,
+    is_async: bool = False,
+    **options: Unpack[JobOptions],
+) -> SaveJob:
+    """Split, refuse, exchange and plan. Collective; touches no file. ``claim`` must follow.
 
+    With ``is_async``, strategies are refused that cannot write later.
 
-def _write_later(job: SaveJob, comm: Comm) -> AsyncRequest:
-    """A request that writes copies; a third party's strategy prepares its own."""
-    if job.writer is not None:
-        staged = StagedSave(job, StagingBuffers())
-        with comm.agreed("copying the state"):
-            staged.get_ready(comm)
-            job.check_claim()
-            staged.capture()
-        return AsyncRequest(staged.write_own, (), [lambda: staged.complete(comm)])
+    Raises:
+        CheckpointingException: see ``save``.
+    """
+    jobs: list[SaveJob] = []
 
-    def commit() -> None:
-        try:
-            job.commit(comm)
-        except BaseException as error:
-            job.give_up(error)
-            raise
+    @paused_collector()
+    def facts_of_rank() -> tuple[Mapping[str, ShardTable], RankFacts]:
+        job = make_job(state_dict, folder, comm.rank, meter, hooks, options)
+        if is_async and not isinstance(job.strategy, AsyncSaveShardedStrategy):
+            message = f"Cannot apply async_save to non-async strategy {job.strategy}"
+            raise CheckpointingException(message)
+        jobs.append(job)
+        return job.facts_of_rank(comm)
 
-    request = job.put_off(comm)
-    request.add_finalize_fn(commit)
-    return request
+    with meter.phase("planning"):
+        state_dict = as_state_dict(state, comm)
+        exchanged = exchange_tables(comm, PLANNING, facts_of_rank, RankFacts.number)
+        jobs[0].agree_on_plan(exchanged, comm)
+    return jobs[0]

@@ -37,7 +37,7 @@ class _Captured(threading.Event):
 class SaveHandle:
     """A save that goes on behind the training. Any thread may ask, but no forked process.
 
-    Its saver makes it and calls ``report``, ``run`` and ``settle``. One object a rank. ``await
+    Its saver makes it and calls ``report``, ``run`` and ``finish``. One object a rank. ``await
     handle`` is ``handle.result()`` without blocking the event loop (with ``finalize="caller"``, it
     blocks for the commit).
 
@@ -67,10 +67,10 @@ class SaveHandle:
         self._progress = Progress("planning", 0, 0, 0)
         self._outcome: Future[None] = Future()
         self._comm = comm
-        self._complete: Callable[[Comm], None] | None = None
+        self._finish: Callable[[Comm], None] | None = None
         self._forgotten: weakref.finalize[..., SaveHandle] | None = None
-        self._is_told = False
-        self._settling = threading.Lock()
+        self._is_raised = False
+        self._finishing = threading.Lock()
 
     @property
     def progress(self) -> Progress:
@@ -97,20 +97,20 @@ class SaveHandle:
         """
         self._owner.require()
         failure = self._outcome.exception(timeout_seconds)
-        with self._settling:
-            if self._complete is not None:
-                complete, self._complete = self._complete, None
+        with self._finishing:
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
                 if self._forgotten is not None:
                     self._forgotten.detach()
                 try:
-                    complete(self._comm)
+                    finish(self._comm)
                 except BaseException as error:
                     self._outcome = Future()
                     self._outcome.set_exception(error)
-                    self._is_told = True
+                    self._is_raised = True
                     raise
         if failure is not None:
-            self._is_told = True
+            self._is_raised = True
             raise failure
 
     def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
@@ -172,34 +172,34 @@ class SaveHandle:
         """Remember how far the save is."""
         self._progress = progress
 
-    def run(self, work: Callable[[], None], complete: Callable[[Comm], None] | None = None) -> None:
+    def run(self, work: Callable[[], None], finish: Callable[[Comm], None] | None = None) -> None:
         """Let a thread do this rank's work.
 
         Args:
             work: what is done behind the training.
-            complete: called by ``result`` or ``settle``, on all ranks, once the work is done.
+            finish: called by ``result`` or ``finish``, on all ranks, once the work is done.
         """
-        if complete is not None:
-            self._complete = complete
+        if finish is not None:
+            self._finish = finish
             self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.checkpoint_dir)
         self._outcome = run_in_background(work, f"async-save-{self.checkpoint_dir.name}")
 
-    def settle(self, comm: Comm) -> None:
-        """Complete what nobody has completed, or raise what nobody has seen. Collective.
+    def finish(self, comm: Comm) -> None:
+        """Finish what nobody has finished, or raise what nobody has seen. Collective.
 
         Raises:
             CheckpointingException: what failed on any rank, on all of them, unless ``result`` has
                 raised it on all.
         """
-        if self._complete is not None:
+        if self._finish is not None:
             self.result()
             return
         with comm.agreed("the save before"):
             self._owner.require()
             self._outcome.exception()  # only to wait
-            with self._settling:  # another thread may be at it
+            with self._finishing:  # another thread may be at it
                 error = self._outcome.exception()
-            if error is not None and not self._is_told:
+            if error is not None and not self._is_raised:
                 raise error
 
 

@@ -6,8 +6,9 @@ state dicts (the planner answers for them) nor of commits (the driver's caller m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,13 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.resharding import WantedLeaves
-from dist_checkpointing.planning.shard_table import Int64s, concatenate, pack, unpack
+from dist_checkpointing.planning.shard_table import (
+    Int64s,
+    ShardTable,
+    concatenate,
+    pack,
+    unpack,
+)
 from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.interface import (
@@ -55,66 +62,49 @@ class Written:
     """What one rank has written.
 
     Attributes:
-        noted: Results for the writer's ``finish``.
-        rows: Table of the parts and objects that have a checksum, packed.
-        digests: Their checksums, 8 bytes each.
+        writer_results: Results for the writer's ``finish``.
+        table: Table of the parts and objects that have a checksum; packed where it travels.
+        checksums: Their checksums, 8 bytes each.
+        high_digests: Upper halves of their 128-bit digests, likewise; empty if they are not known.
+        fingerprint_sums: Sums of each of its tensors, packed, if fingerprints are taken.
         files: Files that the rank has made.
         save: Number of the save, if ranks may mistake one for another.
-        sums: Sums of each of its tensors, packed, if fingerprints are taken.
-        uppers: Upper halves of the 128-bit digests, 8 bytes each; empty if they are not known.
     """
 
-    noted: tuple[WriteResult, ...] = ()
-    rows: bytes = b""
-    digests: bytes = b""
+    writer_results: tuple[WriteResult, ...] = ()
+    table: ShardTable | bytes | None = None
+    checksums: bytes = b""
+    high_digests: bytes = b""
+    fingerprint_sums: bytes = b""
     files: tuple[SealedFile, ...] = ()
     save: int = 0
-    sums: bytes = b""
-    uppers: bytes = b""
 
+    def packed(self) -> Written:
+        """The same, to be sent to another rank."""
+        return replace(self, table=pack(self.table)) if isinstance(self.table, ShardTable) else self
+
+
+Finished = tuple[Sequence[SealedFile], Mapping[str, tuple[str, str]]]
+"""What rank 0 knows of a save whose data is complete: all files that the ranks have reported, and
+the name of each table of checksums with the first and the last key in it."""
 
 PlanReader = Callable[[LoadPlan, LoadPlanner, StorageReader, Index, Comm], None]
 """``read_plan``, or what has the same effect when all ranks call it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What rank 0 knows of a save whose data is complete; empty on the other ranks.
-
-    Attributes:
-        files: Files that the ranks have reported, the tables of checksums included.
-        tables: Name of each table of checksums -> first and last key in it.
-    """
-
-    files: tuple[SealedFile, ...] = ()
-    tables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-
-
 def write(
-    plan: SavePlan,
-    index: Index,
-    planner: SavePlanner,
-    writer: StorageWriter,
-    comm: Comm,
-) -> Finished:
+    plan: SavePlan, index: Index, planner: SavePlanner, writer: StorageWriter, comm: Comm
+) -> None:
     """Drive a writer through a planned save. Collective; every rank raises alike.
 
-    Durable when it returns, but not committed.
-
-    Args:
-        plan: what this rank writes.
-        index: what the checkpoint will hold.
-        planner: answers for the data of the plan's items.
-        writer: of this rank.
-        comm: the ranks that save together.
+    Durable when it returns, but not committed. The planner answers for the data of the plan.
     """
 
-    def write_own() -> Written:
+    def write_local() -> Written:
         return write_plan(prepare_write(plan, writer, comm), planner, writer, comm.rank)
 
-    of_ranks = gather_written(write_own, writer, comm)
-    with comm.agreed("finishing the write"):
-        return finish_durably(index, of_ranks, writer) if comm.rank == 0 else Finished()
+    of_ranks = gather_written(write_local, writer, comm)
+    finish_durably(index, of_ranks, writer, comm)
 
 
 def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan:
@@ -124,35 +114,32 @@ def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan
     alone. So it is the first thing that a rank does in a step that ends in an agreement.
     """
 
-    def own() -> SavePlan:
+    def plan_of_rank() -> SavePlan:
         set_up_writer(writer, rank=comm.rank, world_size=comm.world_size)
         return writer.prepare_local_plan(plan).for_index(plan.index)
 
     if type(writer).prepare_global_plan is StorageWriter.prepare_global_plan:
-        return own()
-    plans = comm.exchange("preparing to write", own)
+        return plan_of_rank()
+    plans = comm.exchange("preparing to write", plan_of_rank)
     prepared = comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))
     return prepared[comm.rank].for_index(plan.index)
 
 
 def gather_written(
-    write_own: Callable[[], Written], writer: StorageWriter, comm: Comm
+    write_local: Callable[[], Written], writer: StorageWriter, comm: Comm
 ) -> list[Written]:
     """What every rank has written, on rank 0, as far as ``finish_all`` needs it. Collective.
 
-    Args:
-        write_own: writes what this rank has to write, or fails. Every rank raises alike.
-        writer: of this rank.
-        comm: the ranks that save together.
+    ``write_local`` writes what this rank has to write, or fails: every rank raises alike.
     """
 
-    def told() -> Written:
-        written = write_own()
-        if not writer.gathers_results and comm.rank != 0:
-            written = replace(written, noted=())
-        return written
+    def result_of_rank() -> Written:
+        written = write_local()
+        if comm.rank and not writer.gathers_results:
+            written = replace(written, writer_results=())
+        return written if comm.world_size == 1 else written.packed()
 
-    return comm.to_rank0("writing", told)
+    return comm.to_rank0("writing", result_of_rank)
 
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
@@ -161,41 +148,45 @@ def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter)
     Durable but for names in the folder itself and in ``.dckpt``, which a commit makes durable.
     """
     if writer.takes_fingerprints:
-        index = with_fingerprints(index, [written.sums for written in of_ranks])
-    noted = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
-    unreported = writer.finish(Metadata.from_index(index), noted)
-    files = [*(unreported or ())]
-    files += [file for written in of_ranks for file in written.files]
-    tables = {}
-    if any(written.rows for written in of_ranks):
-        tables = _write_tables(of_ranks, writer, files)
-    return Finished(tuple(files), tables)
+        index = with_fingerprints(index, [written.fingerprint_sums for written in of_ranks])
+    asked = of_ranks if writer.gathers_results else of_ranks[:1]
+    results = [written.writer_results for written in asked]
+    files = [*(writer.finish(Metadata.from_index(index), results) or ())]
+    for written in of_ranks:
+        files += written.files
+    return files, _write_tables(of_ranks, writer, files)
 
 
-def finish_durably(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
-    """Write what describes the whole, on rank 0, without a commit. Durable when it returns."""
-    finished = finish_all(index, of_ranks, writer)
-    if writer.options.durability is Durability.FSYNC:
-        folder = writer.checkpoint_dir
-        location.fsync_folders([folder / file.name for file in finished.files], folder)
-        location.fsync_folder(folder)
-    return finished
+def finish_durably(
+    index: Index, of_ranks: Sequence[Written], writer: StorageWriter, comm: Comm
+) -> None:
+    """Write what describes the whole, durably, without a commit. Collective."""
+    with comm.agreed("finishing the write"):
+        if comm.rank == 0:
+            files, _ = finish_all(index, of_ranks, writer)
+            if writer.options.durability is Durability.FSYNC:
+                folder = writer.checkpoint_dir
+                location.fsync_folders([folder / file.name for file in files], folder)
+                location.fsync_folder(folder)
 
 
 def _write_tables(
     of_ranks: Sequence[Written], writer: StorageWriter, files: list[SealedFile]
 ) -> dict[str, tuple[str, str]]:
-    """Write the checksums of all ranks, sorted by key."""
-    rows, position = [], 0
+    """Write the checksums of all ranks, sorted by key; add to ``files``."""
+    tables_of_ranks, position = [], 0
     for rank, written in enumerate(of_ranks):
-        if written.rows:
-            table = unpack(written.rows, rank)
+        if written.table is not None:
+            packed = written.table
+            table = unpack(packed, rank) if isinstance(packed, bytes) else packed
             sources = np.arange(position, position + len(table), dtype=np.int32)
-            rows.append(replace(table, sources=sources))
+            tables_of_ranks.append(replace(table, sources=sources))
             position += len(table)
-    catalog = concatenate(rows)
-    digests = np.frombuffer(b"".join(w.digests for w in of_ranks), dtype="<u8")
-    uppers = np.frombuffer(b"".join(w.uppers for w in of_ranks), dtype="<u8")
+    if not tables_of_ranks:
+        return {}
+    catalog = concatenate(tables_of_ranks)
+    checksums = np.frombuffer(b"".join(w.checksums for w in of_ranks), dtype="<u8")
+    high = np.frombuffer(b"".join(w.high_digests for w in of_ranks), dtype="<u8")
     folder, durability = writer.checkpoint_dir, writer.options.durability
     location.make_folder(folder / CHECKSUMS_NAME)
     tables = {}
@@ -208,16 +199,16 @@ def _write_tables(
         catalog.offsets,
         catalog.shapes,
         catalog.flat,
-        digests[catalog.sources],
+        checksums[catalog.sources],
     )
     begin = 0
     for table_file in make_tables(columns):
         location.write_content(folder / table_file.name, table_file.data, durability)
         files.append(SealedFile.of_bytes(table_file.name, table_file.data))
         tables[table_file.name] = (table_file.first_key, table_file.last_key)
-        if len(uppers) == len(digests):
+        if len(high) == len(checksums):
             end = begin + table_file.num_rows
-            file, data = upper_file(table_file, uppers[catalog.sources[begin:end]])
+            file, data = upper_file(table_file, high[catalog.sources[begin:end]])
             location.write_content(folder / file.name, data, durability)
             files.append(file)
             begin = end
@@ -231,24 +222,28 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
     summing = SummingPlanner(planner, plan) if writer.takes_fingerprints else None
     results = result_of(writer.write_data(plan, summing or planner))
     rows, checksums = _checksums(results, len(plan.table))
-    packed, digests, uppers = b"", b"", b""
+    table, high, with_files = None, b"", results
     if len(rows):
-        kept = plan.table if len(rows) == len(plan.table) else plan.table.take(rows)
-        packed = pack(replace(kept, ranks=np.full(len(kept), rank, dtype=np.int32)))
-        digests = checksums.astype("<u8").tobytes()
-        if isinstance(results, WriteResults) and results.uppers is not None:
-            uppers = results.uppers[rows].astype("<u8").tobytes()
-    noted = results_for_finish(results, plan)
-    own = [results.rest] if isinstance(results, WriteResults) else results
+        table = plan.table if len(rows) == len(plan.table) else plan.table.take(rows)
+        table = replace(table, ranks=np.full(len(table), rank, dtype=np.int32), holders=None)
+    if isinstance(results, WriteResults):
+        with_files = [results.rest]
+        if len(rows) and results.uppers is not None:
+            high = results.uppers[rows].astype("<u8").tobytes()
     # Several items may share a file: the last size counts, which is the largest.
     files: dict[str, SealedFile] = {}
-    for result in own:
-        for file in result.files:
-            known = files.get(file.name)
-            if known is None or known.num_bytes <= file.num_bytes:
-                files[file.name] = file
-    sums = b"" if summing is None else summing.packed()
-    return Written(noted, packed, digests, tuple(files.values()), sums=sums, uppers=uppers)
+    for file in itertools.chain.from_iterable(result.files for result in with_files):
+        known = files.get(file.name)
+        if known is None or known.num_bytes <= file.num_bytes:
+            files[file.name] = file
+    return Written(
+        results_for_finish(results, plan),
+        table,
+        checksums.astype("<u8").tobytes(),
+        high,
+        b"" if summing is None else summing.packed(),
+        tuple(files.values()),
+    )
 
 
 def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.NDArray[np.uint64]]:

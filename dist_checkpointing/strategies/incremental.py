@@ -1,4 +1,4 @@
-"""What a save would write, and which files of a base checkpoint hold some of it already.
+"""``save(base=...)``: which bases are possible, and what a save would write that the base holds.
 
 A part of a plan is the same as one of the base if its key, box, dtype and 128-bit digest are. Each
 rank reads the digests of the keys that it writes, and nothing else.
@@ -20,9 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.hard_links import share_file
+from dist_checkpointing.filesystem.location import require_local
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (
     ChecksumColumns,
     Digest,
@@ -34,18 +41,24 @@ from dist_checkpointing.format.checksums import (
     read_digests,
     upper_name,
 )
-from dist_checkpointing.format.geometry import row_bytes
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.commit import read_config
+from dist_checkpointing.format.geometry import Ints, row_bytes
+from dist_checkpointing.format.index import Index, read_index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, is_in_attempt
 from dist_checkpointing.format.seal import Seal, SealedFile, check_files, read_seal
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning.chunking import nested_grids
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter
-from dist_checkpointing.storage.options import BaseCheck, StorageOptions
+from dist_checkpointing.storage.options import BaseCheck, Checksum, StorageOptions
 from dist_checkpointing.storage.staging import HostBlocks
+from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
+from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import serialize
+from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -54,6 +67,96 @@ _LARGE_BYTES: Final = 2**20
 _HEAD_BYTES: Final = 2**12
 """Of a large part, and of one that may lie in a larger one, so much is compared first."""
 _READ_BYTES: Final = 2**22
+
+
+def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: Location) -> None:
+    """Refuse a strategy whose checkpoints cannot share files, and a place where files cannot.
+
+    Raises:
+        UnsupportedFormatError: naming the strategy, or the place.
+        StrategyNotFoundError: if there is no such strategy.
+    """
+    require_local(folder, "an incremental save")
+    strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
+    writer = strategy.make_writer(Path()) if isinstance(strategy, PlannedSaveStrategy) else None
+    require_sharing(strategy, writer)
+
+
+def require_sharing(
+    strategy: SaveShardedStrategy, writer: StorageWriter | None, split: str | None = None
+) -> None:
+    """Refuse a base for a strategy that cannot share files with it, or that is not on one disk.
+
+    Args:
+        strategy: of the save.
+        writer: its writer, if it has one.
+        split: name of a checkpoint whose ranks do not share a disk; None for others.
+
+    Raises:
+        UnsupportedFormatError: naming the strategy.
+    """
+    message, finding = "the checkpoint cannot be incremental", None
+    if split is not None:
+        message = "each machine has a disk of its own"
+        finding = Finding(
+            "files are shared with a base that is whole on one disk",
+            path=split,
+            remedy="Save without a base, or to a disk that all ranks share.",
+        )
+    elif writer is None or not writer.shares_files:
+        finding = Finding(
+            "checkpoints of this format do not share files",
+            expected="the backend tensorstore or zarr",
+            found=f"{strategy.backend} {strategy.version}",
+            remedy="Save without a base, or with one of these backends.",
+        )
+    elif writer.options.checksum is Checksum.NONE:
+        finding = Finding(
+            "parts are compared by their digests, and none are made",
+            remedy="Save with StorageOptions(checksum=Checksum.XXH3).",
+        )
+    if finding is not None:
+        raise UnsupportedFormatError(message, [finding])
+
+
+def base_grids(
+    base: Path, folder: Location, saved: tuple[str, int], index: Index | None
+) -> dict[str, Ints] | None:
+    """Chunk shapes of a base that a save should take over, by key.
+
+    Args:
+        base: it.
+        folder: of the save.
+        saved: backend and version of the save.
+        index: what the save will hold; None if it cannot be cut in another way.
+
+    Returns:
+        None if the base is of another format.
+
+    Raises:
+        CheckpointNotFoundError: if the base is no checkpoint.
+        CheckpointingException: if it is the folder that is written.
+    """
+    if base.resolve() == Path(folder).resolve():
+        finding = Finding(
+            "the base is the folder of the save itself",
+            path=str(folder),
+            remedy="Save into another folder.",
+        )
+        raise CheckpointingException("a checkpoint cannot be its own base", [finding])
+    config = read_config(base)
+    stored = (config.sharded_backend, config.sharded_backend_version)
+    if stored != saved:
+        logger.warning("nothing is shared with %s: it is of format %s, not %s", base, stored, saved)
+        return None
+    if index is None:
+        return {}
+    try:
+        stored_index = read_index(base)
+    except (CheckpointingException, OSError) as error:
+        logger.info("the chunks of %s are not known: %s", base, error)
+        return {}
+    return {} if stored_index is None else nested_grids(index, stored_index)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -175,8 +175,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
             comm,
             cache=cache,
             others=others,
-            folder=writer.checkpoint_dir,
-            saved_as=f"{self.backend} {self.version}",
+            destination=(str(writer.checkpoint_dir.absolute()), f"{self.backend} {self.version}"),
         )
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
@@ -209,9 +208,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
 
         def finish() -> None:
             of_ranks = driver.gather_written(written.result, writer, comm)
-            with comm.agreed("finishing the write"):
-                if comm.rank == 0:
-                    driver.finish_durably(agreed.index, of_ranks, writer)
+            driver.finish_durably(agreed.index, of_ranks, writer, comm)
 
         return AsyncRequest(write, (), [finish])
 

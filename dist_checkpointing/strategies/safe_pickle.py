@@ -41,7 +41,7 @@ from dist_checkpointing.mapping.nested_dicts import Path as StatePath
 from dist_checkpointing.mapping.nested_dicts import path_text
 from dist_checkpointing.strategies.pickle_scanner import BadPickle
 from dist_checkpointing.strategies.torch_archives import BadRecord, check_torch_file
-from dist_checkpointing.validation.unwrapped import Found, walk, without_values
+from dist_checkpointing.validation.save_errors import Found, walk, without_values
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.mapping.tensor_memory import is_lossless, overlaps_itself
 from dist_checkpointing.planning.load_plan import TensorColumns
+from dist_checkpointing.validation.save_errors import is_there
 from dist_checkpointing.validation.strictness import StrictHandling
-from dist_checkpointing.validation.unwrapped import is_there
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -359,7 +359,7 @@ def test_waiting_tells_and_callbacks_come_once(
         assert may_go.wait(30)
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(SaveJob, "write_own", slow)
+    monkeypatch.setattr(SaveJob, "write_local", slow)
     handle = async_save(state, tmp_path / "a", comm=SingleProcess())
     handle.add_done_callback(callback)
     assert not handle.wait(0.01)

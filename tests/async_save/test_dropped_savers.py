@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from dist_checkpointing import AsyncSaver, CheckpointManager, load_plain_tensors
 from dist_checkpointing.comm import TorchComm, default_comm
-from dist_checkpointing.serialization.async_save import StagedSave
+from dist_checkpointing.serialization.save_steps import SaveJob
 from states import at_step
 
 ROUNDS = 2
@@ -120,13 +120,13 @@ def test_a_save_under_way_is_brought_to_its_end(
     default_comm().agree("being here", None)
     drop(tmp_path, 0)
     before = held(store)
-    may_go_on, write_own = threading.Event(), StagedSave.write_own
+    may_go_on, write_own = threading.Event(), SaveJob.write_local
 
-    def wait_and_write(self: StagedSave) -> None:
+    def wait_and_write(self: SaveJob) -> None:
         assert may_go_on.wait(30)
         write_own(self)
 
-    monkeypatch.setattr(StagedSave, "write_own", wait_and_write)
+    monkeypatch.setattr(SaveJob, "write_local", wait_and_write)
     saver = AsyncSaver()
     handle = saver.save(at_step(7), tmp_path / "c")
     del saver

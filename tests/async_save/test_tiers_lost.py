@@ -20,7 +20,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.manager import tier_copies
-from dist_checkpointing.serialization.disk_parts import Disks
+from dist_checkpointing.serialization.save_steps import Disks
 from dist_checkpointing.testing import run_ranks
 from split_disks import (
     check,
@@ -146,7 +146,7 @@ def test_a_job_that_died_before_every_disk_had_noted_the_commit(
 
 def test_a_rank_that_fails_leaves_nothing_on_any_disk(tmp_path: Path) -> None:
     root = new_url()
-    own = Disks.secure_part
+    own = Disks.make_part_durable
 
     def fail(disks: Disks, part: Any, durability: Any, comm: Comm) -> None:
         own(disks, part, durability, comm)
@@ -160,7 +160,7 @@ def test_a_rank_that_fails_leaves_nothing_on_any_disk(tmp_path: Path) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 comm.all_gather(None)
                 if comm.rank == 0:
-                    patch.setattr(Disks, "secure_part", fail)
+                    patch.setattr(Disks, "make_part_durable", fail)
                 comm.all_gather(None)
                 with pytest.raises(RankFailedError, match="no space left"):
                     manager.save(2, state(comm, 2))

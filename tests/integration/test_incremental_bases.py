@@ -20,7 +20,7 @@ from dist_checkpointing.filesystem import hard_links
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_options import SaveHooks
+from dist_checkpointing.serialization.save_steps import SaveHooks
 from dist_checkpointing.storage.options import BaseCheck, StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy

@@ -393,7 +393,7 @@ def test_copies_by_comparison() -> None:
             held.setdefault(identity(leaf), set()).add(rank)
     for leaves, copies in of_ranks:
         assert len(copies.parts) == len(held)
-        for leaf, part in zip(leaves, copies.own.tolist(), strict=True):
+        for leaf, part in zip(leaves, copies.local.tolist(), strict=True):
             parts = copies.parts
             assert identity(leaf) == (parts.key(part), parts.box(part), parts.flat_range(part))
             assert set(copies.holders(part).tolist()) == held[identity(leaf)]

@@ -321,10 +321,10 @@ class DCPWriter(dcp_storage.StorageWriter):
             self._writer = self._strategy.make_writer(self.path)
             set_up_writer(self._writer, rank=rank_plan.rank, world_size=rank_plan.world_size)
         data = _ResolvedData(plan.items, rank_plan.plan.items, planner)
-        written = write_plan(rank_plan.plan, data, self._writer, rank_plan.rank)
+        written = write_plan(rank_plan.plan, data, self._writer, rank_plan.rank).packed()
         report = Report(
             rank_plan.save_plan_id,
-            written if self._writer.gathers_results else replace(written, noted=()),
+            written if self._writer.gathers_results else replace(written, writer_results=()),
             {
                 item.index.fqn: _content(planner.resolve_data(item))
                 for item in plan.items
@@ -359,7 +359,9 @@ class DCPWriter(dcp_storage.StorageWriter):
         except CheckpointingException:
             self._give_up()
             raise
-        finished = finish_all(self._index, [report.written for report in reports], self._writer)
+        files, tables = finish_all(
+            self._index, [report.written for report in reports], self._writer
+        )
         durability = self._writer.options.durability
         self._common.lasting(durability).save_common(nested, self.path)
         keys.write(self.path, durability)
@@ -370,8 +372,8 @@ class DCPWriter(dcp_storage.StorageWriter):
         write_seal(
             self.path,
             config,
-            finished.files,
-            tables=finished.tables,
+            files,
+            tables=tables,
             created=self._attempt.creates,
             durability=durability,
         )

@@ -19,7 +19,7 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_options import SaveHooks
+from dist_checkpointing.serialization.save_steps import SaveHooks
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveShardedStrategy

@@ -21,7 +21,7 @@ from dist_checkpointing.interop.megatron.modules.strategies.base import get_defa
 from dist_checkpointing.interop.megatron.modules.validation import _validate_common_state_dict
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_options import SaveHooks
+from dist_checkpointing.serialization.save_steps import SaveHooks
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata

@@ -1,4 +1,6 @@
-"""Tensors that are not wrapped: how they are found, and refused where they would be lost."""
+"""What a save refuses about a state dict: no data, unwrapped distributed tensors, layouts, and keys
+that clash. Also plain tensors of a template that a load would not fill.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
     DictKey,
@@ -26,6 +30,7 @@ from dist_checkpointing.mapping.nested_dicts import (
     path_text,
 )
 from dist_checkpointing.mapping.state_dict_parts import Partition
+from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.validation.strictness import StrictHandling
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -252,12 +257,49 @@ def check_filled(parts: Partition, stored: Mapping[Any, Any], flag: StrictHandli
     logger.warning("%s", error)
 
 
+def check_data(parts: Partition) -> None:
+    """Refuse main replicas without data."""
+    # Paths are made when they are asked for, and most states have all data.
+    if all(leaf.data is not None for leaf in parts.tensors.values()):
+        return
+    findings = [
+        Finding(
+            f"data is None at {path_text(path)}",
+            leaf.key,
+            remedy="A leaf without data can only be loaded.",
+        )
+        for path, leaf in parts.tensors.items()
+        if leaf.data is None and is_main_replica(leaf.replica_id)
+    ]
+    if findings:
+        raise InvalidShardingError("there is nothing to save for some shards", findings)
+
+
+def refuse_shared_keys(index: Index, objects: ShardTable) -> None:
+    """Refuse keys that are tensors on some ranks and objects on others."""
+    keys = np.array(objects.key_column)
+    findings = [
+        Finding(
+            "is a ShardedTensor on some ranks and a ShardedObject on others",
+            key,
+            ranks=tuple(objects.ranks_of(keys == key).tolist()),
+            remedy="Rename one of them.",
+        )
+        for key in sorted({*objects.key_column})
+        if key in index
+    ]
+    if findings:
+        raise InvalidShardingError("keys of the state dict clash", findings)
+
+
 def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
     """Check that the data of shards is dense and in memory.
 
     Raises:
         InvalidShardingError: with all other shards.
     """
+    if not any(leaf.data is not None and without_values(leaf.data) for leaf in tensors.values()):
+        return
     findings = [
         Finding(f"the data at {path_text(path)} is {problem}", leaf.key, remedy=remedy)
         for path, leaf in tensors.items()
