@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
-import struct
+import pickle
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ import torch
 import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import Int64s, Ints, PieceColumns
+from dist_checkpointing.format.geometry import Ints, PieceColumns
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.sharded_tensor import fields_of
@@ -35,7 +34,6 @@ from dist_checkpointing.planning.shard_table import (
     Int32s,
     PackedTable,
     ShardTable,
-    column_end,
     concatenate,
     pack,
     pack_column,
@@ -124,14 +122,8 @@ def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
 
 
 _INLINE_BYTES = 1 << 24
-
-
 """What all ranks together may send with their digests, so that few ranks need one step only."""
-
-
 _RANKS_A_SENDER = 8
-
-
 """If fewer ranks than one in so many have something to send, they send in turn; else all at once,
 which takes as much room for every rank as for the one with most."""
 
@@ -277,12 +269,7 @@ def _sent(
     return data
 
 
-_HEAD = struct.Struct("<QQQQQ")
-
-
 _KEYS_A_BLOCK = 256
-
-
 _LEVEL = 1
 
 
@@ -318,7 +305,7 @@ class SharedIndex:
         if self.whole is not None:
             yield from self.whole
         for block in self.blocks:
-            yield from _Block(block).keys
+            yield from _keys_of(block)
 
     def index(self, keys: Collection[str] | None) -> Index:
         """The index of the tensors and objects with these keys, as far as they exist; None: all."""
@@ -328,84 +315,67 @@ class SharedIndex:
             wanted: Sequence[int] = range(len(self.blocks))
             objects = self.objects
         else:
-            places = {bisect.bisect_left(self.last_keys, key) for key in keys}
-            wanted = sorted(places - {len(self.blocks)})
+            blocks = {bisect.bisect_left(self.last_keys, key) for key in keys}
+            wanted = sorted(blocks - {len(self.blocks)})
             objects = {key: self.objects[key] for key in keys if key in self.objects}
-        parts = [_Block(self.blocks[number]).index(keys) for number in wanted]
+        parts = [_index_of(self.blocks[number], keys) for number in wanted]
         return replace(_joined(parts), objects=objects, codec=self.codec)
 
 
 def _pack(index: Index, pieces: PieceColumns, rows: list[int]) -> bytes:
     keys = [index.keys_column[row] for row in rows]
     names = {name: i for i, name in enumerate(dict.fromkeys(index.dtype_column[r] for r in rows))}
-    in_pieces = [key for key in keys if key in pieces]
-    own = PieceColumns.of({key: pieces[key] for key in in_pieces})
-    has_grid = index.has_grid[rows]
-    columns = [
-        np.array([names[index.dtype_column[row]] for row in rows], dtype=np.int64),
-        np.array([len(index.global_shape_column[row]) for row in rows], dtype=np.int64),
-        has_grid.astype(np.int64),
-        *index.global_shapes[rows].T,
-        *index.chunk_shapes[rows].T,
-    ]
-    counts = np.diff(own.starts)
-    of_pieces = [*own.offsets.T, *own.shapes.T, *own.flat.T]
-    text = json.dumps([keys, [*names]]).encode()
-    width = index.global_shapes.shape[1]
-    sizes = (len(rows), width, len(own.flat), own.offsets.shape[1], len(text))
-    packed = [*map(pack_column, [*columns, counts, *of_pieces])]
-    return zlib.compress(b"".join([_HEAD.pack(*sizes), text, *packed]), _LEVEL)
+    some = PieceColumns.of({key: pieces[key] for key in keys if key in pieces})
+    dtypes = [names[index.dtype_column[row]] for row in rows]
+    ndim = [len(index.global_shape_column[row]) for row in rows]
+    tables = (
+        np.array([dtypes, ndim, index.has_grid[rows]], dtype=np.int64).T,
+        index.global_shapes[rows],
+        index.chunk_shapes[rows],
+        np.diff(some.starts).reshape(-1, 1),
+        some.offsets,
+        some.shapes,
+        some.flat,
+    )
+    packed = [(len(table), [*map(pack_column, table.T)]) for table in tables]
+    return zlib.compress(pickle.dumps((keys, [*names], packed)), _LEVEL)
 
 
-class _Block:
-    """Some tensors of an index, as ``_pack`` packs them."""
+def _keys_of(block: bytes) -> Sequence[str]:
+    keys: Sequence[str] = pickle.loads(zlib.decompress(block))[0]  # noqa: S301 - from rank 0
+    return keys
 
-    def __init__(self, packed: bytes) -> None:
-        self._data = zlib.decompress(packed)
-        sizes = _HEAD.unpack_from(self._data)
-        self._rows, self._width, self._pieces, self._piece_width, text_size = sizes
-        self._at = _HEAD.size + text_size
-        self.keys, self._dtypes = json.loads(self._data[_HEAD.size : self._at])
 
-    def index(self, wanted: Collection[str] | None) -> Index:
-        """The tensors with these keys; None: all."""
-        chosen = [i for i, key in enumerate(self.keys) if wanted is None or key in wanted]
-        dtypes, ndim, has_grid = (self._next(self._rows) for _ in range(3))
-        shapes, chunks = (self._table(self._rows, self._width) for _ in range(2))
-        in_pieces = np.flatnonzero(has_grid == 0)
-        counts = self._next(len(in_pieces))
-        offsets, boxes = (self._table(self._pieces, self._piece_width) for _ in range(2))
-        flat = self._table(self._pieces, 2)
-        is_chosen = np.zeros(self._rows, dtype=np.bool_)
-        is_chosen[chosen] = True
-        own = is_chosen[in_pieces]
-        rows = np.repeat(own, counts)
-        axes = ndim.tolist()
-        return Index(
-            [self.keys[i] for i in chosen],
-            [self._dtypes[dtypes[i]] for i in chosen],
-            [tuple(shapes[i, : axes[i]].tolist()) for i in chosen],
-            [tuple(chunks[i, : axes[i]].tolist()) if has_grid[i] else None for i in chosen],
-            PieceColumns(
-                [self.keys[i] for i in in_pieces[own].tolist()],
-                np.concatenate([[0], np.cumsum(counts[own])]),
-                ndim[in_pieces][own],
-                offsets[rows],
-                boxes[rows],
-                flat[rows],
-            ),
-        )
-
-    def _next(self, rows: int) -> Int64s:
-        column = unpack_column(self._data, self._at, rows)
-        self._at = column_end(self._data, self._at, rows)
-        return column
-
-    def _table(self, rows: int, width: int) -> Int64s:
-        table = np.empty((rows, width), dtype=np.int64)
-        for axis in range(width):
-            table[:, axis] = self._next(rows)
-        return table
+def _index_of(block: bytes, wanted: Collection[str] | None) -> Index:
+    """The tensors of a block with these keys; None: all."""
+    keys, names, packed = pickle.loads(zlib.decompress(block))  # noqa: S301 - from rank 0
+    kinds, shapes, chunks, counts, offsets, boxes, flat = (
+        np.array([unpack_column(column, 0, rows) for column in columns], dtype=np.int64)
+        .reshape(len(columns), rows)
+        .T
+        for rows, columns in packed
+    )
+    chosen = [i for i, key in enumerate(keys) if wanted is None or key in wanted]
+    dtypes, ndim, has_grid = kinds.T
+    axes = ndim.tolist()
+    in_pieces = np.flatnonzero(has_grid == 0)
+    is_chosen = np.isin(in_pieces, chosen)
+    rows = np.repeat(is_chosen, counts[:, 0])
+    in_pieces = in_pieces[is_chosen]
+    return Index(
+        [keys[i] for i in chosen],
+        [names[dtypes[i]] for i in chosen],
+        [tuple(shapes[i, : axes[i]].tolist()) for i in chosen],
+        [tuple(chunks[i, : axes[i]].tolist()) if has_grid[i] else None for i in chosen],
+        PieceColumns(
+            [keys[i] for i in in_pieces.tolist()],
+            np.concatenate([[0], np.cumsum(counts[is_chosen])]),
+            ndim[in_pieces],
+            offsets[rows],
+            boxes[rows],
+            flat[rows],
+        ),
+    )
 
 
 def _joined(parts: Sequence[Index]) -> Index:

@@ -13,8 +13,8 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def call_hook(hook: Callable[..., Any], *args: Any, **facts: Any) -> Any:
     """Call a method with what it must have, and with those of the facts that it has names for."""
     # What is no method may hold on to memory of its user.
-    own = getattr(hook, "__func__", None)
-    names = _names(hook) if own is None else _names_of_method(own)
+    function = getattr(hook, "__func__", None)
+    names = _names(hook) if function is None else _names_of_method(function)
     if names is not None:
         facts = {name: fact for name, fact in facts.items() if name in names}
     return hook(*args, **facts)

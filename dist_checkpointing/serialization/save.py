@@ -19,7 +19,7 @@ from dist_checkpointing.serialization.save_steps import (
     JobOptions,
     SaveHooks,
     SaveJob,
-    make_job,
+    UnplannedSaveJob,
     require_known,
 )
 from dist_checkpointing.storage.progress import Meter, ProgressOption
@@ -29,7 +29,9 @@ from dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
-from dist_checkpointing.strategies.selection import Selection
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.threads import paused_collector
 
 
@@ -213,9 +215,12 @@ def planned_job(
 
     @paused_collector()
     def facts_of_rank() -> tuple[Mapping[str, ShardTable], RankFacts]:
-        job = make_job(state_dict, folder, comm.rank, meter, hooks, options)
-        if is_async and not isinstance(job.strategy, AsyncSaveShardedStrategy):
-            message = f"Cannot apply async_save to non-async strategy {job.strategy}"
+        selection = options.get("sharded_strategy")
+        strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
+        kind = SaveJob if isinstance(strategy, PlannedSaveStrategy) else UnplannedSaveJob
+        job = kind(strategy, state_dict, folder, comm.rank, meter, hooks, options)
+        if is_async and not isinstance(strategy, AsyncSaveShardedStrategy):
+            message = f"Cannot apply async_save to non-async strategy {strategy}"
             raise CheckpointingException(message)
         jobs.append(job)
         return job.facts_of_rank(comm)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 import xxhash
@@ -30,7 +30,6 @@ from dist_checkpointing.filesystem.location import (
     relative,
     require_local,
 )
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
@@ -222,8 +221,7 @@ class SaveHooks:
     disks: Disks | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedFolder:
+class ClaimedFolder(NamedTuple):
     """What rank 0 has claimed.
 
     Attributes:
@@ -239,56 +237,7 @@ class ClaimedFolder:
     folder: str
     data: str
     config: CheckpointingConfig
-    creates: tuple[str, ...] = ()
-
-    def check(self, folder: Location, config: CheckpointingConfig, rank: int) -> None:
-        """Refuse a rank that does not see the attempt in its own folder, or saves otherwise.
-
-        Raises:
-            CheckpointingException: naming the rank.
-        """
-        if rank == 0:
-            return
-        if config != self.config:
-            finding = Finding(
-                "ranks save in different formats",
-                expected=f"{self.config}, as on rank 0",
-                found=config,
-                ranks=(rank,),
-                remedy="Pass the same strategies on every rank.",
-            )
-            raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
-        deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
-        while not is_in_attempt(folder, self.attempt):
-            if time.monotonic() > deadline:
-                finding = Finding(
-                    "this rank does not see the folder that rank 0 has claimed",
-                    expected=f"{self.folder}, as on rank 0",
-                    found=str(folder.absolute()),
-                    ranks=(rank,),
-                    path=str(folder / ATTEMPT_NAME),
-                    remedy="Save to a file system that all ranks share, under the same path.",
-                )
-                raise CheckpointingException("the ranks do not save into one folder", [finding])
-            # A network file system may show a new file a little later.
-            time.sleep(pause)
-            pause = min(1.0, 2 * pause)
-
-
-def make_job(
-    state_dict: ShardedStateDict,
-    folder: str | PathLike[str],
-    rank: int,
-    meter: Meter,
-    hooks: SaveHooks,
-    options: JobOptions,
-) -> SaveJob:
-    """The job of this rank, with what its strategy makes of the steps."""
-    selection = options.get("sharded_strategy")
-    selected: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, selection)
-    strategy = selected.resolved()
-    kind = SaveJob if isinstance(strategy, PlannedSaveStrategy) else UnplannedSaveJob
-    return kind(strategy, state_dict, folder, rank, meter, hooks, options)
+    creates: tuple[str, ...]
 
 
 class SaveJob:
@@ -473,14 +422,16 @@ class SaveJob:
             tables = planning.exchange(comm)
         else:
             tables = planning.exchange_missing_tables(comm, exchanged)
-        decide = paused_collector()(planning.plan_from_tables)
-        self._planned: Outcome[Any] = Outcome.of(PLANNING, lambda: decide(tables))
-        agreed = self._planned.result
-        if agreed is not None:
+
+        @paused_collector()
+        def plan() -> None:
+            agreed = planning.plan_from_tables(tables)
             if agreed.dropped and self.rank == 0:
                 logger.info("left out by the planner: %s", ", ".join(agreed.dropped))
             self._plan, self.index, self._others = agreed.plan, agreed.index, agreed.others
             self.planner = planning.planner
+
+        self._planned = Outcome.of(PLANNING, plan)
 
     def _share_with(self, base: str | PathLike[str], comm: Comm) -> None:
         """Let the writer share files of a base, if its format is that of the save. Collective.
@@ -563,8 +514,34 @@ class SaveJob:
             self.check_claim()
 
     def check_claim(self) -> None:
-        """Make sure that this rank sees what rank 0 has claimed; see ``ClaimedFolder``."""
-        self._claimed.check(self.data_folder, self._config, self.rank)
+        """Refuse a rank that does not see what rank 0 has claimed, or saves otherwise."""
+        claimed, folder, rank = self._claimed, self.data_folder, self.rank
+        if rank == 0:
+            return
+        if self._config != claimed.config:
+            finding = Finding(
+                "ranks save in different formats",
+                expected=f"{claimed.config}, as on rank 0",
+                found=self._config,
+                ranks=(rank,),
+                remedy="Pass the same strategies on every rank.",
+            )
+            raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
+        deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
+        while not is_in_attempt(folder, claimed.attempt):
+            if time.monotonic() > deadline:
+                finding = Finding(
+                    "this rank does not see the folder that rank 0 has claimed",
+                    expected=f"{claimed.folder}, as on rank 0",
+                    found=str(folder.absolute()),
+                    ranks=(rank,),
+                    path=str(folder / ATTEMPT_NAME),
+                    remedy="Save to a file system that all ranks share, under the same path.",
+                )
+                raise CheckpointingException("the ranks do not save into one folder", [finding])
+            # A network file system may show a new file a little later.
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
 
     # Copies, for a save in the background.
 
