@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Literal
@@ -16,7 +16,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import changes
-from dist_checkpointing.mapping import ShardedTensor, tensor_memory
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor, tensor_memory
 from dist_checkpointing.planning.shard_table import (
     Bools,
     Int32s,
@@ -160,7 +160,7 @@ class ReplicaComparison:
 
     def __init__(
         self,
-        shards: Sequence[ShardedTensor],
+        leaves: Iterable[ShardedBase],
         check: ReplicaCheck,
         on_mismatch: OnReplicaMismatch,
         comm: Comm,
@@ -168,7 +168,9 @@ class ReplicaComparison:
         self._is_off = check is ReplicaCheck.OFF
         if self._is_off:
             return
-        self._shards = [shard for shard in shards if shard.data is not None]
+        self._shards = [
+            leaf for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None
+        ]
         self._is_sampled, self._on_mismatch = check is ReplicaCheck.SAMPLE, on_mismatch
         self._comm = comm
         self._cache: _Cache = comm.kept.setdefault(_CACHE_NAME, _Cache())

@@ -188,10 +188,6 @@ class ShardTable:
         table = replace(self.take(rows), ranks=ranks, holders=None)
         return table.take(np.lexsort((ranks, table.keys)))
 
-    def column(self, name: str) -> Any:
-        """One of ``COLUMNS``."""
-        return getattr(self, name)
-
     @property
     def key_column(self) -> list[str]:
         """Key of every row."""

@@ -367,7 +367,7 @@ class SaveJob:
             common = self._common_digests().number
         tables, facts = self._tables(comm)
         self._replicas = ReplicaComparison(
-            [leaf for leaf in self.leaves.values() if isinstance(leaf, ShardedTensor)],
+            self.leaves.values(),
             self._options.get("replicas", ReplicaCheck.OFF),
             self._options.get("on_replica_mismatch", "raise"),
             comm,
