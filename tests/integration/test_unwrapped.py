@@ -17,7 +17,7 @@ import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.interop import shard_state_dict
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.validation import unwrapped
+from dist_checkpointing.validation import save_errors
 from simulated_groups import fake_rank, the_one_error
 
 pytestmark = pytest.mark.filterwarnings(
@@ -237,7 +237,7 @@ def test_a_tensor_that_one_rank_would_not_fill_is_the_error_of_all(tmp_path: Pat
 def test_large_tensors_in_the_common_state_are_a_warning_with_the_lines_that_wrap_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unwrapped, "LARGE_BYTES", 4096)
+    monkeypatch.setattr(save_errors, "LARGE_BYTES", 4096)
     tensor = torch.zeros(1024)
     dc.save({"m": {"a": tensor, "the same": [tensor]}}, tmp_path / "small")
     assert caplog.text == ""
