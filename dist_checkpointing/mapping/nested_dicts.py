@@ -42,8 +42,6 @@ class Position(NamedTuple):
 
 
 Step = DictKey | Position
-
-
 Path = tuple[Step, ...]
 
 
@@ -53,8 +51,6 @@ class _Missing:
 
 
 MISSING: Final = _Missing()
-
-
 T = TypeVar("T")
 
 
@@ -330,8 +326,6 @@ def part_of(skeleton: Skeleton | None, leaves: Iterator[Any]) -> Any:
 
 
 NO_LEAF: Final = object()
-
-
 """Stands where ``overlay_all`` has nothing to put."""
 
 

@@ -16,32 +16,14 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError
 
 StateDict = dict[str, Any]
-
-
 """Names and values, which may be nested: dicts, lists and tuples with tensors and plain values."""
-
-
 CommonStateDict = dict[str, Any]
-
-
 """What is the same on all ranks and is saved once: all that is in no leaf of its own."""
-
-
 ShardedStateDict = dict[str, Any]
-
-
 """A state dict whose distributed tensors and objects are leaves, such as ``ShardedTensor``."""
-
-
 ReplicaId = int | tuple[int, ...]
-
-
 """Which copy this is; the copy with zeros only is the main one, which is written."""
-
-
 _INT = frozenset({int})
-
-
 Leaf = TypeVar("Leaf", bound="ShardedBase")
 
 
@@ -59,7 +41,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     return all(part == 0 for part in replica_id)
 
 
-def invalid_sharding(key: str, problem: str, **details: Any) -> InvalidShardingError:
+def invalid_sharding(key: str | None, problem: str, **details: Any) -> InvalidShardingError:
     """The error about one thing that is wrong with the leaf ``key``."""
     return InvalidShardingError(f"invalid sharding of {key!r}", [Finding(problem, key, **details)])
 
@@ -135,8 +117,6 @@ class ShardedBase(ABC):
 
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
-
-
 FactoryMergeFn = Callable[[Any], Any]
 
 

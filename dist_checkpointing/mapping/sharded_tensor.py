@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-if TYPE_CHECKING:
-    pass
-
-
 def narrowed(leaf: ShardedTensor, dim: int, start: int, length: int) -> list[ShardedTensor]:
     """See ``ShardedTensor.narrow``."""
     if not -len(leaf.local_shape) <= dim < len(leaf.local_shape):
@@ -90,12 +86,7 @@ def narrowed(leaf: ShardedTensor, dim: int, start: int, length: int) -> list[Sha
     return [cut]
 
 
-if TYPE_CHECKING:
-    pass
-
-
-fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(
-    "key",
+_CHECKED_FIELDS = (
     "dtype",
     "local_shape",
     "global_shape",
@@ -106,8 +97,8 @@ fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(
     "allow_shape_mismatch",
     "flattened_range",
 )
-
-
+_checked_fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*_CHECKED_FIELDS)
+fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter("key", *_CHECKED_FIELDS)
 """All fields of a ShardedTensor but ``data``, in the order of the class."""
 
 
@@ -233,8 +224,6 @@ def require_tensor(data: Any, key: str) -> None:
 
 
 RankOffset = tuple[SupportsIndex, SupportsIndex, SupportsIndex]
-
-
 """An axis, the position of this part along it, and the number of parts, all of one size."""
 
 
@@ -307,7 +296,7 @@ class ShardedTensor(ShardedBase):
         """What ``check_fields`` looks at; data must be None or a tensor."""
         data = self.data
         described = None if data is None else (data.dtype, data.is_nested or data.shape)
-        return (type(data), *fields_of(self), described)
+        return (type(data), *_checked_fields_of(self), described)
 
     @property
     def has_regular_grid(self) -> bool:

@@ -30,7 +30,6 @@ __all__ = [
     "is_plain_memory",
     "plain_addresses",
 ]
-
 # float8_e8m0fnu came with torch 2.7.
 DTYPES = tuple(row for row in ELEMENT_TYPES if hasattr(torch, row.name))
 _BY_TORCH = {row.torch: row for row in DTYPES}

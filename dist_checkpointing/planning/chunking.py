@@ -25,8 +25,14 @@ from dist_checkpointing.format.geometry import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.items import SavePlan
-from dist_checkpointing.planning.resharding import counted
-from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int64s, ShardTable, shared_shapes
+from dist_checkpointing.planning.shard_table import (
+    OBJECT,
+    Bools,
+    Int64s,
+    ShardTable,
+    counted,
+    shared_shapes,
+)
 
 CutRows = tuple[ShardTable, Int64s]
 
@@ -109,8 +115,6 @@ def concatenate_cuts(parts: list[CutRows]) -> CutRows:
 
 
 _MOST_CHUNKS: Final = 64
-
-
 """Chunks of the base in a new one: more would make files and tables larger and larger."""
 
 
@@ -238,8 +242,6 @@ class KeyGroups:
 
 
 MAX_CHUNK_BYTES = 32 * 2**20
-
-
 _MIN_CHUNK_BYTES = 2**20
 
 

@@ -24,11 +24,7 @@ from dist_checkpointing.planning.chunking import KeyGroups
 from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, Int64s, ShardTable
 
 _PRIME: Final = 2**31 - 1
-
-
 """A product of two weights modulo this fits into 64 bits."""
-
-
 _TRIALS: Final = 3
 
 
@@ -94,8 +90,6 @@ def _weight(weights: Sequence[Int64s], starts: Int64s, ends: Int64s) -> Int64s:
 
 
 _MAX_NAMED_RANKS = 16
-
-
 _MAX_NAMED_PARTS = 4
 
 

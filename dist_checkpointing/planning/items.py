@@ -357,8 +357,6 @@ class LocalPlans(tuple[SavePlan, ...]):  # noqa: SLOT001 - it keeps its catalog
 
 
 NOWHERE = Window(0, (), Box((), ()))
-
-
 """The windows of a cell of a sharded object."""
 
 

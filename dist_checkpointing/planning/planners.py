@@ -43,8 +43,6 @@ from dist_checkpointing.planning.resharding import WantedLeaves, plan_load
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
 
 Leaves = Mapping[Path, ShardedBase]
-
-
 """A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""
 
 

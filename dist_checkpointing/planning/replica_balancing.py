@@ -28,11 +28,7 @@ from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, Integers, ShardTable
 
 ShardId = TypeVar("ShardId", bound=Hashable)
-
-
 _FEW_SETS = 8
-
-
 """With fewer independent sets of ranks than this, a heap is faster than arrays."""
 
 
@@ -339,14 +335,8 @@ def fixed_rows(catalog: ShardTable, shared: Replicas) -> Int64s:
 
 
 _WELL_BALANCED = 1.05
-
-
 _MIN_CHUNK_BYTES = 2**18
-
-
 _CHUNKS_A_RANK = 32
-
-
 """With chunks of a thirty-second of what a rank writes, ranks differ by no more than that."""
 
 
