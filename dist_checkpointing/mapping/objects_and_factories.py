@@ -115,6 +115,10 @@ class ShardedBase(ABC):
     def without_data(self) -> ShardedBase:
         """The same description with ``data=None``."""
 
+    def _wrong(self, problem: str, **details: Any) -> InvalidShardingError:
+        """The error about one thing that is wrong with this leaf."""
+        return invalid_sharding(self.key, problem, **details)
+
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
 FactoryMergeFn = Callable[[Any], Any]
@@ -265,12 +269,9 @@ class ShardedObject(ShardedBase):
             plain_ints(getattr(self, name), name, self.key)
         plain_replica_id(self.replica_id, self.key)
         if len(self.global_shape) != len(self.global_offset):
-            raise invalid_sharding(
-                self.key,
-                "global_offset must have as many entries as global_shape",
-                expected=len(self.global_shape),
-                found=self.global_offset,
-            )
+            problem = "global_offset must have as many entries as global_shape"
+            axes = len(self.global_shape)
+            raise self._wrong(problem, expected=axes, found=self.global_offset)
 
     def without_data(self) -> ShardedObject:
         return replace(self, data=None)
