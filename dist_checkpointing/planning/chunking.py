@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from dist_checkpointing.format.geometry import (
     split_flat_range,
 )
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning.items import SavePlan
 from dist_checkpointing.planning.shard_table import (
     OBJECT,
     Bools,
@@ -33,6 +32,9 @@ from dist_checkpointing.planning.shard_table import (
     counted,
     shared_shapes,
 )
+
+if TYPE_CHECKING:
+    from dist_checkpointing.planning.items import SavePlan
 
 CutRows = tuple[ShardTable, Int64s]
 
