@@ -30,7 +30,6 @@ from dist_checkpointing.mapping.dtensor_boxes import LocalPart, local_part
 from dist_checkpointing.mapping.nested_dicts import (
     DictKey,
     Path,
-    containers_with,
     flatten,
     path_text,
     unflatten,
@@ -70,7 +69,7 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
         ['model.bias', 'model.weight']
     """
     comm = chosen_comm(comm)
-    leaves, skeleton = flatten(state_dict, only=containers_with(state_dict, _is_tensor))
+    leaves, skeleton = flatten(state_dict, wanted=_is_tensor)
     with comm.agreed("describing the tensors"):
         held = _describe_all({path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)})
     parts = [part for part in held.values() if part is not None]
@@ -102,7 +101,7 @@ def unshard_state_dict(loaded: StateDict, state_dict: StateDict) -> StateDict:
         17
     """
     leaves, skeleton = flatten(loaded)
-    own, _ = flatten(state_dict, only=containers_with(state_dict, _is_tensor))
+    own, _ = flatten(state_dict, wanted=_is_tensor)
     tensors = {path: leaf for path, leaf in own.items() if path in leaves and _is_tensor(leaf)}
     restored: StateDict = unflatten(skeleton, leaves | tensors)
     return restored

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping.objects_and_factories import invalid_sharding
 
@@ -56,14 +55,13 @@ def local_part(key: str, tensor: DTensor) -> LocalPart | None:
             factor = int(getattr(placement, "split_factor", 1))
             cuts[axis].append(_MeshCut(tensor.device_mesh.size(mesh_axis), own, factor))
         else:
-            finding = Finding(
-                "this placement cannot be stored",
+            raise invalid_sharding(
                 key,
+                "this placement cannot be stored",
                 expected="Shard or Replicate",
                 found=repr(placement),
                 remedy="Call redistribute() first: it adds up the parts.",
             )
-            raise InvalidShardingError("cannot be sharded", [finding])
     with torch.no_grad():
         data = tensor.to_local().detach()
     runs = [
@@ -71,13 +69,12 @@ def local_part(key: str, tensor: DTensor) -> LocalPart | None:
         for extent, of_axis, local in zip(shape, cuts, data.shape, strict=True)
     ]
     if any(found is None for found in runs):
-        finding = Finding(
-            "the local tensor is not what the placements say",
+        raise invalid_sharding(
             key,
+            "the local tensor is not what the placements say",
             expected=f"{tensor.placements} of {shape} on {tensor.device_mesh}",
             found=f"{tuple(data.shape)} at {coordinates}",
         )
-        raise InvalidShardingError("cannot be sharded", [finding])
     boxes, local_boxes = _boxes([found for found in runs if found is not None])
     counts = tuple(math.prod(cut.count for cut in of_axis) for of_axis in cuts)
     even = all(extent % count == 0 for extent, count in zip(shape, counts, strict=True))

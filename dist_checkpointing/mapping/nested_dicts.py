@@ -1,5 +1,4 @@
-"""Nested dicts, lists and tuples: flattened to paths and leaves, put together again, laid over
-each other.
+"""Nested dicts, lists and tuples: flattened to paths and leaves, rebuilt, laid over each other.
 
 ``flatten`` turns a nest of dicts, lists and tuples into ``{path: leaf}`` and a skeleton. Nothing is
 lost: paths keep the type of every step (dict key ``1``, dict key ``"1"`` and list position 1 all
@@ -9,7 +8,7 @@ differ), and the skeleton keeps container types, key order and empty containers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -42,19 +41,13 @@ class Position(NamedTuple):
 
 
 Step = DictKey | Position
-
-
 Path = tuple[Step, ...]
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-MISSING: Final = _Missing()
-
-
+MISSING: Final = object()
+"""Stands for a leaf without a value."""
+NO_LEAF: Final = object()
+"""Stands where ``overlay`` has nothing to put."""
 T = TypeVar("T")
 
 
@@ -124,12 +117,6 @@ def _holds_values(kind: type) -> bool:
     return kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
-def _children(container: Any) -> tuple[list[Any], set[type]]:
-    """The values in a container, and those of their types that are containers."""
-    children = list(container.values() if isinstance(container, dict) else container)
-    return children, set(filter(_holds_values, set(map(type, children))))
-
-
 def _empty_copy(container: Any) -> Any:
     if isinstance(container, tuple):
         return type(container)
@@ -141,57 +128,38 @@ def _empty_copy(container: Any) -> Any:
     return empty
 
 
-def containers_with(tree: object, wanted: Callable[[object], bool]) -> set[int]:
-    """The ``id`` of every container in ``tree`` with a wanted leaf below it, at any depth."""
-    found: set[int] = set()
-    _mark(tree, wanted, found)
-    return found
-
-
-def _mark(value: Any, wanted: Callable[[object], bool], found: set[int]) -> bool:
-    if not is_container(value):
-        return wanted(value)
-    children, kinds = _children(value)
-    if not kinds:
-        hit = any(map(wanted, children))
-    else:
-        hit = False
-        for child in children:
-            hit = (_mark(child, wanted, found) if type(child) in kinds else wanted(child)) or hit
-    if hit:
-        found.add(id(value))
-    return hit
-
-
 def take_apart(
-    tree: object, *, only: Container[int] | None = None
+    tree: object, wanted: Callable[[object], bool] | None = None
 ) -> tuple[list[Any], Skeleton | None]:
     """All leaves, in order, and the skeleton (None if ``tree`` itself is a leaf).
 
-    If ``only`` has the ``id`` of some containers, all others count as leaves.
+    With ``wanted``, a container without such a leaf at any depth counts as a leaf itself.
     """
     leaves: list[Any] = []
-    return leaves, _take_apart(tree, only, leaves)
+    return leaves, _take_apart(tree, wanted, leaves)
 
 
-def _take_apart(value: Any, only: Container[int] | None, leaves: list[Any]) -> Skeleton | None:
-    if not is_container(value) or (only is not None and id(value) not in only):
+def _take_apart(
+    value: Any, wanted: Callable[[object], bool] | None, leaves: list[Any]
+) -> Skeleton | None:
+    if not is_container(value):
         leaves.append(value)
         return None
-    children, kinds = _children(value)
+    children = list(value.values() if isinstance(value, dict) else value)
+    kinds = set(filter(_holds_values, set(map(type, children))))
     before = len(leaves)
     below: dict[int, Skeleton] = {}
     if not kinds:
         leaves += children
     else:
         for number, child in enumerate(children):
-            skeleton = None
-            if type(child) in kinds:
-                skeleton = _take_apart(child, only, leaves)
-            else:
+            if type(child) not in kinds:
                 leaves.append(child)
-            if skeleton is not None:
+            elif (skeleton := _take_apart(child, wanted, leaves)) is not None:
                 below[number] = skeleton
+    if wanted is not None and not any(map(wanted, leaves[before:])):
+        leaves[before:] = [value]
+        return None
     keys = tuple(value) if isinstance(value, dict) else range(len(children))
     return Skeleton(_empty_copy(value), keys, below, len(leaves) - before)
 
@@ -211,10 +179,10 @@ def paths_of(skeleton: Skeleton | None, prefix: Path = ()) -> Iterator[Path]:
 
 
 def flatten(
-    tree: object, prefix: Path = (), *, only: Container[int] | None = None
+    tree: object, prefix: Path = (), *, wanted: Callable[[object], bool] | None = None
 ) -> tuple[dict[Path, Any], Skeleton | None]:
     """The same as ``take_apart``, with leaves by path; every path begins with ``prefix``."""
-    leaves, skeleton = take_apart(tree, only=only)
+    leaves, skeleton = take_apart(tree, wanted)
     return dict(zip(paths_of(skeleton, prefix), leaves, strict=True)), skeleton
 
 
@@ -329,14 +297,8 @@ def part_of(skeleton: Skeleton | None, leaves: Iterator[Any]) -> Any:
     return tuple(values) if skeleton.is_tuple else skeleton.fill(values)
 
 
-NO_LEAF: Final = object()
-
-
-"""Stands where ``overlay_all`` has nothing to put."""
-
-
-def overlay(base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any]) -> Any:
-    """``base`` with ``leaves`` put in at their paths.
+def overlay(base: Any, skeleton: Skeleton | None, values: Sequence[Any], path: Path = ()) -> Any:
+    """``base`` with a value put in for each leaf, in order; NO_LEAF for what is not put in.
 
     The base is a tree that ``unflatten_part`` made, or an older writer, which left no None in
     lists. A leaf that is MISSING keeps its position, but has no value.
@@ -344,18 +306,12 @@ def overlay(base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any]) ->
     Raises:
         StateMismatchError: if ``base`` has a value at the path of a leaf.
     """
-    values = [leaves.get(path, NO_LEAF) for path in paths_of(skeleton)]
-    return overlay_all(base, skeleton, values)
-
-
-def overlay_all(
-    base: Any, skeleton: Skeleton | None, values: Sequence[Any], path: Path = ()
-) -> Any:
-    """The same as ``overlay``, of all leaves in order; NO_LEAF for what is not put in."""
     if skeleton is None:
         return _overlay_leaf(base, values[0], path)
     if all(value is NO_LEAF for value in values):
         return base
+    if base is MISSING or base is None:
+        base = {} if skeleton.is_dict else ()
     if skeleton.is_dict:
         return _overlay_dict(base, skeleton, values, path)
     return _overlay_sequence(base, skeleton, values, path)
@@ -384,21 +340,17 @@ def _parts(
 
 
 def _overlay_dict(base: Any, node: Skeleton, values: Sequence[Any], path: Path) -> Any:
-    if base is MISSING or base is None:
-        base = {}
     if not isinstance(base, dict):
         raise _conflict(path, "a dict", base)
-    if not base and not node.below:
-        kept = [value is not MISSING and value is not NO_LEAF for value in values]
-        if all(kept):
-            return node.fill(values)
+    if not base and not node.below and all(v is not MISSING and v is not NO_LEAF for v in values):
+        return node.fill(values)
     found: dict[Any, Any] = {}
     for key, (child, own) in zip(node.keys, _parts(node, values), strict=True):
         below = base.get(key, MISSING)
         if child is None and below is MISSING:
             value = MISSING if own[0] is NO_LEAF else own[0]
         else:
-            value = overlay_all(below, child, own, (*path, DictKey(key)))
+            value = overlay(below, child, own, (*path, DictKey(key)))
         if value is not MISSING:
             found[key] = value
     known = set(node.keys)
@@ -407,8 +359,6 @@ def _overlay_dict(base: Any, node: Skeleton, values: Sequence[Any], path: Path) 
 
 
 def _overlay_sequence(base: Any, node: Skeleton, values: Sequence[Any], path: Path) -> Any:
-    if base is MISSING or base is None:
-        base = ()
     if not isinstance(base, list | tuple):
         raise _conflict(path, "a list", base)
     parts = list(_parts(node, values))
@@ -422,7 +372,7 @@ def _overlay_sequence(base: Any, node: Skeleton, values: Sequence[Any], path: Pa
         expected = f"{len(plain)} plain values among {len(parts)} entries"
         raise _conflict(path, expected, f"{len(base)} entries")
     found = [
-        overlay_all(below_at.get(i, MISSING), child, own, (*path, Position(i)))
+        overlay(below_at.get(i, MISSING), child, own, (*path, Position(i)))
         for i, (child, own) in enumerate(parts)
     ]
     # A leaf without a value must keep its position, or the others would move up.

@@ -16,32 +16,14 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError
 
 StateDict = dict[str, Any]
-
-
 """Names and values, which may be nested: dicts, lists and tuples with tensors and plain values."""
-
-
 CommonStateDict = dict[str, Any]
-
-
 """What is the same on all ranks and is saved once: all that is in no leaf of its own."""
-
-
 ShardedStateDict = dict[str, Any]
-
-
 """A state dict whose distributed tensors and objects are leaves, such as ``ShardedTensor``."""
-
-
 ReplicaId = int | tuple[int, ...]
-
-
 """Which copy this is; the copy with zeros only is the main one, which is written."""
-
-
 _INT = frozenset({int})
-
-
 Leaf = TypeVar("Leaf", bound="ShardedBase")
 
 
@@ -59,7 +41,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     return all(part == 0 for part in replica_id)
 
 
-def invalid_sharding(key: str, problem: str, **details: Any) -> InvalidShardingError:
+def invalid_sharding(key: str | None, problem: str, **details: Any) -> InvalidShardingError:
     """The error about one thing that is wrong with the leaf ``key``."""
     return InvalidShardingError(f"invalid sharding of {key!r}", [Finding(problem, key, **details)])
 
@@ -133,10 +115,12 @@ class ShardedBase(ABC):
     def without_data(self) -> ShardedBase:
         """The same description with ``data=None``."""
 
+    def _wrong(self, problem: str, **details: Any) -> InvalidShardingError:
+        """The error about one thing that is wrong with this leaf."""
+        return invalid_sharding(self.key, problem, **details)
+
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
-
-
 FactoryMergeFn = Callable[[Any], Any]
 
 
@@ -285,12 +269,9 @@ class ShardedObject(ShardedBase):
             plain_ints(getattr(self, name), name, self.key)
         plain_replica_id(self.replica_id, self.key)
         if len(self.global_shape) != len(self.global_offset):
-            raise invalid_sharding(
-                self.key,
-                "global_offset must have as many entries as global_shape",
-                expected=len(self.global_shape),
-                found=self.global_offset,
-            )
+            problem = "global_offset must have as many entries as global_shape"
+            axes = len(self.global_shape)
+            raise self._wrong(problem, expected=axes, found=self.global_offset)
 
     def without_data(self) -> ShardedObject:
         return replace(self, data=None)

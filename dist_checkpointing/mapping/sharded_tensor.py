@@ -5,7 +5,7 @@ the checks of its fields.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -21,81 +21,17 @@ from dist_checkpointing.mapping.dtensor_boxes import local_box
 from dist_checkpointing.mapping.objects_and_factories import (
     ReplicaId,
     ShardedBase,
+    invalid_sharding,
     plain_int,
     plain_ints,
     plain_range,
     plain_replica_id,
 )
-from dist_checkpointing.mapping.objects_and_factories import invalid_sharding as _invalid
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-
-if TYPE_CHECKING:
-    pass
-
-
-def narrowed(leaf: ShardedTensor, dim: int, start: int, length: int) -> list[ShardedTensor]:
-    """See ``ShardedTensor.narrow``."""
-    if not -len(leaf.local_shape) <= dim < len(leaf.local_shape):
-        raise _invalid(leaf.key, "no such local axis", found=dim)
-    dim = dim % len(leaf.local_shape)
-    extent = leaf.local_shape[dim]
-    axis = dim + leaf.prepend_axis_num
-    if extent == 0 or leaf.global_shape[axis] % extent or leaf.global_offset[axis] % extent:
-        raise _invalid(leaf.key, f"axis {dim} is not cut evenly and cannot be narrowed")
-    if not 0 <= start <= start + length <= extent:
-        raise _invalid(
-            leaf.key,
-            f"rows outside local axis {dim}",
-            expected=f"0 .. {extent}",
-            found=f"{start} .. {start + length}",
-        )
-
-    def scaled(values: Sequence[int]) -> tuple[int, ...]:
-        return (*values[:axis], values[axis] * length // extent, *values[axis + 1 :])
-
-    local_shape = (*leaf.local_shape[:dim], length, *leaf.local_shape[dim + 1 :])
-    shape, offset = scaled(leaf.global_shape), scaled(leaf.global_offset)
-    if leaf.flattened_range is None:
-        data = None if leaf.data is None else leaf.data.narrow(dim, start, length)
-        flat = None
-    else:
-        if dim != 0:
-            raise _invalid(
-                leaf.key,
-                "a flattened shard can only be narrowed along axis 0, because what is left of "
-                "it along another axis is not one range of the narrowed shard's elements",
-                expected="axis 0",
-                found=f"axis {dim}",
-                remedy="Narrow the tensor before it is flattened.",
-            )
-        row = math.prod(leaf.local_shape[1:])
-        own = leaf.flattened_range
-        first = max(own.start, start * row)
-        last = min(own.stop, (start + length) * row)
-        if first >= last:
-            return []
-        data = None if leaf.data is None else leaf.data[first - own.start : last - own.start]
-        flat = slice(first - start * row, last - start * row)
-    cut = replace(
-        leaf,
-        data=data,
-        local_shape=local_shape,
-        global_shape=shape,
-        global_offset=offset,
-        flattened_range=flat,
-    )
-    return [cut]
-
-
-if TYPE_CHECKING:
-    pass
-
-
-fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(
-    "key",
+_CHECKED_FIELDS = (
     "dtype",
     "local_shape",
     "global_shape",
@@ -106,135 +42,23 @@ fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(
     "allow_shape_mismatch",
     "flattened_range",
 )
-
-
+_checked_fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*_CHECKED_FIELDS)
+fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter("key", *_CHECKED_FIELDS)
 """All fields of a ShardedTensor but ``data``, in the order of the class."""
-
-
-def check_fields(leaf: ShardedTensor) -> None:
-    """Raise InvalidShardingError if the fields contradict each other."""
-    for name in ("local_shape", "global_shape", "global_offset"):
-        values = getattr(leaf, name)
-        if min(plain_ints(values, name, leaf.key), default=0) < 0:
-            raise _invalid(leaf.key, f"{name} must hold ints >= 0", found=values)
-    plain_replica_id(leaf.replica_id, leaf.key)
-    local, offset = tuple(leaf.local_shape), tuple(leaf.global_offset)
-    if leaf.prepend_axis_num < 0:
-        raise _invalid(
-            leaf.key, "prepend_axis_num must not be negative", found=leaf.prepend_axis_num
-        )
-    if len(leaf.global_shape) != len(offset):
-        raise _invalid(
-            leaf.key,
-            "global_offset and global_shape must have one entry for each axis",
-            expected=f"{len(leaf.global_shape)} axes",
-            found=f"global_offset {offset}",
-        )
-    if len(local) + leaf.prepend_axis_num != len(leaf.global_shape):
-        raise _invalid(
-            leaf.key,
-            "local axes and prepended axes must add up to the global ones",
-            expected=f"{len(leaf.global_shape)} axes",
-            found=f"local_shape {local} with {leaf.prepend_axis_num} prepended",
-        )
-    _check_data(leaf, local)
-    _check_grid(leaf, local, offset)
-    _check_bounds(leaf)
-
-
-def _check_data(leaf: ShardedTensor, local: Ints) -> None:
-    flat = leaf.flattened_range
-    if flat is not None:
-        if flat.step is not None:
-            raise _invalid(leaf.key, "flattened_range must not have a step", found=flat)
-        size = math.prod(local)
-        if flat.start is None or flat.stop is None or not 0 <= flat.start <= flat.stop <= size:
-            raise _invalid(
-                leaf.key,
-                "flattened_range must lie inside the local tensor",
-                expected=f"0 <= start <= stop <= {size}",
-                found=flat,
-            )
-    if leaf.data is None:
-        return
-    require_tensor(leaf.data, leaf.key)
-    if leaf.data.dtype != leaf.dtype:
-        raise _invalid(
-            leaf.key, "data has another dtype", expected=leaf.dtype, found=leaf.data.dtype
-        )
-    expected = local if flat is None else (flat.stop - flat.start,)
-    if tuple(leaf.data.shape) != expected:
-        what = "data" if flat is None else f"flattened data for {flat}"
-        raise _invalid(
-            leaf.key,
-            f"{what} has another shape",
-            expected=expected,
-            found=tuple(leaf.data.shape),
-        )
-
-
-def _check_grid(leaf: ShardedTensor, local: Ints, offset: Ints) -> None:
-    if leaf.axis_fragmentations is None:
-        return
-    if len(leaf.axis_fragmentations) != len(leaf.global_shape):
-        raise _invalid(
-            leaf.key,
-            "axis_fragmentations must have one entry for each global axis",
-            expected=f"{len(leaf.global_shape)} axes",
-            found=leaf.axis_fragmentations,
-        )
-    if any(count < 1 for count in leaf.axis_fragmentations):
-        raise _invalid(
-            leaf.key,
-            "axis_fragmentations must be at least 1",
-            found=leaf.axis_fragmentations,
-        )
-    own_axes = offset[leaf.prepend_axis_num :]
-    if any(extent and start % extent for start, extent in zip(own_axes, local, strict=True)):
-        raise _invalid(
-            leaf.key,
-            "in a regular grid the offset must be a multiple of the local shape",
-            expected=f"multiples of {local}",
-            found=own_axes,
-            remedy="For uneven cuts pass axis_fragmentations=None.",
-        )
-
-
-def _check_bounds(leaf: ShardedTensor) -> None:
-    if leaf.allow_shape_mismatch:  # the last shards of a padded axis may extend beyond the tensor
-        return
-    shape = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
-    places = zip(leaf.global_offset, shape, leaf.global_shape, strict=True)
-    if any(start + extent > whole for start, extent, whole in places):
-        stop = leaf.box.stop
-        raise _invalid(
-            leaf.key,
-            "the shard sticks out of the global tensor",
-            expected=f"at most {tuple(leaf.global_shape)}",
-            found=f"{tuple(leaf.global_offset)} .. {stop}",
-        )
 
 
 def require_tensor(data: Any, key: str) -> None:
     """Raise InvalidShardingError unless the data of the leaf ``key`` is a torch tensor."""
     if not isinstance(data, torch.Tensor):
-        raise _invalid(
-            key,
-            "data must be a torch tensor",
-            found=f"{type(data).__module__}.{type(data).__qualname__}",
-            remedy="torch.as_tensor(data) makes one; from an array, it makes no copy.",
-        )
+        found = f"{type(data).__module__}.{type(data).__qualname__}"
+        remedy = "torch.as_tensor(data) makes one; from an array, it makes no copy."
+        raise invalid_sharding(key, "data must be a torch tensor", found=found, remedy=remedy)
     if data.is_nested:
-        raise _invalid(
-            key,
-            "data is a nested tensor, which has no shape",
-            remedy="Save its values and offsets.",
-        )
+        problem = "data is a nested tensor, which has no shape"
+        raise invalid_sharding(key, problem, remedy="Save its values and offsets.")
 
 
 RankOffset = tuple[SupportsIndex, SupportsIndex, SupportsIndex]
-
-
 """An axis, the position of this part along it, and the number of parts, all of one size."""
 
 
@@ -300,14 +124,75 @@ class ShardedTensor(ShardedBase):
         # A leaf is checked by its constructor and by every save; most stay as they are.
         checked = self.__dict__.get("_checked")
         if checked is None or checked[0] is not type(self.data) or checked != self._stamp():
-            check_fields(self)
+            self._check_fields()
             self.__dict__["_checked"] = self._stamp()
 
     def _stamp(self) -> tuple[Any, ...]:
-        """What ``check_fields`` looks at; data must be None or a tensor."""
+        """What ``_check_fields`` looks at; data must be None or a tensor."""
         data = self.data
         described = None if data is None else (data.dtype, data.is_nested or data.shape)
-        return (type(data), *fields_of(self), described)
+        return (type(data), *_checked_fields_of(self), described)
+
+    def _check_fields(self) -> None:
+        """Raise InvalidShardingError if the fields contradict each other."""
+        for name in ("local_shape", "global_shape", "global_offset"):
+            values = getattr(self, name)
+            if min(plain_ints(values, name, self.key), default=0) < 0:
+                raise self._wrong(f"{name} must hold ints >= 0", found=values)
+        plain_replica_id(self.replica_id, self.key)
+        prepended, axes = self.prepend_axis_num, len(self.global_shape)
+        if prepended < 0:
+            raise self._wrong("prepend_axis_num must not be negative", found=prepended)
+        if len(self.global_offset) != axes:
+            problem = "global_offset and global_shape must have one entry for each axis"
+            raise self._wrong(
+                problem, expected=f"{axes} axes", found=f"global_offset {tuple(self.global_offset)}"
+            )
+        if len(self.local_shape) + prepended != axes:
+            problem = "local axes and prepended axes must add up to the global ones"
+            found = f"local_shape {tuple(self.local_shape)} with {prepended} prepended"
+            raise self._wrong(problem, expected=f"{axes} axes", found=found)
+        self._check_data(tuple(self.local_shape))
+        if self.axis_fragmentations is not None:
+            self._check_grid(self.axis_fragmentations)
+        # The last shards of a padded axis may extend beyond the tensor.
+        if self.sticks_out and not self.allow_shape_mismatch:
+            problem = "the shard sticks out of the global tensor"
+            whole = f"at most {tuple(self.global_shape)}"
+            raise self._wrong(problem, expected=whole, found=str(self.box))
+
+    def _check_data(self, shape: Ints) -> None:
+        flat, data, what = self.flattened_range, self.data, "data"
+        if flat is not None:
+            if flat.step is not None:
+                raise self._wrong("flattened_range must not have a step", found=flat)
+            size = math.prod(shape)
+            if flat.start is None or flat.stop is None or not 0 <= flat.start <= flat.stop <= size:
+                problem = "flattened_range must lie inside the local tensor"
+                raise self._wrong(problem, expected=f"0 <= start <= stop <= {size}", found=flat)
+            shape, what = (flat.stop - flat.start,), f"flattened data for {flat}"
+        if data is None:
+            return
+        require_tensor(data, self.key)
+        if data.dtype != self.dtype:
+            raise self._wrong("data has another dtype", expected=self.dtype, found=data.dtype)
+        if tuple(data.shape) != shape:
+            raise self._wrong(f"{what} has another shape", expected=shape, found=tuple(data.shape))
+
+    def _check_grid(self, grid: Ints) -> None:
+        if len(grid) != len(self.global_shape):
+            problem = "axis_fragmentations must have one entry for each global axis"
+            raise self._wrong(problem, expected=f"{len(self.global_shape)} axes", found=grid)
+        if any(count < 1 for count in grid):
+            raise self._wrong("axis_fragmentations must be at least 1", found=grid)
+        local, offset = tuple(self.local_shape), tuple(self.global_offset[self.prepend_axis_num :])
+        if any(extent and start % extent for start, extent in zip(offset, local, strict=True)):
+            raise self._wrong(
+                "in a regular grid the offset must be a multiple of the local shape",
+                expected=f"multiples of {local}",
+                found=offset,
+                remedy="For uneven cuts pass axis_fragmentations=None.",
+            )
 
     @property
     def has_regular_grid(self) -> bool:
@@ -323,7 +208,9 @@ class ShardedTensor(ShardedBase):
     @property
     def sticks_out(self) -> bool:
         """Whether the box extends beyond the global tensor, which a padded shard may."""
-        return not Box.whole(tuple(self.global_shape)).contains(self.box)
+        shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
+        axes = zip(self.global_offset, shape, self.global_shape, strict=True)
+        return any(start + extent > whole for start, extent, whole in axes)
 
     @property
     def flat_range(self) -> tuple[int, int] | None:
@@ -343,7 +230,7 @@ class ShardedTensor(ShardedBase):
             InvalidShardingError: for an uneven grid.
         """
         if self.axis_fragmentations is None:
-            raise _invalid(self.key, "an uneven grid has no chunk indices")
+            raise self._wrong("an uneven grid has no chunk indices")
         box = self.box
         return tuple(o // e if e else 0 for o, e in zip(box.offset, box.shape, strict=True))
 
@@ -355,16 +242,13 @@ class ShardedTensor(ShardedBase):
                 divide (unless ``allow_shape_mismatch``).
         """
         if self.axis_fragmentations is None:
-            raise _invalid(self.key, "an uneven grid has no chunk extents")
+            raise self._wrong("an uneven grid has no chunk extents")
         chunks = []
         for extent, count in zip(self.global_shape, self.axis_fragmentations, strict=True):
             if extent % count and not self.allow_shape_mismatch:
-                raise _invalid(
-                    self.key,
-                    "the grid does not divide the global shape",
-                    expected=f"a divisor of {extent}",
-                    found=count,
-                )
+                problem = "the grid does not divide the global shape"
+                expected = f"a divisor of {extent}"
+                raise self._wrong(problem, expected=expected, found=count)
             chunks.append(extent // count)
         return tuple(chunks)
 
@@ -381,7 +265,7 @@ class ShardedTensor(ShardedBase):
 
     def _require_flat(self) -> slice:
         if self.flattened_range is None:
-            raise _invalid(self.key, "only a flattened shard has coordinates")
+            raise self._wrong("only a flattened shard has coordinates")
         return self.flattened_range
 
     def without_data(self) -> ShardedTensor:
@@ -409,7 +293,49 @@ class ShardedTensor(ShardedBase):
             InvalidShardingError: if the axis is not cut evenly, or a flattened shard is narrowed
                 along another axis than 0.
         """
-        return narrowed(self, dim, start, length)
+        if not -len(self.local_shape) <= dim < len(self.local_shape):
+            raise self._wrong("no such local axis", found=dim)
+        dim = dim % len(self.local_shape)
+        extent = self.local_shape[dim]
+        axis = dim + self.prepend_axis_num
+        if extent == 0 or self.global_shape[axis] % extent or self.global_offset[axis] % extent:
+            raise self._wrong(f"axis {dim} is not cut evenly and cannot be narrowed")
+        stop = start + length
+        if not 0 <= start <= stop <= extent:
+            problem = f"rows outside local axis {dim}"
+            raise self._wrong(problem, expected=f"0 .. {extent}", found=f"{start} .. {stop}")
+        data, flat = self.data, self.flattened_range
+        if flat is not None:
+            if dim != 0:
+                raise self._wrong(
+                    "a flattened shard can only be narrowed along axis 0, because what is left of "
+                    "it along another axis is not one range of the narrowed shard's elements",
+                    expected="axis 0",
+                    found=f"axis {dim}",
+                    remedy="Narrow the tensor before it is flattened.",
+                )
+            row = math.prod(self.local_shape[1:])
+            first, last = max(flat.start, start * row), min(flat.stop, stop * row)
+            if first >= last:
+                return []
+            data = None if data is None else data[first - flat.start : last - flat.start]
+            flat = slice(first - start * row, last - start * row)
+        elif data is not None:
+            data = data.narrow(dim, start, length)
+
+        def scaled(values: Ints) -> Ints:
+            return (*values[:axis], values[axis] * length // extent, *values[axis + 1 :])
+
+        return [
+            replace(
+                self,
+                data=data,
+                local_shape=(*self.local_shape[:dim], length, *self.local_shape[dim + 1 :]),
+                global_shape=scaled(self.global_shape),
+                global_offset=scaled(self.global_offset),
+                flattened_range=flat,
+            )
+        ]
 
     @classmethod
     def of_box(
@@ -532,19 +458,16 @@ class ShardedTensor(ShardedBase):
             ((4, 3), slice(3, 8, None))
         """
         if flattened_range is None:
-            raise _invalid(key, "from_rank_offsets_flat needs a flattened_range")
+            raise invalid_sharding(key, "from_rank_offsets_flat needs a flattened_range")
         require_tensor(data, key)
         flattened_range = plain_range(flattened_range, key)
         assert flattened_range is not None
         start, stop = flattened_range.start, flattened_range.stop
         fits = start is not None and stop is not None and data.numel() == stop - start
         if data.ndim != 1 or not fits:
-            raise _invalid(
-                key,
-                "data must be 1-D and as long as flattened_range",
-                expected=flattened_range,
-                found=tuple(data.shape),
-            )
+            problem = "data must be 1-D and as long as flattened_range"
+            shape = tuple(data.shape)
+            raise invalid_sharding(key, problem, expected=flattened_range, found=shape)
         shape = plain_ints(non_flat_local_shape, "non_flat_local_shape", key)
         like = torch.empty(shape, dtype=data.dtype, device="meta")
         whole = cls.from_rank_offsets(key, like, *rank_offsets, **kwargs)

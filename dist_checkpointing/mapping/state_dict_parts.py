@@ -21,10 +21,8 @@ from dist_checkpointing.mapping.nested_dicts import (
     AtPaths,
     Path,
     Skeleton,
-    containers_with,
     flatten,
     overlay,
-    overlay_all,
     part_of,
     path_text,
     paths_of,
@@ -72,7 +70,7 @@ class Partition:
             assert isinstance(own, AtPaths)
             for place, value in zip(own.places, own.aligned(loaded), strict=True):
                 values[place] = value
-        return overlay_all(common, self.skeleton, values)
+        return overlay(common, self.skeleton, values)
 
     def _rebuild_factories(self, common: dict[Any, Any], loaded: Mapping[Path, Any]) -> Any:
         values: dict[Path, Any] = {}
@@ -89,7 +87,8 @@ class Partition:
             elif parts:
                 values[path] = MISSING
         values.update(self.local)
-        return overlay(common, self.skeleton, values)
+        at_paths = [values.get(path, NO_LEAF) for path in paths_of(self.skeleton)]
+        return overlay(common, self.skeleton, at_paths)
 
     def _require_all(self, parts: Mapping[Path, Any]) -> None:
         leaves: dict[Path, ShardedBase] = {**self.tensors, **self.objects}
@@ -155,7 +154,7 @@ def partition(state_dict: Mapping[Any, Any]) -> Partition:
         )
         raise InvalidShardingError("sharded_state_dict must be a dict", [finding])
     try:
-        leaves, skeleton = take_apart(state_dict, only=containers_with(state_dict, _is_special))
+        leaves, skeleton = take_apart(state_dict, _is_special)
     except RecursionError:
         finding = Finding(
             "its dicts and lists are nested too deeply, or one of them holds itself",

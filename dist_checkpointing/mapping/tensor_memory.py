@@ -6,8 +6,7 @@ They get there through views: no value is converted on its way to or from a file
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from dist_checkpointing.format.dtypes import ELEMENT_TYPES, DType, from_name, fr
 __all__ = [
     "DTYPES",
     "DType",
-    "are_plain_memory",
     "as_numpy",
     "as_tensor",
     "fillable",
@@ -30,7 +28,6 @@ __all__ = [
     "is_plain_memory",
     "plain_addresses",
 ]
-
 # float8_e8m0fnu came with torch 2.7.
 DTYPES = tuple(row for row in ELEMENT_TYPES if hasattr(torch, row.name))
 _BY_TORCH = {row.torch: row for row in DTYPES}
@@ -45,13 +42,9 @@ def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
     try:
         return _BY_TORCH[dtype]
     except KeyError:
-        finding = Finding(
-            problem="this dtype cannot be stored",
-            key=key,
-            expected=", ".join(row.name for row in DTYPES),
-            found=str(dtype),
-            remedy="Convert the tensor, or wrap it in a ShardedObject.",
-        )
+        names = ", ".join(row.name for row in DTYPES)
+        remedy = "Convert the tensor, or wrap it in a ShardedObject."
+        finding = Finding("this dtype cannot be stored", key, names, str(dtype), remedy=remedy)
         raise InvalidShardingError("unsupported dtype", [finding]) from None
 
 
@@ -131,8 +124,8 @@ def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor are its CPU memory from ``data_ptr`` on, in C order."""
+def is_plain_memory(tensor: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor whose values are its CPU memory from ``data_ptr`` on, in C order."""
     return (
         type(tensor) in _PLAIN
         and tensor.is_cpu
@@ -143,34 +136,9 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def are_plain_memory(tensors: Sequence[object]) -> bool:
-    """Whether all of them are tensors that are plain memory, see ``is_plain_memory``."""
-    # Column by column, because this is for very many.
-    return (
-        _PLAIN.issuperset(map(type, tensors))
-        and all(map(attrgetter("is_cpu"), tensors))
-        and {torch.strided}.issuperset(map(attrgetter("layout"), tensors))
-        and all(map(methodcaller("is_contiguous"), tensors))
-        and not any(map(methodcaller("is_neg"), tensors))
-        and not any(map(methodcaller("is_conj"), tensors))
-    )
-
-
 def plain_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """Address of the first value of each tensor for which ``is_plain_memory`` holds; else -1."""
-    strided = torch.strided
-    return [
-        tensor.data_ptr()
-        if tensor is not None
-        and type(tensor) in _PLAIN
-        and tensor.is_cpu
-        and tensor.layout is strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-        else -1
-        for tensor in tensors
-    ]
+    return [tensor.data_ptr() if is_plain_memory(tensor) else -1 for tensor in tensors]
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from dist_checkpointing.planning.items import (
     LoadItemType,
     LocalPlans,
+    Metadata,
     MetadataIndex,
     ReadItem,
     SavePlan,
@@ -11,7 +12,6 @@ from dist_checkpointing.planning.items import (
     WriteItemType,
 )
 from dist_checkpointing.planning.load_plan import LoadPlan, ReadTable
-from dist_checkpointing.planning.metadata import Metadata
 from dist_checkpointing.planning.model_recipes import (
     llama_to_megatron,
     megatron_to_llama,

@@ -1,5 +1,5 @@
-"""How each tensor is cut up on disk: chunk grid, row blocks, pieces; the rows of a plan cut along
-it.
+"""How each tensor is cut up on disk, and the rows of a plan cut along it: chunk grid, row blocks,
+pieces.
 
 Every function that cuts returns the parts as a table, and for each of them the row that it was cut
 from. The parts of a row follow each other in C order.
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -24,9 +25,17 @@ from dist_checkpointing.format.geometry import (
     split_flat_range,
 )
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning.items import SavePlan
-from dist_checkpointing.planning.resharding import counted
-from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int64s, ShardTable, shared_shapes
+from dist_checkpointing.planning.shard_table import (
+    OBJECT,
+    Bools,
+    Int64s,
+    ShardTable,
+    counted,
+    shared_shapes,
+)
+
+if TYPE_CHECKING:
+    from dist_checkpointing.planning.items import SavePlan
 
 CutRows = tuple[ShardTable, Int64s]
 
@@ -60,11 +69,9 @@ def cut_ranges(table: ShardTable, most: Int64s) -> CutRows:
 def cut_into_boxes(table: ShardTable) -> CutRows:
     """Flattened ranges as the boxes that they consist of, behind the rows that are boxes."""
     is_flat = table.flat[:, 0] >= 0
-    rows = np.flatnonzero(is_flat)
-    cut = [
-        split_flat_range(table.box(row).shape, *table.flat[row].tolist()) for row in rows.tolist()
-    ]
-    origins = np.repeat(rows, np.array([len(boxes) for boxes in cut], dtype=np.int64))
+    rows = np.flatnonzero(is_flat).tolist()
+    cut = [split_flat_range(table.box(row).shape, *table.flat[row].tolist()) for row in rows]
+    origins = np.repeat(rows, np.array([*map(len, cut)], dtype=np.int64)).astype(np.int64)
     parts = table.take(origins)
     offsets, shapes = parts.offsets.copy(), parts.shapes.copy()
     for part, box in enumerate(itertools.chain.from_iterable(cut)):
@@ -109,21 +116,13 @@ def concatenate_cuts(parts: list[CutRows]) -> CutRows:
 
 
 _MOST_CHUNKS: Final = 64
-
-
 """Chunks of the base in a new one: more would make files and tables larger and larger."""
 
 
 def nested_grids(index: Index, base: Index) -> dict[str, Ints]:
     """The chunk shapes of a base that make up larger ones of a new checkpoint, by key."""
-    columns = (
-        index.keys_column,
-        index.dtype_column,
-        index.global_shape_column,
-        index.chunk_shape_column,
-    )
     found = {}
-    for key, dtype, shape, own in zip(*columns, strict=True):
+    for key, dtype, shape, own in _rows_of(index):
         theirs = base.chunk_shape(key)
         if own is None or theirs is None or tuple(own) == tuple(theirs):
             continue
@@ -149,10 +148,10 @@ def along_grids(plan: SavePlan, grids: Mapping[str, Ints]) -> SavePlan:
     is_cut = np.array([name in grids for name in table.names], dtype=np.bool_)[table.keys]
     is_cut &= ~table.is_object
     if is_cut.any():
-        own = table.take(np.flatnonzero(is_cut))
+        own, kept = table.take(is_cut), table.take(~is_cut)
         chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
-        kept = (table.take(np.flatnonzero(~is_cut)), np.flatnonzero(~is_cut))
-        table, _ = concatenate_cuts([kept, cut_along_grid(own, chunks)])
+        cut, _ = cut_along_grid(own, chunks)
+        table = kept.followed_by(cut)
     return replace(plan, table=table, index=index)
 
 
@@ -238,8 +237,6 @@ class KeyGroups:
 
 
 MAX_CHUNK_BYTES = 32 * 2**20
-
-
 _MIN_CHUNK_BYTES = 2**20
 
 
@@ -275,8 +272,7 @@ class RowBlockLayout:
                 divided[question] = self._divide(*question)
             chunks[group] = divided[question]
             has_grid[group] = chunks[group] is not None
-        for group in np.flatnonzero(~has_grid).tolist():
-            chunks[group] = None
+        chunks = [chunk if grid else None for chunk, grid in zip(chunks, has_grid, strict=True)]
         rows = groups.counted & ~has_grid[groups.of_row]
         pieces = self._pieces(written.take(rows)) if rows.any() else {}
         return Index(firsts.key_column, firsts.dtype_column, shapes, chunks, pieces)
@@ -292,9 +288,8 @@ class RowBlockLayout:
             chunk = (*chunk[:axis], block, *chunk[axis + 1 :])
             num_bytes = itemsize * math.prod(chunk)
             if num_bytes <= self.max_chunk_bytes:
-                return (
-                    chunk if num_bytes >= min(_MIN_CHUNK_BYTES, self.max_chunk_bytes // 4) else None
-                )
+                least = min(_MIN_CHUNK_BYTES, self.max_chunk_bytes // 4)
+                return chunk if num_bytes >= least else None
         return None
 
     def _pieces(self, rows: ShardTable) -> PieceColumns:
@@ -321,9 +316,8 @@ class RowBlockLayout:
         axes = min(chunks.shape[1], index.chunk_shapes.shape[1])
         has_grid = np.zeros(len(written), dtype=np.bool_)
         if len(index):
-            chunks[:, :axes] = np.where(number[:, None] >= 0, index.chunk_shapes[number], 1)[
-                :, :axes
-            ]
+            grids = np.where(number[:, None] >= 0, index.chunk_shapes[number], 1)
+            chunks[:, :axes] = grids[:, :axes]
             has_grid = (number >= 0) & index.has_grid[number]
         return self._cut(written, has_grid, chunks)
 
@@ -342,15 +336,14 @@ class RowBlockLayout:
             return table, rows
         most = np.maximum(1, self.max_chunk_bytes // np.maximum(table.itemsizes, 1))
         is_flat = table.flat[:, 0] >= 0
-        in_grid = ~uncut & has_grid
-        ranges, boxes = ~uncut & ~has_grid & is_flat, ~uncut & ~has_grid & ~is_flat
         cuts = [(table.take(uncut), rows[uncut])]
-        for mask, (cut, origins) in (
-            (in_grid, cut_along_grid(table.take(in_grid), chunks[in_grid])),
-            (ranges, cut_ranges(table.take(ranges), most[ranges])),
-            (boxes, cut_rows(table.take(boxes), most[boxes])),
+        for mask, cut, limits in (
+            (~uncut & has_grid, cut_along_grid, chunks),
+            (~uncut & ~has_grid & is_flat, cut_ranges, most),
+            (~uncut & ~has_grid & ~is_flat, cut_rows, most),
         ):
-            cuts.append((cut, rows[mask][origins]))
+            parts, origins = cut(table.take(mask), limits[mask])
+            cuts.append((parts, rows[mask][origins]))
         return concatenate_cuts(cuts)
 
 
@@ -389,11 +382,8 @@ class WholeShardLayout:
             largest = np.where(is_regular, largest, np.where(few, divisor, full))
         is_held = groups.any_row(groups.counted)[:, None]
         largest = np.where(is_held, largest, np.maximum(full, 1))
+        chunks = shared_shapes(largest, firsts.ndim)
         shapes = firsts.global_shape_column
-        chunks = [
-            tuple(chunk[: len(shape)])
-            for chunk, shape in zip(largest.tolist(), shapes, strict=True)
-        ]
         return Index(firsts.key_column, firsts.dtype_column, shapes, chunks)
 
     def cut(self, written: ShardTable, index: Index) -> CutRows:
@@ -412,7 +402,7 @@ def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Inde
     firsts = announced.take(groups.starts)
     special = firsts.take(firsts.is_object | (firsts.global_shapes == 0).any(axis=1))
     objects: dict[str, Ints] = {}
-    empty: list[tuple[str, str, Ints, Ints | None]] = []
+    empty: list[tuple[Any, ...]] = []
     for row in range(len(special)):
         key, shape = special.key(row), special.global_shape(row)
         if special.dtype(row) == OBJECT:
@@ -422,12 +412,12 @@ def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Inde
             empty.append((key, special.dtype(row), shape, chunk))
     if not empty:
         return replace(index, objects=objects)
-    columns = (
-        index.keys_column,
-        index.dtype_column,
-        index.global_shape_column,
-        index.chunk_shape_column,
-    )
-    rows = sorted([*zip(*columns, strict=True), *empty], key=lambda row: row[0])
+    rows = sorted([*_rows_of(index), *empty], key=itemgetter(0))
     keys, names, shapes, chunks = map(list, zip(*rows, strict=True))
     return Index(keys, names, shapes, chunks, index.pieces, objects)
+
+
+def _rows_of(index: Index) -> Iterator[tuple[Any, ...]]:
+    """Key, dtype, global shape and chunk shape of every tensor."""
+    shapes, chunks = index.global_shape_column, index.chunk_shape_column
+    return zip(index.keys_column, index.dtype_column, shapes, chunks, strict=True)

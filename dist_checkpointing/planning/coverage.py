@@ -24,11 +24,7 @@ from dist_checkpointing.planning.chunking import KeyGroups
 from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, Int64s, ShardTable
 
 _PRIME: Final = 2**31 - 1
-
-
 """A product of two weights modulo this fits into 64 bits."""
-
-
 _TRIALS: Final = 3
 
 
@@ -46,12 +42,12 @@ def miscounted_parts(shape: Ints, offsets: Int64s, shapes: Int64s) -> Iterator[t
     random = np.random.default_rng(len(boxes))
     weights = [_summed(random.integers(1, _PRIME, (len(cut) - 1, _TRIALS))) for cut in cuts]
     # From here on everything is counted in cells.
-    starts = np.array(
-        [np.searchsorted(cut, offsets[:, axis]) for axis, cut in enumerate(cuts)], dtype=np.int64
-    ).reshape(len(shape), len(boxes))
-    ends = np.array(
-        [np.searchsorted(cut, stops[:, axis]) for axis, cut in enumerate(cuts)], dtype=np.int64
-    ).reshape(len(shape), len(boxes))
+    starts, ends = (
+        np.array(
+            [np.searchsorted(cut, edges[:, axis]) for axis, cut in enumerate(cuts)], dtype=np.int64
+        ).reshape(len(shape), len(boxes))
+        for edges in (offsets, stops)
+    )
     first = np.zeros((len(shape), 1), dtype=np.int64)
     last = np.array([len(cut) - 1 for cut in cuts], dtype=np.int64).reshape(len(shape), 1)
     regions = [(first, last, np.arange(len(boxes)))]
@@ -94,9 +90,8 @@ def _weight(weights: Sequence[Int64s], starts: Int64s, ends: Int64s) -> Int64s:
 
 
 _MAX_NAMED_RANKS = 16
-
-
 _MAX_NAMED_PARTS = 4
+_ONE_MAIN = "Exactly one holder of each shard needs replica_id 0."
 
 
 def _named(ranks: Int32s) -> tuple[int, ...]:
@@ -110,12 +105,9 @@ def main_rows(catalog: ShardTable) -> ShardTable:
 
 def check_coverage(catalog: ShardTable, written: ShardTable) -> None:
     """Raise one error with everything ``find_coverage_problems`` finds."""
-    findings = find_coverage_problems(catalog, written)
-    if findings:
-        message = (
-            "Invalid access pattern: the shards do not make up each global tensor exactly once"
-        )
-        raise InvalidShardingError(message, findings)
+    if findings := find_coverage_problems(catalog, written):
+        problem = "the shards do not make up each global tensor exactly once"
+        raise InvalidShardingError(f"Invalid access pattern: {problem}", findings)
 
 
 def check_agreement(catalog: ShardTable) -> None:
@@ -127,8 +119,7 @@ def check_agreement(catalog: ShardTable) -> None:
         InvalidShardingError: if dtype, kind or global shape of a key differ, or a shard is outside.
     """
     groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
-    findings, _ = _find_disagreements(groups)
-    if findings:
+    if _find_disagreements(groups)[0]:
         check_coverage(catalog, main_rows(catalog))
 
 
@@ -162,14 +153,9 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Fin
     for group in np.flatnonzero(is_missing).tolist():
         key = catalog.key(int(groups.starts[group]))
         if key not in known:
-            findings.append(
-                Finding(
-                    "no rank writes it: no shard is a main replica",
-                    key,
-                    ranks=_named(catalog.ranks_of(groups.rows(group))),
-                    remedy="Exactly one holder of each shard needs replica_id 0.",
-                )
-            )
+            ranks = _named(catalog.ranks_of(groups.rows(group)))
+            problem = "no rank writes it: no shard is a main replica"
+            findings.append(Finding(problem, key, ranks=ranks, remedy=_ONE_MAIN))
     return findings
 
 
@@ -192,35 +178,21 @@ def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
             if key in broken:
                 continue
             broken.add(key)
-            texts = [_seen(table, r, what) for r in (reference, row)]
             kinds = {table.dtype(r) == OBJECT for r in (reference, row)}
             aspect = "kind (tensor or object)" if len(kinds) == 2 else what
-            rows = np.flatnonzero(differs & (table.keys == table.keys[row]))
-            findings.append(
-                Finding(
-                    f"the {aspect} of one key must be the same everywhere",
-                    key,
-                    expected=f"{texts[0]} as on rank {table.first_rank(reference)}",
-                    found=texts[1],
-                    ranks=_named(table.ranks_of(rows)),
-                )
-            )
+            problem = f"the {aspect} of one key must be the same everywhere"
+            expected = f"{_seen(table, reference, what)} as on rank {table.first_rank(reference)}"
+            ranks = _named(table.ranks_of(differs & (table.keys == table.keys[row])))
+            findings.append(Finding(problem, key, expected, _seen(table, row, what), ranks))
     outside = np.any(table.offsets + table.shapes > table.global_shapes, axis=1)
     for row in _first_of_each_key(table, outside):
         key = table.key(row)
         if key in broken:
             continue
         broken.add(key)
-        box = table.box(row)
-        findings.append(
-            Finding(
-                "the shard sticks out of the global tensor",
-                key,
-                expected=f"inside {table.global_shape(row)}",
-                found=str(box),
-                ranks=(table.first_rank(row),),
-            )
-        )
+        problem, whole = "the shard sticks out of the global tensor", table.global_shape(row)
+        ranks = (table.first_rank(row),)
+        findings.append(Finding(problem, key, f"inside {whole}", str(table.box(row)), ranks))
     return findings, broken
 
 
@@ -248,36 +220,22 @@ def _first_of_each_key(table: ShardTable, mask: Bools) -> list[int]:
 
 def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
     if not len(rows):
-        return [
-            Finding(
-                "no rank writes any of it: all main replicas are empty",
-                key,
-                remedy="Exactly one holder of each shard needs replica_id 0.",
-            )
-        ]
+        problem = "no rank writes any of it: all main replicas are empty"
+        return [Finding(problem, key, remedy=_ONE_MAIN)]
     findings = []
     shape = rows.global_shape(0)
     what = "shard" if rows.dtype(0) != OBJECT else "ShardedObject"
     ndim = len(shape)
     parts = miscounted_parts(shape, rows.offsets[:, :ndim], rows.shapes[:, :ndim])
     for box, holding in itertools.islice(parts, _MAX_NAMED_PARTS):
-        count, holders = len(holding), rows.ranks_of(list(holding))
-        problem = f"no {what} holds this part" if count == 0 else f"{count} {what}s hold this part"
-        remedy = (
-            "Every part needs one holder with replica_id 0."
-            if count == 0
-            else "Give all but one holder a replica_id that is not 0, or mend the offsets."
-        )
-        findings.append(
-            Finding(
-                problem,
-                key,
-                expected=f"one main replica in {shape}",
-                found=str(box),
-                ranks=_named(holders),
-                remedy=remedy,
-            )
-        )
+        problem = f"no {what} holds this part"
+        remedy = "Every part needs one holder with replica_id 0."
+        if holding:
+            problem = f"{len(holding)} {what}s hold this part"
+            remedy = "Give all but one holder a replica_id that is not 0, or mend the offsets."
+        ranks = _named(rows.ranks_of(list(holding)))
+        expected = f"one main replica in {shape}"
+        findings.append(Finding(problem, key, expected, str(box), ranks, remedy=remedy))
     return findings
 
 
@@ -329,14 +287,10 @@ def _find_broken_chains(key: str, rows: ShardTable) -> list[Finding]:
         for (_, stop, rank), (start, _, other) in itertools.pairwise(edges):
             if start == stop:
                 continue
-            gap = start > stop
-            findings.append(
-                Finding(
-                    "flattened ranges leave a gap" if gap else "flattened ranges overlap",
-                    key,
-                    expected=f"0:{box.num_elements} of the shard at {box.offset} in one chain",
-                    found=f"{stop}:{start} is in none" if gap else f"{start}:{stop} is in two",
-                    ranks=tuple(sorted({rank, other})),
-                )
-            )
+            problem, found = "flattened ranges overlap", f"{start}:{stop} is in two"
+            if start > stop:
+                problem, found = "flattened ranges leave a gap", f"{stop}:{start} is in none"
+            expected = f"0:{box.num_elements} of the shard at {box.offset} in one chain"
+            ranks = tuple(sorted({rank, other}))
+            findings.append(Finding(problem, key, expected, found, ranks))
     return findings

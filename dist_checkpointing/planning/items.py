@@ -1,26 +1,36 @@
-"""WriteItem, ReadItem and MetadataIndex: one row at a time, as planners of torch DCP see it."""
+"""One row at a time, as planners of torch DCP see it: WriteItem, ReadItem, MetadataIndex, Metadata.
+
+The library plans with tables; only planners and storages of users ask for items.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, tensor_memory
+from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.shard_table import (
+    COLUMNS,
     OBJECT,
     ShardRow,
     ShardTable,
     concatenate,
     table_of_rows,
 )
+
+NOWHERE = Window(0, (), Box((), ()))
+"""The windows of a cell of a sharded object."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -59,13 +69,9 @@ class TensorWriteData:
         if type(chunk) is not Box:
             chunk = Box(_ints(_part(chunk, "offsets")), _ints(_part(chunk, "sizes")))
         dtype = properties if dtype is None else dtype
-        if type(dtype) is not str:
-            dtype = _dtype_name(dtype)
-        if type(size) is not tuple:
-            size = _ints(size)
         object.__setattr__(self, "chunk", chunk)
-        object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "dtype", dtype if type(dtype) is str else _dtype_name(dtype))
+        object.__setattr__(self, "size", size if type(size) is tuple else _ints(size))
         object.__setattr__(self, "flat_range", flat_range)
 
     @classmethod
@@ -81,16 +87,14 @@ class TensorWriteData:
             data = cls(chunk, _dtype_name(_part(given, "properties")), size)
         except InvalidShardingError as error:
             (finding,) = error.findings
-            raise InvalidShardingError(
-                str(error).split("\n")[0], [replace(finding, key=key)]
-            ) from None
-        if not len(data.chunk.offset) == len(data.chunk.shape) == len(data.size):
-            raise unusable_tensor_data(
-                "chunk and size have different numbers of axes",
-                key,
-                expected=f"{len(data.size)} offsets and sizes, as size has",
-                found=f"offsets {data.chunk.offset}, sizes {data.chunk.shape}",
-            )
+            message = str(error).split("\n")[0]
+            raise InvalidShardingError(message, [replace(finding, key=key)]) from None
+        box, axes = data.chunk, len(data.size)
+        if not len(box.offset) == len(box.shape) == axes:
+            problem = "chunk and size have different numbers of axes"
+            found = f"offsets {box.offset}, sizes {box.shape}"
+            expected = f"{axes} offsets and sizes, as size has"
+            raise _unusable_data(problem, key, expected, found)
         return data
 
     @property
@@ -102,19 +106,16 @@ class TensorWriteData:
         return getattr(self, name)
 
 
-def part_of(given: Any, name: str) -> Any:
+def _part_of(given: Any, name: str) -> Any:
     """What a dict or an object has under a name; None if it has nothing."""
     return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
 
 
 def _part(given: Any, name: str) -> Any:
-    part = part_of(given, name)
+    part = _part_of(given, name)
     if part is None:
-        raise unusable_tensor_data(
-            f"it has no {name}",
-            expected="chunk (offsets, sizes), properties (dtype) and size",
-            found=given,
-        )
+        expected = "chunk (offsets, sizes), properties (dtype) and size"
+        raise _unusable_data(f"it has no {name}", None, expected, given)
     return part
 
 
@@ -122,9 +123,7 @@ def _ints(given: Any) -> Ints:
     try:
         return tuple(map(int, given))
     except (TypeError, ValueError):
-        raise unusable_tensor_data(
-            "not a shape or an offset", expected="integers", found=given
-        ) from None
+        raise _unusable_data("not a shape or an offset", None, "integers", given) from None
 
 
 def _dtype_name(given: Any) -> str:
@@ -135,17 +134,15 @@ def _dtype_name(given: Any) -> str:
     name = str(given).removeprefix("torch.")
     known = [row.name for row in tensor_memory.DTYPES]
     if name not in known:
-        problem = "this dtype cannot be stored"
-        raise unusable_tensor_data(problem, expected=", ".join(known), found=name)
+        raise _unusable_data("this dtype cannot be stored", None, ", ".join(known), name)
     return name
 
 
-def unusable_tensor_data(
-    problem: str, key: str | None = None, **details: Any
+def _unusable_data(
+    problem: str, key: str | None, expected: object, found: object
 ) -> InvalidShardingError:
-    """The error about what a WriteItem has as ``tensor_data``."""
     remedy = "Give it a TensorWriteData, or a dict or an object with its names."
-    finding = Finding(problem, key, remedy=remedy, **details)
+    finding = Finding(problem, key, expected, found, remedy=remedy)
     return InvalidShardingError("the tensor_data of a WriteItem is not usable", [finding])
 
 
@@ -200,12 +197,9 @@ class WriteItem:
     def __post_init__(self) -> None:
         data = self.tensor_data
         if (data is None) == (self.type is WriteItemType.TENSOR):
-            raise unusable_tensor_data(
-                "a tensor needs it, and bytes have none",
-                self.index.fqn,
-                expected="tensor_data" if data is None else "no tensor_data",
-                found=data,
-            )
+            expected = "tensor_data" if data is None else "no tensor_data"
+            problem = "a tensor needs it, and bytes have none"
+            raise _unusable_data(problem, self.index.fqn, expected, data)
         if data is not None and type(data) is not TensorWriteData:
             object.__setattr__(self, "tensor_data", TensorWriteData.of(data, self.index.fqn))
 
@@ -254,43 +248,17 @@ class SavePlan:
     ) -> None:
         rows = items if table is None else table
         rows = rows if isinstance(rows, ShardTable) else table_of_rows(0, list(map(_row, rows)))
-        vars(self).update(table=rows, index=index)
-        vars(self).update(storage_data=storage_data, planner_data=planner_data)
+        own = {"storage_data": storage_data, "planner_data": planner_data}
+        vars(self).update(own, table=rows, index=index)
 
     @cached_property
     def items(self) -> tuple[WriteItem, ...]:
         """The rows as items."""
-        table = self.table
-        columns = (
-            table.keys,
-            table.dtypes,
-            table.ndim,
-            table.global_shapes,
-            table.offsets,
-            table.shapes,
-            table.flat,
-            table.main,
-            table.sources,
-        )
-        return tuple(
-            _item(table.names[key], table.names[dtype], *rest)
-            for key, dtype, *rest in zip(*(column.tolist() for column in columns), strict=True)
-        )
+        return tuple(_items(self.table))
 
     def item(self, row: int) -> WriteItem:
         """One row as an item, for when the others are not needed."""
-        table = self.table
-        return _item(
-            table.key(row),
-            table.dtype(row),
-            int(table.ndim[row]),
-            table.global_shapes[row].tolist(),
-            table.offsets[row].tolist(),
-            table.shapes[row].tolist(),
-            table.flat[row].tolist(),
-            bool(table.main[row]),
-            int(table.sources[row]),
-        )
+        return next(_items(self.table.take(slice(row, row + 1))))
 
     @property
     def num_bytes(self) -> int:
@@ -307,25 +275,17 @@ class SavePlan:
         return replace(self, table=table_of_rows(rank, list(map(_row, items))))
 
 
-def _item(
-    key: str,
-    dtype: str,
-    ndim: int,
-    global_shape: list[int],
-    offset: list[int],
-    shape: list[int],
-    flat: list[int],
-    main: bool,
-    source: int,
-) -> WriteItem:
-    box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
-    index = MetadataIndex(key, box.offset, None if source < 0 else source)
-    whole = tuple(global_shape[:ndim])
-    if dtype == OBJECT:
-        return WriteItem(index, WriteItemType.BYTE_IO, None, whole, main)
-    flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-    data = TensorWriteData(box, dtype, whole, flat_range)
-    return WriteItem(index, WriteItemType.TENSOR, data, None, main)
+def _items(table: ShardTable) -> Iterator[WriteItem]:
+    columns = (getattr(table, name).tolist() for name in COLUMNS)
+    for key, dtype, ndim, whole, offset, shape, flat, main, source, _ in zip(*columns, strict=True):
+        box, size = Box(tuple(offset[:ndim]), tuple(shape[:ndim])), tuple(whole[:ndim])
+        index = MetadataIndex(table.names[key], box.offset, None if source < 0 else source)
+        if table.names[dtype] == OBJECT:
+            yield WriteItem(index, WriteItemType.BYTE_IO, None, size, main)
+        else:
+            flat_range = None if flat[0] < 0 else (flat[0], flat[1])
+            data = TensorWriteData(box, table.names[dtype], size, flat_range)
+            yield WriteItem(index, WriteItemType.TENSOR, data, None, main)
 
 
 def _row(item: WriteItem) -> ShardRow:
@@ -354,12 +314,6 @@ class LocalPlans(tuple[SavePlan, ...]):  # noqa: SLOT001 - it keeps its catalog
     def catalog(self) -> ShardTable:
         """All their rows in one table, sorted by key."""
         return concatenate([plan.table for plan in self])
-
-
-NOWHERE = Window(0, (), Box((), ()))
-
-
-"""The windows of a cell of a sharded object."""
 
 
 class LoadItemType(Enum):
@@ -583,3 +537,139 @@ def _misplaced(
     remedy = "Compare storage_index and dest_index with what configure_planner was given."
     finding = Finding(problem, key, expected, found, remedy=remedy)
     return InvalidShardingError("the plan cannot be read", [finding])
+
+
+_EXTRAS = ("planner_data", "storage_data", "storage_meta", "version")
+
+
+def whole_items(layout: Layout) -> Layout:
+    """The layout for a storage that asks for this one, but with every item as one chunk."""
+    if not isinstance(layout, RowBlockLayout):
+        return layout
+    return replace(layout, max_chunk_bytes=1 << 62, keeps_ranges=True)
+
+
+class Metadata(Index):
+    """What a checkpoint holds, and what a planner, a writer and a reader keep with it.
+
+    It is an Index of the tensors and objects. A writer may pickle it in ``finish``, and a reader
+    return it from ``read_metadata``: every rank then gets it in ``set_up_storage_reader``.
+
+    Args:
+        state_dict_metadata: for each key of a tensor anything with ``properties`` (which has a
+            ``dtype``), ``size`` and ``chunks`` (each has ``offsets`` and ``sizes``), such as a
+            TensorStorageMetadata of torch; for an object of one cell, anything else.
+        planner_data: for a planner's own use.
+        storage_data: for a storage's own use.
+        storage_meta: for a storage's own use.
+        version: of the format, for a storage's own use.
+        columns: the fields of an Index, in place of ``state_dict_metadata``.
+
+    Raises:
+        InvalidShardingError: if a tensor has no usable ``properties``, ``size`` or ``chunks``.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing.planning import Metadata
+        >>> chunk = {"offsets": (0,), "sizes": (4,)}
+        >>> tensor = {"properties": torch.float32, "size": (4,), "chunks": [chunk]}
+        >>> metadata = Metadata({"w": tensor}, storage_data={"w": "w.bin"})
+        >>> metadata["w"].global_shape, metadata.storage_data
+        ((4,), {'w': 'w.bin'})
+    """
+
+    planner_data: Any = None
+    storage_data: Any = None
+    storage_meta: Any = None
+    version: str = "1.0"
+
+    def __init__(
+        self,
+        state_dict_metadata: Mapping[str, Any] | None = None,
+        planner_data: Any = None,
+        storage_data: Any = None,
+        storage_meta: Any = None,
+        version: str = "1.0",
+        **columns: Any,
+    ) -> None:
+        if not columns:
+            described = _described(state_dict_metadata or {})
+            index = index_of(whole_items(RowBlockLayout()), described, main_rows(described))
+            columns = {field.name: getattr(index, field.name) for field in fields(Index)}
+        super().__init__(**columns)
+        extras = (planner_data, storage_data, storage_meta, version)
+        self.__dict__.update(zip(_EXTRAS, extras, strict=True))
+
+    @classmethod
+    def from_index(cls, index: Index) -> Metadata:
+        """The same as an index; itself if it is one."""
+        if isinstance(index, cls):
+            return index
+        metadata = cls.__new__(cls)
+        metadata.__dict__.update(index.__dict__)  # with what it has worked out
+        return metadata
+
+    @classmethod
+    def laid_out(
+        cls, given: object, layout: Layout, announced: ShardTable, written: ShardTable
+    ) -> Metadata:
+        """What the checkpoint holds if every item of a user's planner is stored as one chunk.
+
+        Args:
+            given: what the planner returned; what it keeps for itself is kept.
+            layout: stores every item as one chunk, see ``whole_items``.
+            announced: shards of all ranks, sorted by key.
+            written: those that are written, sorted by key.
+
+        Raises:
+            CheckpointingException: if the planner returned no metadata.
+        """
+        if not hasattr(given, "state_dict_metadata"):
+            finding = Finding(
+                "build_global_plan must return the plans of all ranks and what they make up",
+                expected="Metadata or Index",
+                found=type(given).__name__,
+            )
+            raise CheckpointingException("the plan of a planner cannot be used", [finding])
+        filled = written.take(written.num_elements > 0)
+        metadata = cls.from_index(index_of(layout, announced, filled))
+        extras = {name: getattr(given, name) for name in _EXTRAS if hasattr(given, name)}
+        metadata.__dict__.update(extras)
+        return metadata
+
+    @cached_property
+    def state_dict_metadata(self) -> dict[str, Any]:
+        """For each key a TensorStorageMetadata or BytesStorageMetadata of torch."""
+        dcp = importlib.import_module("torch.distributed.checkpoint.metadata")
+        size = importlib.import_module("torch").Size
+        described: dict[str, Any] = {}
+        for tensor in map(self.__getitem__, self):
+            described[tensor.key] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=tensor.dtype.torch),
+                size(tensor.global_shape),
+                [
+                    dcp.ChunkStorageMetadata(size(box.offset), size(box.shape))
+                    for box, _ in tensor.parts()
+                ],
+            )
+        return described | {key: dcp.BytesStorageMetadata() for key in self.objects}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in _EXTRAS}
+
+
+def _described(state_dict_metadata: Mapping[str, Any]) -> ShardTable:
+    """The chunks of tensors and the cells of objects as a table, sorted by key."""
+    items: list[WriteItem] = []
+    for key, described in state_dict_metadata.items():
+        chunks = _part_of(described, "chunks")
+        if chunks is None:
+            items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+            continue
+        rest = {name: _part_of(described, name) for name in ("properties", "size")}
+        if not chunks and rest["size"] is not None:  # a tensor without elements
+            chunks = [Box.whole(tuple(rest["size"]))]
+        for chunk in chunks:
+            data: Any = {**rest, "chunk": chunk}
+            items.append(WriteItem(MetadataIndex(key), WriteItemType.TENSOR, data))
+    return concatenate([SavePlan(items).table])

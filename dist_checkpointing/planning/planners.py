@@ -43,8 +43,6 @@ from dist_checkpointing.planning.resharding import WantedLeaves, plan_load
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
 
 Leaves = Mapping[Path, ShardedBase]
-
-
 """A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""
 
 
@@ -317,10 +315,7 @@ class DefaultSavePlanner(SavePlanner):
         # A subclass may do anything, and says itself when its plans can be used again.
         return () if type(self) is DefaultSavePlanner else None
 
-    def configure_planner(self, state_dict: Leaves, *args: Any, **kwargs: Any) -> None:
-        self._configure(state_dict, *args, **kwargs)
-
-    def _configure(
+    def configure_planner(
         self,
         state_dict: Leaves,
         is_coordinator: bool = True,
@@ -333,11 +328,9 @@ class DefaultSavePlanner(SavePlanner):
         # A shard has one main replica, so there is nothing to remove.
         del is_coordinator, remove_redundancy
         if save_to_minimum_rank:
-            finding = Finding(
-                "every shard is written by the holder of its main replica",
-                found="save_to_minimum_rank=True",
-                remedy="Use BalancedSavePlanner, which chooses among the holders.",
-            )
+            problem = "every shard is written by the holder of its main replica"
+            remedy = "Use BalancedSavePlanner, which chooses among the holders."
+            finding = Finding(problem, found="save_to_minimum_rank=True", remedy=remedy)
             raise CheckpointingException("the planner cannot choose who writes", [finding])
         self._leaves = list(state_dict.values())
         self._by_key = None
@@ -349,14 +342,17 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(describe(self._leaves, self._rank))
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
+        """See ``assign``, which a save calls instead unless a subclass overrides this."""
         written, index = self.assign(LocalPlans.of(all_plans).catalog, len(all_plans))
-        return by_rank(all_plans, written, index), index
+        ordered = written.take(np.argsort(written.ranks, kind="stable"))
+        bounds = np.searchsorted(ordered.ranks, np.arange(len(all_plans) + 1)).tolist()
+        return [
+            replace(plan, table=ordered.take(slice(*bounds[rank : rank + 2])), index=index)
+            for rank, plan in enumerate(all_plans)
+        ], index
 
     def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
         """Who writes what, and what the checkpoint then holds, from what all ranks hold.
-
-        All that ``build_global_plan`` does, without the plans of all ranks: a save calls this
-        unless a subclass has a ``build_global_plan`` of its own.
 
         Args:
             catalog: the shards of all ranks, sorted by key.
@@ -376,15 +372,14 @@ class DefaultSavePlanner(SavePlanner):
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
         table, leaves = plan.table, self._leaves
-        is_own = _is(self.get_data, DefaultSavePlanner.get_data)
-        if not is_own or (table.sources < 0).any():
+        if not _is(self.get_data, DefaultSavePlanner.get_data) or (table.sources < 0).any():
             return super().data_of(plan)
         sources, sizes = table.sources.tolist(), table.num_elements.tolist()
         is_flat = (table.flat[:, 0] >= 0).tolist()
 
         def data(row: int) -> torch.Tensor | object:
             leaf = leaves[sources[row]]
-            own: object = leaf.data
+            whole: object = leaf.data
             # What has as many elements as the whole is the whole.
             if isinstance(leaf, ShardedTensor) and (
                 leaf.prepend_axis_num
@@ -393,7 +388,7 @@ class DefaultSavePlanner(SavePlanner):
                 or (leaf.flattened_range is not None and not is_flat[row])
             ):
                 return self.get_data(plan.item(row))
-            return own
+            return whole
 
         return data
 
@@ -428,12 +423,9 @@ class DefaultSavePlanner(SavePlanner):
                     return leaf
             elif isinstance(leaf, ShardedObject) and part is None and cell == leaf.global_offset:
                 return leaf
-        finding = Finding(
-            "no leaf of this rank holds this item",
-            item.index.fqn,
-            found=f"{item.type.value} at {cell}",
-            remedy="Name the leaf in index.index, or override get_data.",
-        )
+        problem, found = "no leaf of this rank holds this item", f"{item.type.value} at {cell}"
+        remedy = "Name the leaf in index.index, or override get_data."
+        finding = Finding(problem, item.index.fqn, found=found, remedy=remedy)
         raise InvalidShardingError("the planner has no data for an item", [finding])
 
 
@@ -447,11 +439,10 @@ def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
 
 
 def _holds_range(leaf: ShardedTensor, part: TensorWriteData) -> bool:
-    own = leaf.flat_range
-    if own is None:
+    if leaf.flat_range is None:
         return part.flat_range is None
-    start, stop = _range_of(part, leaf)
-    return own[0] <= start and stop <= own[1]
+    (begin, end), (start, stop) = leaf.flat_range, _range_of(part, leaf)
+    return begin <= start and stop <= end
 
 
 def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
@@ -472,16 +463,6 @@ def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) 
         path=path,
         remedy="Ask for the cells of the stored grid: an object cannot be resharded.",
     )
-
-
-def by_rank(all_plans: Sequence[SavePlan], written: ShardTable, index: Index) -> list[SavePlan]:
-    """The plans of all ranks, each with those of the rows that are its own to write."""
-    ordered = written.take(np.argsort(written.ranks, kind="stable"))
-    bounds = np.searchsorted(ordered.ranks, np.arange(len(all_plans) + 1)).tolist()
-    return [
-        replace(plan, table=ordered.take(slice(*bounds[rank : rank + 2])), index=index)
-        for rank, plan in enumerate(all_plans)
-    ]
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -514,20 +495,21 @@ class DefaultLoadPlanner(LoadPlanner):
         self._index = metadata
 
     def build_local_plan(self) -> LoadPlan:
-        wanted, shards = self._wanted, self._wanted.shards
-        findings: list[Finding] = []
-        is_stored = self._index.rows_of(shards.keys) >= 0
-        if not is_stored.all():
-            absent = np.flatnonzero(~is_stored).tolist()
-            findings += [Finding("not in the checkpoint", shards.keys[row]) for row in absent]
+        index, shards = self._index, self._wanted.shards
+        is_stored = index.rows_of(shards.keys) >= 0
+        findings = [
+            Finding("not in the checkpoint", shards.keys[row])
+            for row in np.flatnonzero(~is_stored).tolist()
+        ]
+        if findings:
             shards = shards.take(np.flatnonzero(is_stored))
         cells: list[tuple[str, Ints, int]] = []
-        if len(wanted.sources) < len(wanted):
-            for source, leaf in enumerate(wanted.rows):
+        if len(self._wanted.sources) < len(self._wanted):
+            for source, leaf in enumerate(self._wanted.rows):
                 if isinstance(leaf, ShardedObject):
-                    findings += misfits(leaf, self._index)
+                    findings += misfits(leaf, index)
                     cells.append((leaf.key, tuple(leaf.global_offset), source))
-        table, uncovered = plan_load(self._index, shards)
+        table, uncovered = plan_load(index, shards)
         findings += uncovered
         if findings:
             raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
@@ -540,7 +522,6 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         leaf = self._leaf(item)
-        assert leaf.data is not None
         data: torch.Tensor = leaf.data.detach() if leaf.data.requires_grad else leaf.data
         if leaf.flattened_range is None:
             whole = data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
@@ -552,23 +533,16 @@ class DefaultLoadPlanner(LoadPlanner):
         return whole[item.dest.box.slices()]
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        own = self._leaf(item).data
-        assert own is not None
-        in_place = own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        if not in_place:
+        whole = self._leaf(item).data
+        if whole.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             self.acquire_tensor(item).copy_(tensor)
 
     def apply_bytes(self, item: ReadItem, value: Any) -> None:
-        assert item.dest_index.index is not None
-        leaf = self._wanted.rows[item.dest_index.index]
-        assert isinstance(leaf, ShardedObject)
-        leaf.data = value
+        self._leaf(item).data = value
 
-    def _leaf(self, item: ReadItem) -> ShardedTensor:
+    def _leaf(self, item: ReadItem) -> Any:
         assert item.dest_index.index is not None
-        leaf = self._wanted.rows[item.dest_index.index]
-        assert isinstance(leaf, ShardedTensor)
-        return leaf
+        return self._wanted.rows[item.dest_index.index]
 
 
 _HOOKS = (
@@ -599,10 +573,8 @@ class _OwnMemory(Destinations):
         self._sizes = plan.table.num_elements
 
     def acquire(self, row: int) -> torch.Tensor:
-        leaf = self._leaves[int(self._sources[row])]
-        assert isinstance(leaf, ShardedTensor)
-        data = leaf.data
-        assert data is not None
+        leaf: Any = self._leaves[int(self._sources[row])]
+        data: torch.Tensor = leaf.data
         # What has as many elements as the whole is the whole; a flattened one has another shape.
         is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
         if not is_whole or leaf.prepend_axis_num:

@@ -1,9 +1,7 @@
-"""Which holder of a replica writes it, or reads it for the others: equal bytes for each rank;
-BalancedSavePlanner.
+"""Which holder of a replica writes it, or reads it for the others: equal bytes for each rank.
 
-Pure functions of tables and numbers. The order in which parts are assigned, and the rule by which a
-rank is chosen, are those of ``distribute_shards_to_ranks``; for a catalog the same is done on
-arrays.
+The order in which parts are assigned, and the rule by which a rank is chosen, are those of
+``distribute_shards_to_ranks``; for a catalog the same is done on arrays.
 """
 
 from __future__ import annotations
@@ -25,14 +23,17 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.items import SavePlan
 from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
-from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, Integers, ShardTable
+from dist_checkpointing.planning.shard_table import (
+    Bools,
+    Int32s,
+    Int64s,
+    Integers,
+    ShardTable,
+    counted,
+)
 
 ShardId = TypeVar("ShardId", bound=Hashable)
-
-
 _FEW_SETS = 8
-
-
 """With fewer independent sets of ranks than this, a heap is faster than arrays."""
 
 
@@ -169,8 +170,8 @@ def _alike(numbers: Int32s, starts: Int64s, home: Int64s) -> tuple[Int64s, Int64
         example = examples[groups]
         if not ((counts == counts[example]) & (home == home[example])).all():
             continue
-        place = np.arange(len(numbers)) - np.repeat(starts[:-1], counts)
-        if (numbers == numbers[np.repeat(starts[:-1][example], counts) + place]).all():
+        part, place = counted(counts)
+        if (numbers == numbers[starts[:-1][example][part] + place]).all():
             return groups, examples
     raise AssertionError("the loop has no end")
 
@@ -181,15 +182,12 @@ def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: I
     most = int(table.ranks.max(initial=0)) + 1
     if table.holders is not None:
         # Every rank stands in a few sets, and one of them is that of the row.
-        sizes = np.array([len(held) for held in table.holders], dtype=np.int64)
-        sets = np.repeat(np.arange(len(sizes)), sizes)
+        sets, _ = counted(np.array([len(held) for held in table.holders], dtype=np.int64))
         members = np.concatenate([np.empty(0, dtype=np.int32), *table.holders])
         order = np.argsort(members, kind="stable")
         members, sets = members[order], sets[order]
         first, last = (np.searchsorted(members, ranks, side) for side in ("left", "right"))
-        counts = last - first
-        origins = np.repeat(origins, counts)
-        place = np.arange(len(origins)) - np.repeat(np.cumsum(counts) - counts, counts)
+        origins, place = counted(last - first)
         numbers = sets[first[origins] + place]
     held = replicas.parts * most + table.ranks[replicas.rows]
     asked = parts[origins] * most + numbers
@@ -278,9 +276,7 @@ def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64
         return _least_loaded_of_sets(sets, np.searchsorted(distinct, leaders)[set_of], sizes, loads)
     given = loads.tolist()
     rows = [*map(tuple, members.tolist())]
-    requests = (
-        (rows[row], size) for row, size in zip(set_of.tolist(), sizes.tolist(), strict=True)
-    )
+    requests = zip([rows[row] for row in set_of.tolist()], sizes.tolist(), strict=True)
     winners = np.fromiter(_assigned(requests, given), dtype=np.int64, count=len(sizes))
     loads[:] = given
     # Sets ascend, and so do all ranks once they are numbered by set.
@@ -339,14 +335,8 @@ def fixed_rows(catalog: ShardTable, shared: Replicas) -> Int64s:
 
 
 _WELL_BALANCED = 1.05
-
-
 _MIN_CHUNK_BYTES = 2**18
-
-
 _CHUNKS_A_RANK = 32
-
-
 """With chunks of a thirty-second of what a rank writes, ranks differ by no more than that."""
 
 
@@ -424,56 +414,43 @@ class BalancedSavePlanner(DefaultSavePlanner):
         groups = None
         if self.groups is not None:
             if len(self.groups) != num_ranks:
-                finding = Finding(
-                    "groups must have one number a rank", expected=num_ranks, found=len(self.groups)
-                )
+                problem = "groups must have one number a rank"
+                finding = Finding(problem, expected=num_ranks, found=len(self.groups))
                 raise CheckpointingException("the planner is for another world", [finding])
             groups = np.array(self.groups, dtype=np.int64)
         sets = HolderSets.of(catalog, shared, groups)
-        written, index = self._assigned(catalog, shared, sets, num_ranks)
-        return written.take(np.argsort(written.keys, kind="stable")), index
-
-    def _assigned(
-        self, catalog: ShardTable, shared: Replicas, sets: HolderSets, num_ranks: int
-    ) -> tuple[ShardTable, Index]:
-        is_fixed = fixed_rows(catalog, shared)
-        fixed = catalog.take(is_fixed).of_ranks()
-        firsts = shared.firsts
-        both = np.concatenate([firsts, is_fixed])
+        firsts, fixed_parts = shared.firsts, fixed_rows(catalog, shared)
+        fixed = catalog.take(fixed_parts).of_ranks()
+        both = np.concatenate([firsts, fixed_parts])
         whole = catalog.take(both[np.argsort(catalog.keys[both], kind="stable")])
 
         def assigned(layout: Layout) -> tuple[ShardTable, Index, Int64s]:
             """What is written and by whom in this layout, and the bytes of each rank."""
             index = index_of(layout, catalog, whole)
-            units, parts = layout.cut(catalog.take(firsts), index)
+            cut, parts = layout.cut(catalog.take(firsts), index)
             order = np.argsort(parts, kind="stable")
-            units, parts = units.take(order), parts[order]
+            cut, parts = cut.take(order), parts[order]
             loads = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(loads, fixed.ranks, fixed.num_bytes)
             own_sets = sets.of_part[parts]
-            if self.save_to_minimum_rank:
-                writers = sets.ranks[sets.starts[own_sets]]
-            else:
-                sizes = units.num_bytes
-                writers = sets.ranks[share_out(sets.ranks, sets.starts, own_sets, sizes, loads)]
+            chosen = sets.starts[own_sets]
+            if not self.save_to_minimum_rank:
+                chosen = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
+            writers = sets.ranks[chosen]
             rows = rows_of_ranks(catalog, shared, parts, writers)
-            own = replace(
-                units,
-                ranks=writers,
-                sources=catalog.sources[rows],
-                main=catalog.main[rows],
-                holders=None,
-            )
-            return own.followed_by(fixed), index, loads
+            main, sources = catalog.main[rows], catalog.sources[rows]
+            cut = replace(cut, ranks=writers, sources=sources, main=main, holders=None)
+            return cut.followed_by(fixed), index, loads
 
         written, index, loads = assigned(self.layout)
         mean = loads.sum() / num_ranks
         finer = _finer(self.layout, mean)
         is_balanced = loads.max() <= _WELL_BALANCED * mean
-        if finer is None or is_balanced or not (np.diff(sets.starts) > 1).any():
-            return written, index
-        other, other_index, other_loads = assigned(finer)
-        return (other, other_index) if other_loads.max() < loads.max() else (written, index)
+        if finer is not None and not is_balanced and (np.diff(sets.starts) > 1).any():
+            other, other_index, other_loads = assigned(finer)
+            if other_loads.max() < loads.max():
+                written, index = other, other_index
+        return written.take(np.argsort(written.keys, kind="stable")), index
 
 
 def _finer(layout: Layout, mean_bytes: float) -> RowBlockLayout | None:
@@ -490,12 +467,10 @@ def check_replicas_have_data(leaves: Sequence[ShardedBase]) -> None:
     Raises:
         InvalidShardingError: with every tensor that has no data.
     """
+    problem = "data is None, but every replica needs its data where any holder may write it"
+    remedy = "Give it its data, or leave this replica out of the state dict."
     findings = [
-        Finding(
-            "data is None, but every replica needs its data where any holder may write it",
-            leaf.key,
-            remedy="Give it its data, or leave this replica out of the state dict.",
-        )
+        Finding(problem, leaf.key, remedy=remedy)
         for leaf in leaves
         if isinstance(leaf, ShardedTensor) and leaf.data is None
     ]

@@ -23,7 +23,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path
 from dist_checkpointing.planning.load_plan import ReadTable, TensorColumns
-from dist_checkpointing.planning.shard_table import Bools, Int32s
+from dist_checkpointing.planning.shard_table import Bools, Int32s, counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,13 +173,6 @@ def in_grid(wanted: Segments, highs: Int64s, chunks: Int64s) -> Overlaps:
         begin,
         np.minimum(offsets + chunk, highs[rows]) - begin,
     )
-
-
-def counted(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """For each of several groups its number so many times, and the position in the group."""
-    groups = np.repeat(np.arange(len(counts)), counts)
-    begins = np.cumsum(counts) - counts
-    return groups, np.arange(len(groups)) - begins[groups]
 
 
 _FEW = 64

@@ -17,7 +17,7 @@ from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import Layout
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
-from dist_checkpointing.planning.metadata import Metadata, whole_items
+from dist_checkpointing.planning.items import Metadata, whole_items
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.replica_check import ReplicaFacts
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate, describe

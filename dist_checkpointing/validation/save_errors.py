@@ -22,12 +22,14 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
+    NO_LEAF,
     DictKey,
     Path,
     Position,
     is_container,
     overlay,
     path_text,
+    paths_of,
 )
 from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.planning.shard_table import ShardTable
@@ -203,10 +205,9 @@ def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Findin
     }
     if not wanted:
         return []
-    sharded: dict[Path, Any] = dict.fromkeys(
-        (*parts.tensors, *parts.objects, *parts.factories, *parts.local), MISSING
-    )
-    result = overlay(stored, parts.skeleton, sharded)
+    sharded = {*parts.tensors, *parts.objects, *parts.factories, *parts.local}
+    values = [MISSING if path in sharded else NO_LEAF for path in paths_of(parts.skeleton)]
+    result = overlay(stored, parts.skeleton, values)
     return [
         Finding(
             "this tensor of the template is not wrapped, and the common state of the checkpoint "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,20 @@ class StandIn:
         self.done: list[str] = []
         self._held: set[int] = set()
         own_fillable, own_copy = tensor_memory.fillable, staging.CopyStreams.copy
-        own_plain = tensor_memory.are_plain_memory
+        own_plain = tensor_memory.is_plain_memory
 
         def fillable(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
             return None if self.holds(tensor) else own_fillable(tensor, dtype)
 
-        def are_plain_memory(tensors: Sequence[Any]) -> bool:
-            return own_plain(tensors) and not any(map(self.holds, tensors))
+        def is_plain_memory(tensor: Any) -> bool:
+            return own_plain(tensor) and not self.holds(tensor)
 
         def copy(streams: Any, source: torch.Tensor, target: torch.Tensor) -> None:
             self.done.append("copy")
             own_copy(streams, source, target)
 
         monkeypatch.setattr(tensor_memory, "fillable", fillable)
-        monkeypatch.setattr(tensor_memory, "are_plain_memory", are_plain_memory)
+        monkeypatch.setattr(tensor_memory, "is_plain_memory", is_plain_memory)
         monkeypatch.setattr(staging.CopyStreams, "copy", copy)
         for module in (staging, writer, data_files, chunk_files, chunk_reads):
             monkeypatch.setattr(module, "is_on_gpu", self.holds, raising=False)

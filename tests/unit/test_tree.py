@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from dist_checkpointing.errors import StateMismatchError
 from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
+    NO_LEAF,
     DictKey,
     Path,
     Position,
-    containers_with,
+    Skeleton,
     flatten,
     is_container,
     overlay,
     path_text,
+    paths_of,
     unflatten,
     unflatten_part,
     value_at,
@@ -35,6 +37,11 @@ class Point(NamedTuple):
 
 
 Old = namedtuple("Old", "only")  # noqa: PYI024 - users have these too
+
+
+def overlaid(base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any]) -> Any:
+    """``overlay`` with leaves by path."""
+    return overlay(base, skeleton, [leaves.get(path, NO_LEAF) for path in paths_of(skeleton)])
 
 
 class Wrapped:
@@ -177,7 +184,7 @@ def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
 
     part = unflatten_part(skeleton, common)
     before, ids = copy.deepcopy(part), identities(part)
-    again = overlay(part, skeleton, wrapped)
+    again = overlaid(part, skeleton, wrapped)
     assert same(again, tree)
     assert part is MISSING or same(part, before)
     assert identities(part) == ids
@@ -207,7 +214,7 @@ def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject)
         for (path, leaf), choice in zip(found.items(), chosen, strict=True)
     }
     mixed = unflatten(skeleton, marked)
-    some, ways = flatten(mixed, only=containers_with(mixed, _is_wrapped))
+    some, ways = flatten(mixed, wanted=_is_wrapped)
     assert same(unflatten(ways, some), mixed)
     wrapped = {path for path, leaf in marked.items() if isinstance(leaf, Wrapped)}
     assert {path for path, leaf in some.items() if isinstance(leaf, Wrapped)} == wrapped
@@ -215,6 +222,16 @@ def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject)
         assert value_at(mixed, path) is leaf
         # What is left closed stands beside a wrapped leaf, never further down.
         assert path == () or any(way[: len(path) - 1] == path[:-1] for way in wrapped)
+
+
+def test_what_holds_no_wanted_leaf_stays_closed() -> None:
+    inner, plain, empty = [Wrapped("w")], {"x": 1}, list[Any]()
+    tree = {"a": inner, "b": plain, "c": (inner, empty)}
+    found, _ = flatten(tree, wanted=_is_wrapped)
+    assert [id(leaf) for leaf in found.values()] == [
+        id(inner[0]), id(plain), id(inner[0]), id(empty)
+    ]  # fmt: skip
+    assert flatten(plain, wanted=_is_wrapped) == ({(): plain}, None)
 
 
 def _close_gaps(tree: Any) -> Any:
@@ -258,7 +275,7 @@ old_trees = st.dictionaries(
 def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any]) -> None:
     found, skeleton = flatten(tree)
     wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    assert same(overlay(_close_gaps(tree), skeleton, wrapped), tree)
+    assert same(overlaid(_close_gaps(tree), skeleton, wrapped), tree)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +295,7 @@ def test_closed_lists_by_example(
     tree = template(Wrapped)
     found, skeleton = flatten(tree)
     wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    assert same(overlay(stored, skeleton, wrapped), tree)
+    assert same(overlaid(stored, skeleton, wrapped), tree)
 
 
 def test_mixed_lists_keep_their_places() -> None:
@@ -346,7 +363,7 @@ def test_a_skeleton_keeps_no_leaf_alive() -> None:
 def _overlaid(template: Any, base: Any) -> Any:
     found, skeleton = flatten(template)
     wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    return overlay(base, skeleton, wrapped)
+    return overlaid(base, skeleton, wrapped)
 
 
 W = Wrapped("w")

@@ -293,7 +293,7 @@ class RowWriter:
 
     def _write_memory(self, rows: Int64s, data: Sequence[Any], files: DataFiles) -> bool:
         """Write tensors from where they are in memory, without a look at each; False if in vain."""
-        if not tensor_memory.are_plain_memory(data):
+        if not all(map(tensor_memory.is_plain_memory, data)):
             return False
         addresses = np.fromiter(map(torch.Tensor.data_ptr, data), np.int64, len(data))
         lengths = np.fromiter(map(attrgetter("nbytes"), data), np.int64, len(data))
