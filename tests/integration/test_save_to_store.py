@@ -25,8 +25,8 @@ from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.seal import SealedFile, read_seal
 from dist_checkpointing.storage import StorageOptions
+from dist_checkpointing.strategies.data_files import DataFiles
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.strategies.tensorstore.writer import DataFiles
 from dist_checkpointing.testing import run_ranks
 from s3_proxy import Fault, proxy_before
 from stores import new_url

@@ -11,9 +11,10 @@ import io
 import math
 import pickle
 import struct
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +28,7 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import file_writer, location
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
 from dist_checkpointing.format.file_names import disk_name
@@ -40,8 +41,9 @@ from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
-from dist_checkpointing.storage.options import Checksum, Durability
+from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
+from dist_checkpointing.strategies.data_files import DataFiles, balanced, write_shares
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_archives import (
     CENTRAL,
@@ -210,7 +212,6 @@ def _central(name: bytes, crc: int, size: int, start: int, extra: bytes) -> byte
 
 
 _MAX_PENDING_BYTES = 2**20
-_MAX_PENDING_PARTS = 512  # of the 1024 that one system call takes
 
 
 def file_name(rank: int, number: int, prefix: str = "") -> str:
@@ -224,42 +225,46 @@ def file_name(rank: int, number: int, prefix: str = "") -> str:
     return f"{disk_name(prefix) if prefix else ''}__{rank}_{number}.distcp"
 
 
-class DataFile:
-    """A file that grows at its end, by what lies in memory, without copying it together.
+class RecordFile(DataFiles):
+    """A file of records, each begun at a multiple of the alignment; see ``DataFiles``.
 
     Args:
-        path: of the file, in the folder of the checkpoint.
-        with_crc: whether records get a CRC-32.
+        root: the checkpoint.
+        name: of the file.
+        options: whether the file must be durable.
         buffer_bytes: memory for what cannot be written in place.
+        report: called with the bytes of tensors that were written since the last call.
+        with_crc: whether records get a CRC-32.
+
+    Attributes:
+        rows: What has been written.
     """
 
-    def __init__(self, path: Location, *, with_crc: bool, buffer_bytes: int) -> None:
-        self._file = file_writer.create(path)
-        self._name = path.name
-        self._stays = True
+    def __init__(
+        self,
+        root: Location,
+        name: str,
+        options: StorageOptions,
+        buffer_bytes: int,
+        report: Callable[[int], None],
+        *,
+        with_crc: bool,
+    ) -> None:
+        super().__init__(root, name, options, _MAX_PENDING_BYTES, report)
+        self.most_bytes, self.stays = sys.maxsize, True
+        self.rows: list[Row] = []
         self._with_crc = with_crc
         self._buffer_bytes = buffer_bytes
-        self._pending: list[memoryview] = []
-        self._pending_bytes = 0
-        self._size = 0
-        self._host_blocks = HostBlocks(buffer_bytes, self._flush)
+        self._host_blocks = HostBlocks(buffer_bytes, self.flush)
 
-    def close(self, *, is_durable: bool) -> SealedFile:
-        """Complete the file."""
-        self._flush()
-        etag = self._file.close(is_durable=is_durable)
-        return SealedFile(self._name, self._size, etag=etag)
-
-    def give_up(self) -> None:
-        """Let go of a file that is not complete."""
-        self._file.give_up()
+    def next_name(self) -> str:
+        return self._stem
 
     def add_bytes(self, content: bytes) -> Place:
         """Add a record that is complete already."""
-        self._align()
-        start = self._size
+        start = self._aligned()
         self._append(content)
-        return Place(self._name, start, self._size - start)
+        return Place(self._stem, start, self.end - start)
 
     def add_tensor(self, data: torch.Tensor, shape: Ints, digest: xxhash.xxh3_64 | None) -> Place:
         """Add the record of a tensor.
@@ -269,11 +274,10 @@ class DataFile:
             shape: shape that the record states.
             digest: is told the values.
         """
-        self._align()
-        start, frame, crc = self._size, record_format(data.dtype, shape), 0
+        start, frame, crc = self._aligned(), record_format(data.dtype, shape), 0
         self._append(frame.head)
         # The memory of the copies from a GPU is used again.
-        self._stays &= not is_on_gpu(data)
+        self.stays &= not is_on_gpu(data)
         blocks = (
             (_bytes_of(tensor_memory.as_numpy(block)) for _, block in self._host_blocks.of([data]))
             if is_on_gpu(data)
@@ -284,28 +288,17 @@ class DataFile:
                 digest.update(block)
             if self._with_crc:
                 crc = crc32(block, crc)
-            self._append(block)
+            self.put(block, block.nbytes, block.nbytes)
         self._append(frame.tail(crc))
-        return Place(self._name, start, self._size - start)
+        return Place(self._stem, start, self.end - start)
 
-    def _append(self, data: Any) -> None:
-        view = memoryview(data)
-        if view.nbytes:
-            self._pending.append(view)
-            self._pending_bytes += view.nbytes
-            self._size += view.nbytes
-        if self._pending_bytes >= _MAX_PENDING_BYTES or len(self._pending) >= _MAX_PENDING_PARTS:
-            self._flush()
+    def _append(self, data: bytes) -> None:
+        self.put(data, len(data), 0)
 
-    def _align(self) -> None:
+    def _aligned(self) -> int:
         # So that the values of the next record are aligned in memory if the file is mapped.
-        self._append(bytes(-self._size % ALIGNMENT))
-
-    def _flush(self) -> None:
-        parts, self._pending = self._pending, []
-        if parts:
-            self._file.write(parts, self._pending_bytes, stays=self._stays)
-        self._pending_bytes = 0
+        self._append(bytes(-self.end % ALIGNMENT))
+        return self.end
 
 
 def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
@@ -384,78 +377,60 @@ class TorchDistWriter(StorageWriter):
         data_of, is_object = planner.data_of(plan), table.is_object.tolist()
         keys = set(table.take(~table.is_object).key_column)
         flattened = {key: common_box_shape(index[key]) is not None for key in keys}
-        parts = self._files_of(table)
-        buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(parts)))
+        shares = self._files_of(table)
+        buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(shares)))
         sizes = np.zeros(len(table), dtype=np.int64)
         checksums = np.zeros(len(table), dtype=np.uint64)
         with_checksums = self.options.checksum is Checksum.XXH3
 
-        is_cancelled = False
+        def open_file(name: str, report: Callable[[int], None]) -> RecordFile:
+            folder, options, crc = self.checkpoint_dir, self.options, self._with_crc
+            return RecordFile(folder, name, options, buffer_bytes, report, with_crc=crc)
 
-        def write(file: DataFile, row: int) -> list[Row]:
-            if is_cancelled:
-                raise InterruptedError("the save was cancelled")
-            data = data_of(row)
+        def write(row: int, file: RecordFile) -> list[Row]:
+            data: Any = data_of(row)
+            key, box, flat = table.key(row), table.box(row), table.flat_range(row)
             if is_object[row]:
                 # Megatron keeps a list of all cells of this name on the rank.
-                value = serialize([data], f"the ShardedObject {table.key(row)!r}")
-                place = file.add_bytes(value)
-                sizes[row], checksums[row] = place.length, checksum_of_bytes(value)
-                cell = ShardedObject(
-                    table.key(row), None, table.global_shape(row), table.box(row).offset
-                )
-                return [(cell.unique_key, None, None, place)]
-            assert isinstance(data, torch.Tensor)
+                value = serialize([data], f"the ShardedObject {key!r}")
+                cell = ShardedObject(key, None, table.global_shape(row), box.offset)
+                checksums[row] = checksum_of_bytes(value)
+                return [(cell.unique_key, None, None, file.add_bytes(value))]
             hasher = xxhash.xxh3_64() if with_checksums else None
-            key, box, flat = table.key(row), table.box(row), table.flat_range(row)
             written: list[Row] = [
                 (key, offsets, shape, file.add_tensor(values, shape, hasher))
                 for (offsets, shape), values in _chunks(box, flat, data, as_one=flattened[key])
             ]
-            sizes[row] = sum(place.length for *_, place in written)
             if hasher is not None:
                 checksums[row] = hasher.intdigest()
-            self.report(data.nbytes)
             return written
 
-        def fill(name: str) -> tuple[list[Row], SealedFile]:
-            own, path = parts[name], self.checkpoint_dir / name
-            is_durable = self.options.durability is Durability.FSYNC
-            file = DataFile(path, with_crc=self._with_crc, buffer_bytes=buffer_bytes)
-            try:
-                rows = [written for row in own for written in write(file, row)]
-                return rows, file.close(is_durable=is_durable)
-            except BaseException:
-                file.give_up()
-                raise
+        def fill(name: str, file: RecordFile) -> None:
+            for row in shares[name].tolist():
+                written = write(row, file)
+                sizes[row] = sum(place.length for *_, place in written)
+                file.rows += written
 
-        with ThreadPoolExecutor(max(1, len(parts)), "distcp") as pool:
-            try:
-                filled = list(pool.map(fill, parts))
-            except BaseException:
-                is_cancelled = True  # the others stop at their next value
-                raise
-        rows = [row for own, _ in filled for row in own]
+        threads = max(1, len(shares))
+        filled = write_shares(list(shares), open_file, fill, self.report, threads)
+        rows = [row for file, _ in filled for row in file.rows]
         # Rank 0 commits, which makes its own names durable.
-        if self._rank and self.options.durability is Durability.FSYNC and parts:
+        if self._rank and self.options.durability is Durability.FSYNC and shares:
             location.fsync_folder(self.checkpoint_dir)
-        files = tuple(file for _, file in filled)
+        files = tuple(file for _, sealed in filled for file in sealed)
         checked = None if with_checksums else table.is_object
         return done(WriteResults(table, sizes, checksums, checked, files, rows))
 
-    def _files_of(self, table: ShardTable) -> dict[str, list[int]]:
+    def _files_of(self, table: ShardTable) -> dict[str, Int64s]:
         """The rows in each file of this rank, by name."""
-        threads, hint = min(self.options.threads, _MOST_FILES), self.separation_hint
-        if not hint:
-            parts = _split(table, np.arange(len(table)), threads)
-            return {file_name(self._rank, number): part for number, part in enumerate(parts)}
-        begins = np.array([name.startswith(hint) for name in table.names], dtype=np.bool_)
+        hint = self.separation_hint or ""
+        begins = np.array([bool(hint) and name.startswith(hint) for name in table.names] or [False])
         # Objects are not removed by prefix, and would keep the file.
-        apart = begins[table.keys] & ~table.is_object
+        is_apart = begins[table.keys] & ~table.is_object
         return {
             file_name(self._rank, number, prefix): part
-            for prefix, rows in (("", ~apart), (hint, apart))
-            for number, part in enumerate(_split(table, np.flatnonzero(rows), threads))
+            for prefix, rows in (("", ~is_apart), (hint, is_apart))
+            for number, part in enumerate(_split(table, np.flatnonzero(rows), self.options.threads))
         }
 
     def finish(
@@ -493,19 +468,11 @@ def _dcp_tensor(index: Index, key: str, chunks: list[tuple[Ints, Ints]]) -> DcpT
     return DcpTensor(stored.dtype.torch, size, tuple(chunks), whole)
 
 
-def _split(table: ShardTable, rows: Int64s, threads: int) -> list[list[int]]:
+def _split(table: ShardTable, rows: Int64s, threads: int) -> list[Int64s]:
     """Some rows of one rank in one file, or in several of about the same number of bytes."""
-    if not len(rows):
-        return []
-    sizes = table.num_bytes[rows].tolist()
-    count = max(1, min(threads, sum(sizes) // _MIN_FILE_BYTES))
-    parts: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for row, size in zip(rows.tolist(), sizes, strict=True):
-        least = loads.index(min(loads))
-        parts[least].append(row)
-        loads[least] += size
-    return [part for part in parts if part]
+    sizes = table.num_bytes
+    count = max(1, min(threads, _MOST_FILES, int(sizes[rows].sum()) // _MIN_FILE_BYTES))
+    return [part for part in balanced(rows, sizes, count) if len(part)]
 
 
 def _chunks(

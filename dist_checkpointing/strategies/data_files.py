@@ -1,0 +1,245 @@
+"""Data files that hold many values: filled by threads, each with files of its own."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_checkpointing.filesystem import file_writer
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.checksums import Digest
+from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.storage.options import Durability, StorageOptions
+
+MOST_PENDING_BYTES: Final = 2**22
+
+Array = npt.NDArray[Any]
+Share = TypeVar("Share")
+
+
+class DataFiles:
+    """A row of files, each begun when the one before it is full; used by one thread.
+
+    Args:
+        root: the checkpoint.
+        stem: relative path of the files, but for the end of their names; its folder exists.
+        options: how large files may be, and whether they must be durable.
+        most_pending: bytes that may wait to be written together.
+        report: called with the bytes of tensors that were written since the last call.
+
+    Attributes:
+        names: Relative paths of the files.
+        file: For each value the position of its file in ``names``.
+        offset: For each value its first byte.
+        length: For each value its bytes.
+        end: Bytes of the file that is open.
+        stays: Whether the memory of what waits stays as it is until its file is complete.
+    """
+
+    def __init__(
+        self,
+        root: Location,
+        stem: str,
+        options: StorageOptions,
+        most_pending: int,
+        report: Callable[[int], None],
+    ) -> None:
+        self._root, self._stem = root, stem
+        self._is_durable = options.durability is Durability.FSYNC
+        # Elsewhere the C library would write zeros to make room, and fsync gains nothing by it.
+        self._makes_room = not self._is_durable and file_writer.makes_room(root)
+        self.most_bytes = file_writer.file_bytes(root, options.data_file_bytes)
+        self._most_pending = min(most_pending, MOST_PENDING_BYTES)
+        self._report = report
+        self._open_file: file_writer.NewFile | None = None
+        self.end = 0
+        self._sealed: list[SealedFile] = []
+        self.stays = False
+        self._pending: list[Any] = []
+        self._pending_bytes = self._unreported = 0
+        self.names: list[str] = []
+        self.file: array[int] = array("q")
+        self.offset: array[int] = array("q")
+        self.length: array[int] = array("q")
+
+    def put(self, value: Any, num_bytes: int, reported: int) -> None:
+        """Add a value, which is written soon and must stay as it is until then.
+
+        Args:
+            value: a contiguous array, or bytes.
+            num_bytes: its size.
+            reported: how many of them count as written.
+        """
+        self._place(num_bytes)
+        if num_bytes == 0:
+            return
+        self._pending.append(value)
+        self._pending_bytes += num_bytes
+        self._unreported += reported
+        if (
+            self._pending_bytes >= self._most_pending
+            or len(self._pending) >= file_writer.MOST_PARTS
+        ):
+            self.flush()
+
+    def put_memory(self, addresses: Int64s, lengths: Int64s) -> None:
+        """Add values that are somewhere in memory, and write them at once.
+
+        Args:
+            addresses: of the first byte of each.
+            lengths: bytes of each.
+        """
+        self.flush()
+        first = 0
+        while first < len(lengths):
+            file = self._required_file()
+            starts = self.end + np.cumsum(lengths[first:]) - lengths[first:]
+            last = first + int(np.searchsorted(starts, self.most_bytes))
+            own = lengths[first:last]
+            self.file.frombytes(np.full(len(own), len(self.names) - 1).tobytes())
+            self.offset.frombytes(starts[: len(own)].tobytes())
+            self.length.frombytes(own.tobytes())
+            self.end += int(own.sum())
+            file.write_memory(addresses[first:last], own)
+            first = last
+        self._report(int(lengths.sum()))
+
+    def put_large(self, values: Array, reported: int, digest: Digest | None) -> None:
+        """Add a contiguous array, which must stay as it is; hash it on the way."""
+        self.begin_large(values.nbytes)
+        self.put_block(values, reported, digest, stays=True)
+
+    def begin_large(self, num_bytes: int) -> None:
+        """Add a value that comes in blocks, by ``put_block`` alone."""
+        self.flush()
+        self._place(num_bytes).make_room(self.offset[-1], num_bytes)
+
+    def put_block(
+        self, values: Array, reported: int, digest: Digest | None, *, stays: bool = False
+    ) -> None:
+        """Write a contiguous array at once, behind what was written last; hash it on the way."""
+        file = self._open_file
+        assert file is not None
+        view = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        step = file.block_bytes(is_hashed=digest is not None)
+        first = step - file.position % step
+        for start in range(first - step, len(view), step):
+            block = view[max(start, 0) : start + step]
+            if digest is not None:
+                digest.update(block)
+            file.write([block], len(block), stays=stays)
+        self._report(reported)
+
+    def finish(self) -> list[SealedFile]:
+        """Write what is left; the files are durable then, but not their names."""
+        self.flush()
+        self._close(is_durable=self._is_durable)
+        return self._sealed
+
+    def give_up(self) -> None:
+        """Let go of the file that is open."""
+        self._pending.clear()
+        file, self._open_file = self._open_file, None
+        if file is not None:
+            file.give_up()
+
+    def _place(self, num_bytes: int) -> file_writer.NewFile:
+        """Note where the next value will lie."""
+        file = self._required_file()
+        self.file.append(len(self.names) - 1)
+        self.offset.append(self.end)
+        self.length.append(num_bytes)
+        self.end += num_bytes
+        return file
+
+    def _required_file(self) -> file_writer.NewFile:
+        """The file that is open; begins one if there is none, or it is full."""
+        if self._open_file is None or self.end >= self.most_bytes:
+            self.flush()
+            self._close(is_durable=self._is_durable)
+            self.names.append(self.next_name())
+            path = self._root / self.names[-1]
+            self._open_file = file_writer.create(path, makes_room=self._makes_room)
+            self.end = 0
+        return self._open_file
+
+    def next_name(self) -> str:
+        """Relative path of the file to begin."""
+        return f"{self._stem}.{len(self.names)}"
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if self._pending:
+            assert self._open_file is not None
+            self._open_file.write(self._pending, self._pending_bytes, stays=self.stays)
+            self._pending = []
+            if self._unreported:
+                self._report(self._unreported)
+            self._pending_bytes = self._unreported = 0
+
+    def _close(self, *, is_durable: bool) -> None:
+        file, self._open_file = self._open_file, None
+        if file is not None:
+            etag = file.close(is_durable=is_durable)
+            self._sealed.append(SealedFile(self.names[-1], self.end, etag=etag))
+
+
+def balanced(rows: Int64s, sizes: Int64s, count: int) -> list[Int64s]:
+    """Some rows in so many parts of about the same bytes; ``sizes`` are those of all rows."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for row, size in zip(rows.tolist(), sizes[rows].tolist(), strict=True):
+        least = loads.index(min(loads))
+        parts[least].append(row)
+        loads[least] += size
+    return [np.array(part, dtype=np.int64) for part in parts]
+
+
+Files = TypeVar("Files", bound=DataFiles)
+
+
+def write_shares(
+    shares: Sequence[Share],
+    open_files: Callable[[Share, Callable[[int], None]], Files],
+    fill: Callable[[Share, Files], None],
+    report: Callable[[int], None],
+    threads: int,
+) -> list[tuple[Files, list[SealedFile]]]:
+    """Write each share to files of its own, on a thread; all stop when one has failed.
+
+    Args:
+        shares: what each thread writes.
+        open_files: makes the files of a share, which report what is written.
+        fill: writes a share to its files.
+        report: is told the bytes that were written.
+        threads: at most so many.
+    """
+    is_cancelled = False
+
+    def report_or_stop(num_bytes: int) -> None:
+        if is_cancelled:
+            raise InterruptedError("the save was cancelled")
+        report(num_bytes)
+
+    def write(share: Share) -> tuple[Files, list[SealedFile]]:
+        files = open_files(share, report_or_stop)
+        try:
+            fill(share, files)
+            return files, files.finish()
+        except BaseException:
+            files.give_up()
+            raise
+
+    with ThreadPoolExecutor(threads, "data-files") as pool:
+        try:
+            # A thread costs more than a small share.
+            return list((pool.map if len(shares) > 1 else map)(write, shares))
+        except BaseException:
+            is_cancelled = True  # the others stop at what they write next
+            raise
