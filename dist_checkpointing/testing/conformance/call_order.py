@@ -24,28 +24,18 @@ from dist_checkpointing.strategies.planned_strategies import (
 from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks, Observe, observed
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.sample_shards import (
-    CUT_SHAPE,
-    CUTS,
-    assert_same_bits,
-    data_of,
-    poisoned,
-    random_bits,
-    template,
+    assert_loaded,
+    blank,
+    every_cut,
+    one_for_each_cut,
 )
 from dist_checkpointing.testing.simulated_ranks import run_ranks
 
-_FULL = {name: random_bits(CUT_SHAPE, torch.int32, i) for i, name in enumerate(CUTS)}
+_FULL = one_for_each_cut(torch.int32)
 
 
 def _state(world_size: int, rank: int) -> dict[str, Any]:
-    return {name: CUTS[name](name, full, world_size)[rank] for name, full in _FULL.items()}
-
-
-def _template(world_size: int, rank: int) -> dict[str, Any]:
-    return {
-        name: [template(s, poisoned(data_of(s))) for s in shards]
-        for name, shards in _state(world_size, rank).items()
-    }
+    return every_cut(_FULL, world_size, rank)
 
 
 class _Log:
@@ -72,17 +62,15 @@ class StorageProtocol(BackendHooks):
 
     def planned_saver(self) -> PlannedSaveStrategy:
         """The save strategy, if it has a StorageWriter."""
-        strategy = self.saver()
-        if not isinstance(strategy, PlannedSaveStrategy):
-            pytest.skip(f"{strategy} has no StorageWriter")
-        return strategy
+        if isinstance(strategy := self.saver(), PlannedSaveStrategy):
+            return strategy
+        pytest.skip(f"{strategy} has no StorageWriter")
 
     def planned_loader(self) -> PlannedLoadStrategy:
         """The load strategy, if it has a StorageReader."""
-        strategy = self.loader()
-        if not isinstance(strategy, PlannedLoadStrategy):
-            pytest.skip(f"{strategy} has no StorageReader")
-        return strategy
+        if isinstance(strategy := self.loader(), PlannedLoadStrategy):
+            return strategy
+        pytest.skip(f"{strategy} has no StorageReader")
 
     @WORLD_SIZES
     def test_order_of_writer_calls(self, tmp_path: Path, world_size: int) -> None:
@@ -141,7 +129,7 @@ class StorageProtocol(BackendHooks):
 
         def one(comm: Comm) -> Any:
             strategy = observed(self.planned_loader(), log.observer(comm.rank))
-            return load(_template(world_size, comm.rank), folder, strategy, comm=comm)
+            return load(blank(_state(world_size, comm.rank)), folder, strategy, comm=comm)
 
         loaded = run_ranks(world_size, one)
         everywhere = ["set_up_storage_reader", "prepare_local_plan", "read_data"]
@@ -159,9 +147,7 @@ class StorageProtocol(BackendHooks):
             assert len(plans) == world_size
             assert all(isinstance(plan, LoadPlan) for plan in plans)
         for rank, result in enumerate(loaded):
-            for name, shards in _state(world_size, rank).items():
-                for i, shard in enumerate(shards):
-                    assert_same_bits(result[name][i], data_of(shard), f"{name} on rank {rank}")
+            assert_loaded(result, _state(world_size, rank), f"rank {rank}")
 
     def test_created_names_cover_every_file(self, tmp_path: Path) -> None:
         """A save names all its files before it begins, so that they can be deleted if it fails."""
@@ -213,7 +199,5 @@ class StorageProtocol(BackendHooks):
                 finalize()
 
         run_ranks(2, one)
-        (result,) = self.load_on(1, folder, lambda _: _template(1, 0))
-        for name, shards in _state(1, 0).items():
-            for i, shard in enumerate(shards):
-                assert_same_bits(result[name][i], data_of(shard), name)
+        (result,) = self.load_on(1, folder, lambda _: blank(_state(1, 0)))
+        assert_loaded(result, _state(1, 0), "after it was finalized")

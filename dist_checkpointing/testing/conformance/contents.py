@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dist_checkpointing.errors import InvalidShardingError, StateMismatchError
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.serialization import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.load_metadata import (
     load_content_metadata,
@@ -26,14 +26,17 @@ from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
+    assert_loaded,
     assert_same_bits,
+    blank,
     by_columns,
     by_rows,
     data_of,
-    poisoned,
+    one_for_each_cut,
     random_bits,
     replicated,
     template,
+    whole,
 )
 
 WEIRD_KEYS = (
@@ -73,10 +76,6 @@ HOSTILE_KEYS = (
 """Keys that would leave the folder of the checkpoint if they were used as paths."""
 
 
-def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return {key: replicated(key, tensor, 1)[0][0] for key, tensor in tensors.items()}
-
-
 def _rows(tensors: dict[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
     return {key: by_rows(key, full, world_size)[rank][0] for key, full in tensors.items()}
 
@@ -91,7 +90,7 @@ class Contents(BackendHooks):
     @WORLD_SIZES
     def test_metadata_lists_what_was_saved(self, tmp_path: Path, world_size: int) -> None:
         """Every tensor as one whole shard without data, and every object."""
-        full = {name: random_bits(CUT_SHAPE, torch.float32, i) for i, name in enumerate(CUTS)}
+        full = one_for_each_cut(torch.float32)
         full |= {str(dtype): random_bits((4, 3), dtype) for dtype in self.dtypes}
         full |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
 
@@ -112,9 +111,7 @@ class Contents(BackendHooks):
         objects = {f"rng/shard_{rank}_{world_size}" for rank in range(world_size)}
         both = load_sharded_metadata(tmp_path / "c", self.load_strategy())
         assert both.keys() == full.keys() | objects
-        plain = self.load_whole(tmp_path / "c")
-        for key, tensor in full.items():
-            assert_same_bits(plain[key], tensor, key)
+        assert_loaded(self.load_whole(tmp_path / "c"), whole(full), "whole")
 
     @WORLD_SIZES
     def test_objects_and_common_state(self, tmp_path: Path, world_size: int) -> None:
@@ -191,11 +188,8 @@ class Contents(BackendHooks):
         full = _numbered(key for key in WEIRD_KEYS if key not in self.refused_keys)
         self.save_on(2, tmp_path / "c", lambda rank: _rows(full, 2, rank))
         assert load_tensors_metadata(tmp_path / "c", self.load_strategy()).keys() == full.keys()
-        (result,) = self.load_on(
-            1, tmp_path / "c", lambda _: {k: template(s) for k, s in _whole(full).items()}
-        )
-        for key, tensor in full.items():
-            assert_same_bits(result[key], tensor, key)
+        (result,) = self.load_on(1, tmp_path / "c", lambda _: blank(whole(full)))
+        assert_loaded(result, whole(full), "whole")
 
     def test_refused_keys(self, tmp_path: Path) -> None:
         """A key that cannot be stored is refused before anything is written."""
@@ -214,11 +208,11 @@ class Contents(BackendHooks):
         folder = tmp_path / "above" / "c"
         full = _numbered([key])
         try:
-            self.save_on(1, folder, lambda _: _whole(full))
+            self.save_on(1, folder, lambda _: whole(full))
         except InvalidShardingError:
             assert not check_is_distributed_checkpoint(folder)
         else:
-            (result,) = self.load_on(1, folder, lambda _: {"w": template(_whole(full)[key])})
+            (result,) = self.load_on(1, folder, lambda _: {"w": template(whole(full)[key])})
             assert_same_bits(result["w"], full[key], key)
         assert {p.name for p in tmp_path.iterdir()} <= {"above"}
         assert {p.name for p in (tmp_path / "above").glob("*")} <= {"c"}
@@ -227,35 +221,22 @@ class Contents(BackendHooks):
         """Hundreds of tensors, each with shards on both ranks."""
         full = _numbered((f"layers.{i}.weight" for i in range(500)), (4, 2))
         self.save_on(2, tmp_path / "c", lambda rank: _rows(full, 2, rank))
-        loaded = self.load_on(
-            2,
-            tmp_path / "c",
-            lambda rank: {k: template(s) for k, s in _rows(full, 2, 1 - rank).items()},
-        )
+        loaded = self.load_on(2, tmp_path / "c", lambda rank: blank(_rows(full, 2, 1 - rank)))
         for rank, result in enumerate(loaded):
-            for key, shard in _rows(full, 2, 1 - rank).items():
-                assert_same_bits(result[key], data_of(shard), key)
+            assert_loaded(result, _rows(full, 2, 1 - rank), f"rank {rank}")
 
     def test_two_saves_at_once(self, tmp_path: Path) -> None:
         """Saves into different folders share nothing."""
         full = [{"w": random_bits((64, 64), torch.float32, seed)} for seed in range(3)]
-        errors: list[Exception] = []
 
         def one(number: int) -> None:
-            try:
-                self.save_on(2, tmp_path / str(number), lambda r: _rows(full[number], 2, r))
-            except Exception as error:  # noqa: BLE001 - reported below, in the test's own thread
-                errors.append(error)
+            self.save_on(2, tmp_path / str(number), lambda r: _rows(full[number], 2, r))
 
-        threads = [threading.Thread(target=one, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(one, range(3)))
         for number in range(3):
             result = self.load_whole(tmp_path / str(number))
-            assert_same_bits(result["w"], full[number]["w"], f"save {number}")
+            assert_loaded(result, whole(full[number]), f"save {number}")
 
     def test_moved_folder(self, tmp_path: Path) -> None:
         """A checkpoint holds no absolute path: it can be moved and renamed."""
@@ -268,11 +249,8 @@ class Contents(BackendHooks):
             p for p in after.rglob("*") if p.is_file() and str(before).encode() in p.read_bytes()
         ]
         assert not telling
-        (result,) = self.load_on(
-            1, after, lambda _: {k: template(s) for k, s in _whole(full).items()}
-        )
-        for key, tensor in full.items():
-            assert_same_bits(result[key], tensor, key)
+        (result,) = self.load_on(1, after, lambda _: blank(whole(full)))
+        assert_loaded(result, whole(full), "moved")
 
     def test_remove_sharded_tensors(self, tmp_path: Path) -> None:
         """Removed tensors are gone from listings and loads; the rest is as before."""
@@ -296,23 +274,21 @@ class Contents(BackendHooks):
             assert not any((folder / name).exists() for name in planned.files)
             assert load_tensors_metadata(folder, self.load_strategy()).keys() == kept.keys()
             for key, tensor in gone.items():
-                absent = template(replicated(key, tensor, 1)[0][0])
                 with pytest.raises(StateMismatchError):
-                    self.load_on(1, folder, [{"w": absent}].__getitem__)
+                    self.load_on(1, folder, [blank(whole({key: tensor}))].__getitem__)
             # A second time, there is nothing to do.
             remove_sharded_tensors(folder, "optimizer.")
         result = self.load_whole(folder)
         assert result.keys() == {*kept, "step"}
-        for key, tensor in kept.items():
-            assert_same_bits(result[key], tensor, key)
+        assert_loaded(result, whole(kept), "kept")
         rng = {"rng": ShardedObject("optimizer.rng", None, (1,), (0,))}
         assert self.load_on(1, folder, lambda _: rng) == [{"rng": [1], "step": 3}]
 
     def test_direct_calls(self, tmp_path: Path) -> None:
         """Strategies also work alone, without ``save`` and ``load``."""
         full = _numbered(["a", "b"])
-        self.saver().save(_whole(full), tmp_path)
-        given = {k: [template(s, poisoned(data_of(s)))] for k, s in _whole(full).items()}
+        self.saver().save(whole(full), tmp_path)
+        given = {key: [shard] for key, shard in blank(whole(full)).items()}
         result = self.loader().load(given, tmp_path)
         for key, tensor in full.items():
             assert_same_bits(result[key][0], tensor, key)

@@ -33,12 +33,14 @@ from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks, f
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUTS,
+    assert_loaded,
     assert_same_bits,
+    blank,
     by_rows,
     random_bits,
     replicated,
-    template,
     uneven_shard,
+    whole,
 )
 
 _FULL = random_bits((64, 64), torch.int32, 1)
@@ -64,8 +66,7 @@ class Failures(BackendHooks):
 
         def read(comm: Comm) -> None:
             # A rank that does not touch the damaged part must raise too.
-            wanted = {"w": template(replicated("w", full, 1)[0][0])}
-            load(wanted, folder, self.load_strategy(), comm=comm)
+            load(blank(whole({"w": full})), folder, self.load_strategy(), comm=comm)
 
         errors = failures_on(world_size, read)
         assert isinstance(errors[0], CorruptCheckpointError | RankFailedError)
@@ -77,16 +78,14 @@ class Failures(BackendHooks):
         self.save_on(2, folder, lambda rank: {k: by_rows(k, _FULL, 2)[rank][0] for k in "abcd"})
         given = torch.full((64, 64), 7, dtype=torch.int32)
 
-        def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
-            return ShardedTensor.from_rank_offsets(key, tensor)
-
         def read(comm: Comm) -> None:
-            wanted = {
-                "fits": whole("a", given),
-                "key": whole("absent", torch.empty(3)),
-                "shape": whole("b", torch.empty(64, 65, dtype=torch.int32)),
-                "dtype": whole("c", torch.empty(64, 64)),
+            tensors = {
+                "a": given,
+                "absent": torch.empty(3),
+                "b": torch.empty(64, 65, dtype=torch.int32),
+                "c": torch.empty(64, 64),
             }
+            wanted = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
             load(wanted, folder, self.load_strategy(), comm=comm)
 
         error = failures_on(world_size, read)[0]
@@ -163,8 +162,7 @@ class Failures(BackendHooks):
             self.save_on(world_size, folder, state_of, overwrite=True)
         result = self.load_whole(folder)
         assert result.keys() == {"b", "c"}
-        for key in "bc":
-            assert_same_bits(result[key], other, key)
+        assert_loaded(result, whole(dict.fromkeys("bc", other)), "overwritten")
 
     def test_unknown_backend_or_version(self, tmp_path: Path) -> None:
         """The load strategy refuses formats and versions that it does not know."""

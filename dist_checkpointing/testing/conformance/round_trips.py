@@ -9,20 +9,26 @@ import pytest
 import torch
 
 from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.mapping.nested_dicts import flatten, path_text, value_at
 from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
     Sharding,
+    assert_loaded,
     assert_same_bits,
+    blank,
     by_columns,
     by_rows,
     data_of,
+    every_cut,
+    one_for_each_cut,
     poisoned,
     random_bits,
     replicated,
     template,
     uneven_shard,
+    whole,
 )
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -46,12 +52,11 @@ class RoundTrips(BackendHooks):
                 for name, full in tensors.items()
             }
 
-        self.save_on(world_size, tmp_path / "c", state_of)
+        states = [state_of(rank) for rank in range(world_size)]
+        self.save_on(world_size, tmp_path / "c", states.__getitem__)
         for rank in range(world_size):
-            for key, shards in state_of(rank).items():
-                expected = saved[key.split()[1]](key, tensors[key.split()[0]], world_size)[rank]
-                what = f"{key}: changed by the save"
-                assert_same_bits(shards[0].data, data_of(expected[0]), what)
+            unchanged = {key: data_of(shards[0]) for key, shards in states[rank].items()}
+            assert_loaded(unchanged, {k: s for k, (s,) in state_of(rank).items()}, "after the save")
         wanted = [
             {
                 f"{name} {how}": by_columns(f"{name} {how}", full, world_size)[rank][0]
@@ -60,72 +65,43 @@ class RoundTrips(BackendHooks):
             }
             for rank in range(world_size)
         ]
-        loaded = self.load_on(
-            world_size,
-            tmp_path / "c",
-            lambda rank: {k: template(s, poisoned(data_of(s))) for k, s in wanted[rank].items()},
-        )
+        loaded = self.load_on(world_size, tmp_path / "c", lambda rank: blank(wanted[rank]))
         for rank, result in enumerate(loaded):
             assert result.keys() == wanted[rank].keys()
-            for key, shard in wanted[rank].items():
-                assert_same_bits(result[key], data_of(shard), f"{key} on rank {rank}")
+            assert_loaded(result, wanted[rank], f"rank {rank}")
 
-    @pytest.mark.parametrize("load_world", [1, 2, 4])
-    @pytest.mark.parametrize("save_world", [1, 2, 4])
+    @pytest.mark.parametrize(("save_world", "load_world"), [(1, 4), (2, 2), (4, 3), (3, 2)])
     def test_every_cut_to_every_cut(self, tmp_path: Path, save_world: int, load_world: int) -> None:
         """From any shards that a tensor was saved as, any other shards can be loaded."""
-        tensors = {name: random_bits(CUT_SHAPE, torch.int32, i) for i, name in enumerate(CUTS)}
-        self.save_on(
-            save_world,
-            tmp_path / "c",
-            lambda rank: {n: CUTS[n](n, full, save_world)[rank] for n, full in tensors.items()},
-        )
-
-        def wanted_on(rank: int) -> dict[str, dict[str, list[ShardedTensor]]]:
-            return {
+        tensors = one_for_each_cut(torch.int32)
+        self.save_on(save_world, tmp_path / "c", lambda rank: every_cut(tensors, save_world, rank))
+        wanted = [
+            {
                 key: {name: cut(key, full, load_world)[rank] for name, cut in CUTS.items()}
                 for key, full in tensors.items()
             }
-
-        given = [
-            {
-                key: {
-                    name: [template(s, poisoned(data_of(s))) for s in shards]
-                    for name, shards in cuts.items()
-                }
-                for key, cuts in wanted_on(rank).items()
-            }
             for rank in range(load_world)
         ]
-        loaded = self.load_on(load_world, tmp_path / "c", lambda rank: given[rank])
+        given = [blank(nest) for nest in wanted]
+        loaded = self.load_on(load_world, tmp_path / "c", given.__getitem__)
         for rank, result in enumerate(loaded):
-            for key, cuts in wanted_on(rank).items():
-                for name, shards in cuts.items():
-                    for i, shard in enumerate(shards):
-                        what = f"{key} -> {name}, rank {rank}, shard {i}"
-                        assert_same_bits(result[key][name][i], data_of(shard), what)
-                        assert result[key][name][i] is given[rank][key][name][i].data, what
+            assert_loaded(result, wanted[rank], f"rank {rank}")
+            for path, shard in flatten(given[rank])[0].items():
+                assert value_at(result, path) is shard.data, path_text(path)
 
     @WORLD_SIZES
     def test_data_none_is_allocated(self, tmp_path: Path, world_size: int) -> None:
         """A template without data gets new CPU tensors, and is not changed itself."""
-        full = {name: random_bits(CUT_SHAPE, torch.float64, i) for i, name in enumerate(CUTS)}
-
-        def state_of(rank: int) -> dict[str, Any]:
-            return {n: CUTS[n](n, tensor, world_size)[rank] for n, tensor in full.items()}
-
-        self.save_on(world_size, tmp_path / "c", state_of)
-        templates = [
-            {n: [template(s) for s in shards] for n, shards in state_of(rank).items()}
-            for rank in range(world_size)
-        ]
-        loaded = self.load_on(world_size, tmp_path / "c", lambda rank: templates[rank])
+        full = one_for_each_cut(torch.float64)
+        states = [every_cut(full, world_size, rank) for rank in range(world_size)]
+        self.save_on(world_size, tmp_path / "c", states.__getitem__)
+        templates = [{n: list(map(template, shards)) for n, shards in s.items()} for s in states]
+        loaded = self.load_on(world_size, tmp_path / "c", templates.__getitem__)
         for rank, result in enumerate(loaded):
-            for name, shards in state_of(rank).items():
-                for i, shard in enumerate(shards):
-                    assert_same_bits(result[name][i], data_of(shard), f"{name} on rank {rank}")
-                    assert result[name][i].device.type == "cpu"
-                    assert templates[rank][name][i].data is None
+            assert_loaded(result, states[rank], f"rank {rank}")
+            for path, given in flatten(templates[rank])[0].items():
+                assert value_at(result, path).device.type == "cpu"
+                assert given.data is None
 
     @WORLD_SIZES
     def test_tensors_without_elements_and_without_axes(
@@ -154,20 +130,9 @@ class RoundTrips(BackendHooks):
             return state
 
         self.save_on(world_size, tmp_path / "c", state_of)
-        wanted = {
-            "scalar": scalar,
-            "last only": one,
-            "layers": layers,
-            **empties,
-        }
-        loaded = self.load_on(
-            world_size,
-            tmp_path / "c",
-            lambda _: {k: template(replicated(k, t, 1)[0][0]) for k, t in wanted.items()},
-        )
-        for result in loaded:
-            for key, expected in wanted.items():
-                assert_same_bits(result[key], expected, key)
+        wanted = whole({"scalar": scalar, "last only": one, "layers": layers, **empties})
+        for result in self.load_on(world_size, tmp_path / "c", lambda _: blank(wanted)):
+            assert_loaded(result, wanted, "whole")
 
     @WORLD_SIZES
     def test_nothing_to_save(self, tmp_path: Path, world_size: int) -> None:
@@ -212,14 +177,13 @@ class RoundTrips(BackendHooks):
 
         self.save_on(world_size, tmp_path / "c", lambda rank: as_views(rank, destination=False))
         given = [as_views(rank, destination=True) for rank in range(world_size)]
-        loaded = self.load_on(world_size, tmp_path / "c", lambda rank: given[rank])
+        loaded = self.load_on(world_size, tmp_path / "c", given.__getitem__)
         for rank, result in enumerate(loaded):
-            for name, shard in shards_of(rank).items():
-                what = f"{kind} {name} on rank {rank}"
-                assert result[name] is given[rank][name].data, f"{what}: not the given tensor"
-                assert_same_bits(result[name], data_of(shard), what)
-                if kind == "strided" and result[name].numel():
-                    assert (_between(result[name]) == _GUARD).all(), f"{what}: wrote beside it"
+            assert_loaded(result, shards_of(rank), f"{kind} on rank {rank}")
+            for name, tensor in result.items():
+                assert tensor is given[rank][name].data, f"{name}: not the given tensor"
+                if kind == "strided" and tensor.numel():
+                    assert (_between(tensor) == _GUARD).all(), f"{name}: wrote beside it"
 
 
 _GUARD = 7.0

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from dist_checkpointing.mapping import ReplicaId, ShardedTensor
+from dist_checkpointing.mapping.nested_dicts import flatten, path_text, unflatten, value_at
 
 Sharding = Callable[[str, torch.Tensor, int], list[list[ShardedTensor]]]
 """``(key, full tensor, world size)`` -> the shards of each rank, in rank order."""
 
 CUT_SHAPE = (8, 4, 6)
-"""A shape that every entry of CUTS can cut for 1, 2 and 4 ranks."""
+"""A shape that every entry of CUTS can cut for 1, 2, 3 and 4 ranks."""
 
 
 def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -67,6 +69,30 @@ def template(shard: ShardedTensor, data: torch.Tensor | None = None) -> ShardedT
     return replace(shard, data=data, replica_id=0)
 
 
+def blank(nest: Any) -> Any:
+    """The same nest of shards, to load into memory in which every element is wrong."""
+    leaves, skeleton = flatten(nest)
+    return unflatten(
+        skeleton, {path: template(s, poisoned(data_of(s))) for path, s in leaves.items()}
+    )
+
+
+def assert_loaded(result: Any, nest: Any, what: str) -> None:
+    """Fail unless ``result`` has the values of all shards of a nest."""
+    for path, shard in flatten(nest)[0].items():
+        assert_same_bits(value_at(result, path), data_of(shard), f"{path_text(path)}, {what}")
+
+
+def every_cut(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
+    """The shards of one rank; each tensor is cut in the way that its key names."""
+    return {name: CUTS[name](name, tensor, world_size)[rank] for name, tensor in full.items()}
+
+
+def one_for_each_cut(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors that ``every_cut`` takes."""
+    return {name: random_bits(CUT_SHAPE, dtype, i) for i, name in enumerate(CUTS)}
+
+
 _flat = ShardedTensor.from_rank_offsets_flat
 
 
@@ -92,21 +118,33 @@ def uneven_shard(
     )
 
 
+def _along(axis: int, key: str, full: torch.Tensor, count: int) -> list[list[ShardedTensor]]:
+    """Parts along an axis, equal if that is possible."""
+    if full.shape[axis] % count == 0:
+        parts = full.chunk(count, axis)
+        return [[_regular(key, part, (axis, rank, count))] for rank, part in enumerate(parts)]
+    edges = [full.shape[axis] * rank // count for rank in range(count + 1)]
+    offset, shape = [0] * full.ndim, [*full.shape]
+    shards = []
+    for start, stop in itertools.pairwise(edges):
+        offset[axis], shape[axis] = start, stop - start
+        shards.append([uneven_shard(key, full, offset, shape)])
+    return shards
+
+
 def by_rows(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Equal parts along axis 0."""
-    parts = full.chunk(world_size, 0)
-    return [[_regular(key, part, (0, rank, world_size))] for rank, part in enumerate(parts)]
+    """Parts along axis 0."""
+    return _along(0, key, full, world_size)
 
 
 def by_rows_backwards(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Equal parts along axis 0, the last one on rank 0."""
-    return by_rows(key, full, world_size)[::-1]
+    """Parts along axis 0, the last one on rank 0."""
+    return _along(0, key, full, world_size)[::-1]
 
 
 def by_columns(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Equal parts along axis 1."""
-    parts = full.chunk(world_size, 1)
-    return [[_regular(key, part, (1, rank, world_size))] for rank, part in enumerate(parts)]
+    """Parts along axis 1."""
+    return _along(1, key, full, world_size)
 
 
 def by_blocks(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
@@ -129,7 +167,7 @@ def interleaved(key: str, full: torch.Tensor, world_size: int) -> list[list[Shar
 
 def unevenly(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
     """Parts of different size along axis 0; with four ranks, one of them holds nothing."""
-    cuts = {1: [0], 2: [0, 3], 4: [0, 1, 1, 6]}[world_size] + [full.shape[0]]
+    cuts = {1: [0], 2: [0, 3], 3: [0, 1, 6], 4: [0, 1, 1, 6]}[world_size] + [full.shape[0]]
     rest = full.shape[1:]
     return [
         [uneven_shard(key, full, (a, *(0 for _ in rest)), (b - a, *rest))]
@@ -143,7 +181,7 @@ def ragged(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTe
     if world_size == 1:
         return [[uneven_shard(key, full, (0, 0, 0), full.shape)]]
     first = [uneven_shard(key, full, (0, 0, 0), (3, columns, depth))]
-    edges = {2: [0], 4: [0, 1, 2]}[world_size] + [columns]
+    edges = {2: [0], 3: [0, 1], 4: [0, 1, 2]}[world_size] + [columns]
     rest = [
         [uneven_shard(key, full, (3, a, 0), (rows - 3, b - a, depth))]
         for a, b in itertools.pairwise(edges)
@@ -154,6 +192,11 @@ def ragged(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTe
 def replicated(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
     """The whole tensor on every rank."""
     return [[_regular(key, full, replica_id=rank)] for rank in range(world_size)]
+
+
+def whole(full: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
+    """Each tensor as one shard."""
+    return {key: replicated(key, tensor, 1)[0][0] for key, tensor in full.items()}
 
 
 def in_replicated_pairs(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
@@ -172,26 +215,34 @@ def prepended(key: str, full: torch.Tensor, world_size: int) -> list[list[Sharde
     """Axis 0 exists only globally: every layer is a shard, and each rank has a block of layers."""
     count = full.shape[0]
     layers = [_regular(key, full[i], (0, i, count), prepended=1) for i in range(count)]
-    block = count // world_size
-    return [layers[rank * block : (rank + 1) * block] for rank in range(world_size)]
+    edges = [count * rank // world_size for rank in range(world_size + 1)]
+    return [layers[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 def prepended_columns(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Every rank has a part of every layer, cut along the first axis of the layer."""
+    """Each rank has a part of every layer, cut along the first axis of the layer.
+
+    Where it cannot be cut for so many ranks, only rank 0 has any.
+    """
     count = full.shape[0]
-    return [
-        [
-            _regular(key, part, (0, i, count), (1, rank, world_size), prepended=1)
-            for i in range(count)
-            for part in [full[i].chunk(world_size, 0)[rank]]
-        ]
-        for rank in range(world_size)
-    ]
+    num_parts = world_size if full.shape[1] % world_size == 0 else 1
+    shards: list[list[ShardedTensor]] = [[] for _ in range(world_size)]
+    for i, layer in enumerate(full):
+        for rank, part in enumerate(layer.chunk(num_parts, 0)):
+            shards[rank].append(
+                _regular(key, part, (0, i, count), (1, rank, num_parts), prepended=1)
+            )
+    return shards
 
 
 def _ranges(size: int, count: int) -> list[slice]:
     """``count`` ranges of different sizes that make up ``size`` elements; a fourth is empty."""
-    edges = {1: [0], 2: [0, size // 3], 4: [0, size // 7, size // 2 + 1, size // 2 + 1]}[count]
+    edges = {
+        1: [0],
+        2: [0, size // 3],
+        3: [0, size // 5, size // 2 + 1],
+        4: [0, size // 7, size // 2 + 1, size // 2 + 1],
+    }[count]
     return [slice(a, b) for a, b in zip(edges, [*edges[1:], size], strict=True)]
 
 
