@@ -191,7 +191,8 @@ sys.argv = ["dckpt", "--help"]
 try:
     main()
 finally:
-    names = ["dist_checkpointing.tools." + place.partition(":")[0] for place, _ in COMMANDS.values()]
+    homes = [place.partition(":")[0] for place, _ in COMMANDS.values()]
+    names = [f"dist_checkpointing.tools.{home}" for home in homes]
     print([name for name in ("torch", "numpy", *names) if name in sys.modules])
 """
     finished = run_fresh("-c", code)
