@@ -149,13 +149,7 @@ def _names(opened: Checkpoint) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Two numbers are the same if ``|a - b| <= atol + rtol * |b|``.
-
-    Attributes:
-        rtol: Relative tolerance, for ``b`` of the second checkpoint.
-        atol: Absolute tolerance.
-        equal_nan: Whether NaN is the same as NaN.
-    """
+    """Two numbers are the same if ``|a - b| <= atol + rtol * |b|``, ``b`` of the second."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -175,8 +169,6 @@ class Difference:
     """How the values of two tensors differ.
 
     Attributes:
-        num_differing: Number of elements that are not the same.
-        num_compared: Number of all elements.
         max_abs: Largest ``|a - b|`` that is a number; infinity if ``a`` or ``b`` is infinite.
         max_rel: Largest ``|a - b| / |b|``; infinity if ``b`` is 0.
         first_index: Index of the first element that differs, in C order.
@@ -223,22 +215,13 @@ class Difference:
 class TensorComparison:
     """A tensor that both checkpoints have. Pairs are for the first and the second.
 
-    Attributes:
-        key: Key of the tensor.
-        shapes: Global shapes.
-        dtypes: Names of the element types.
-        values: Difference of the values; None if the shapes differ.
+    If the shapes differ, values are not compared.
     """
 
     key: str
     shapes: tuple[Ints, Ints]
     dtypes: tuple[str, str]
     values: Difference | None
-
-    @property
-    def is_same(self) -> bool:
-        """Whether shape, element type and values are the same."""
-        return self.dtypes[0] == self.dtypes[1] and self.has_same_values
 
     @property
     def has_same_values(self) -> bool:
@@ -255,12 +238,7 @@ class TensorComparison:
 
 @dataclass(frozen=True, slots=True)
 class ValueComparison:
-    """An entry of an object or of the common state that is not the same in both.
-
-    Attributes:
-        name: Path of the entry.
-        texts: The value in the first and in the second, as text; None if there is none.
-    """
+    """An entry of an object or of the common state that is not the same in both, as text."""
 
     name: str
     texts: tuple[str | None, str | None]
@@ -271,8 +249,6 @@ class Comparison:
     """Two checkpoints compared.
 
     Attributes:
-        only_first: Keys of tensors that only the first has.
-        only_second: Keys of tensors that only the second has.
         tensors: Tensors that both have, equal ones included.
         objects: Cells of sharded objects that differ or are in only one.
         common: Entries of the common state that differ or are in only one.
@@ -293,10 +269,12 @@ class Comparison:
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
         """The tensors that both have and that differ; those that changed most come first."""
-        if self.ignores_dtype:
-            rows = [row for row in self.tensors if not row.has_same_values]
-        else:
-            rows = [row for row in self.tensors if not row.is_same]
+        rows = [
+            row
+            for row in self.tensors
+            if not row.has_same_values
+            or (row.dtypes[0] != row.dtypes[1] and not self.ignores_dtype)
+        ]
         return tuple(sorted(rows, key=_rank))
 
     @property
@@ -328,16 +306,13 @@ def compare_checkpoints(
     Args:
         first: one checkpoint.
         second: the other checkpoint; the relative tolerance is relative to its values.
-        tolerance: when two numbers are the same.
+        tolerance: for numbers.
         wanted: tells which keys (of tensors, objects and common state) to compare.
         ignore_dtype: treat tensors with the same values and different dtypes as equal.
         memory_bytes: most bytes of values of both that are in memory at a time.
         report: called with the number of bytes of the first that were compared since the last call.
         read_all: read also tensors that have the same fingerprint in both checkpoints. Otherwise
             they are the same bit for bit, NaN included.
-
-    Raises:
-        CheckpointingException: if something cannot be read.
     """
     common = [key for key in first if key in second and wanted(key)]
     commons, objects, left_out = _others(first, second)
@@ -348,7 +323,11 @@ def compare_checkpoints(
         found[key] = found[key].with_more(compare_tensors(a, b, tolerance, box.offset))
         report(a.nbytes)
 
-    to_read = same_shape if read_all else _without_equal_fingerprints(first, second, same_shape)
+    # Tensors with the same fingerprint are the same bit for bit, NaN included.
+    ours, theirs = first.index.fingerprints, second.index.fingerprints
+    to_read = [
+        key for key in same_shape if read_all or key not in ours or ours[key] != theirs.get(key)
+    ]
     for key in set(same_shape) - set(to_read):
         found[key] = Difference(num_compared=first[key].num_elements)
         report(first[key].num_bytes)
@@ -378,14 +357,6 @@ def compare_checkpoints(
     )
 
 
-def _without_equal_fingerprints(
-    first: Checkpoint, second: Checkpoint, keys: Iterable[str]
-) -> list[str]:
-    """The tensors that are not known to be the same bit for bit, NaN included."""
-    ours, theirs = first.index.fingerprints, second.index.fingerprints
-    return [key for key in keys if key not in ours or ours[key] != theirs.get(key)]
-
-
 def _stream_pairs(
     first: Checkpoint,
     second: Checkpoint,
@@ -393,15 +364,7 @@ def _stream_pairs(
     memory_bytes: int,
     use: Callable[[str, Box, torch.Tensor, torch.Tensor], None],
 ) -> None:
-    """Read tensors of one shape from both checkpoints, block by block.
-
-    Args:
-        first: one checkpoint.
-        second: the other checkpoint.
-        keys: keys of the tensors.
-        memory_bytes: most bytes of values of both that are in memory at a time.
-        use: called with key, box, and the values of both.
-    """
+    """Read tensors of one shape from both checkpoints, block by block."""
     most = memory_bytes // 2
 
     def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
@@ -442,14 +405,7 @@ def _others(
 def compare_tensors(
     a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance = EXACT, origin: Ints | None = None
 ) -> Difference:
-    """Compare two CPU tensors of one shape.
-
-    Args:
-        a: one tensor.
-        b: the other tensor.
-        tolerance: when two numbers are the same.
-        origin: index of their first element, for ``first_index``.
-    """
+    """Compare two CPU tensors of one shape; ``origin`` is the index of their first element."""
     total = Difference(num_compared=a.numel())
     start = 0
     for x, y in zip(values.slabs(a), values.slabs(b), strict=True):

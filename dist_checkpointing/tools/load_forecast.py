@@ -51,13 +51,10 @@ AS_STORED: Final[Stored] = "stored"
 
 @dataclass(frozen=True, slots=True)
 class AxisRule:
-    """Which axis the tensors of some keys are cut along.
+    """Which axis the tensors of some keys are cut along; None leaves them whole.
 
-    Attributes:
-        pattern: Pattern that is searched for in the key.
-        axis: Axis, counted from the end if negative, so that stacked layers do not matter; None to
-            leave the tensors whole; ``AS_STORED`` for the axis along which each was cut when it
-            was saved.
+    Counted from the end if negative, so that stacked layers do not matter; ``AS_STORED`` is the
+    axis along which each was cut when it was saved.
     """
 
     pattern: re.Pattern[str]
@@ -92,11 +89,7 @@ class KeyCut:
 
 
 def parse_rule(text: str) -> AxisRule:
-    """``REGEX=axis``, ``REGEX=none`` or ``REGEX=stored``.
-
-    Raises:
-        ValueError: if it is not of this form.
-    """
+    """``REGEX=axis``, ``REGEX=none`` or ``REGEX=stored``."""
     pattern, equals, axis = text.rpartition("=")
     if not equals or not pattern:
         raise ValueError(f"{text!r} is not of the form REGEX=axis, such as 'lm_head=0'")
@@ -104,12 +97,10 @@ def parse_rule(text: str) -> AxisRule:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-    if axis.strip().lower() == "none":
-        return AxisRule(compiled, None)
-    if axis.strip().lower() == AS_STORED:
-        return AxisRule(compiled, AS_STORED)
+    words: dict[str, Stored | None] = {"none": None, AS_STORED: AS_STORED}
+    word = axis.strip().lower()
     try:
-        return AxisRule(compiled, int(axis))
+        return AxisRule(compiled, words[word] if word in words else int(axis))
     except ValueError:
         raise ValueError(
             f"{axis!r} in {text!r} is no axis; write a number, 'none' or 'stored'"
@@ -162,11 +153,7 @@ def stacked_keys(index: Index) -> frozenset[str]:
 
 
 def cut_keys(index: Index, parts: int, rules: Sequence[AxisRule]) -> list[KeyCut]:
-    """How every tensor is cut into ``parts``; the first rule that matches counts.
-
-    Raises:
-        ValueError: if a rule names an axis that a tensor does not have.
-    """
+    """How every tensor is cut into ``parts``; the first rule that matches counts."""
     stacked = stacked_keys(index)
     return [_cut(index[key], parts, rules, is_stacked=key in stacked) for key in index]
 
@@ -212,13 +199,7 @@ def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class RankWants:
-    """What some ranks want, all of them the same.
-
-    Attributes:
-        ranks: Ranks that want this.
-        tensors: Shards without data, by path.
-        objects: Cells of sharded objects.
-    """
+    """What some ranks want, all of them the same: shards without data, and cells of objects."""
 
     ranks: tuple[int, ...]
     tensors: dict[TreePath, ShardedTensor]
@@ -249,11 +230,7 @@ def of_tensor_parallel(
 def of_function(name: str, world_size: int) -> list[RankWants]:
     """The ranks whose sharded state dicts ``module:function(rank, world_size)`` returns.
 
-    It is called with PyTorch's default device set to "meta", so that the tensors it makes take no
-    memory.
-
-    Raises:
-        ValueError: if there is no such function, or it fails.
+    The default device is then "meta", so that the tensors it makes take no memory.
     """
     function = _imported(name)
     wants = []
@@ -287,7 +264,7 @@ def _imported(name: str) -> Callable[[int, int], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def unknown_objects(wants: Sequence[RankWants], stored: Container[str]) -> list[Finding]:
+def _missing_objects(wants: Sequence[RankWants], stored: Container[str]) -> list[Finding]:
     """The sharded objects that a template wants and the checkpoint does not have."""
     missing: dict[str, list[int]] = {}
     for want in wants:
@@ -305,15 +282,11 @@ def unknown_objects(wants: Sequence[RankWants], stored: Container[str]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """What a load costs some ranks, each of them.
+    """What a load costs each of some ranks that want the same.
 
     Attributes:
-        ranks: Ranks that want the same.
-        num_tensors: Number of shards to fill.
-        wanted_bytes: Size of all shards.
-        read_bytes: Bytes that storage has to deliver for them; see ``bytes_read``.
+        read_bytes: Bytes that storage has to deliver; see ``bytes_read``.
         num_reads: Number of boxes to copy.
-        files: Files that are opened.
         peak_bytes: Memory for the shards and for what is read on the way to them.
     """
 
@@ -333,13 +306,7 @@ class RankCost:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A load that was not done.
-
-    Attributes:
-        costs: Costs of all ranks, those that want the same together.
-        findings: Why it would fail; empty if it would not.
-        unasked: Keys of the tensors that no rank wants.
-    """
+    """A load that was not done: its costs, why it would fail, and the keys that no rank wants."""
 
     costs: tuple[RankCost, ...]
     findings: tuple[Finding, ...]
@@ -374,12 +341,7 @@ class Forecast:
 def forecast_of(
     checkpoint: Checkpoint, wants: Sequence[RankWants], made: Derivation | None = None
 ) -> Forecast:
-    """Plan the load of every rank from an open checkpoint, and add up what it takes.
-
-    Args:
-        checkpoint: what is loaded.
-        wants: what the ranks want.
-        made: what a recipe makes of the checkpoint, if one is used.
+    """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes.
 
     Raises:
         UnsupportedFormatError: if its strategy does not tell where things are.
@@ -427,11 +389,18 @@ def forecast_of(
         tuple(findings.values()),
         tuple(key for key in (index if made is None else made.tensors) if key not in asked),
     )
-    lost = _missing_files(result.files, reader)
+    lost = [
+        Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
+        for name in sorted(result.files)
+        if reader.files.size_of(name) is None
+    ]
     if any(want.objects for want in wants):
         objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
-        lost += unknown_objects(wants, objects)
+        lost += _missing_objects(wants, objects)
     return replace(result, findings=(*result.findings, *lost))
+
+
+_Chunk = tuple[Ints | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -443,10 +412,9 @@ class _Touch:
         num_bytes: Bytes of the chunk in memory.
         read_bytes: Bytes of all windows.
         buffers: Bytes of those windows that cannot be read in place.
-        num_reads: Number of windows.
     """
 
-    chunk: tuple[Ints | None, int | None]
+    chunk: _Chunk
     num_bytes: int
     read_bytes: int
     buffers: tuple[int, ...]
@@ -461,7 +429,7 @@ class _Planner:
         self._reader = reader
         self._limits = reader.files.limits
         self._known: dict[object, tuple[_Touch, ...]] = {}
-        self._places: dict[str, dict[tuple[Ints | None, int | None], ChunkPlace | None]] = {}
+        self._places: dict[str, dict[_Chunk, ChunkPlace | None]] = {}
 
     def parts_of(
         self, shard: WantedShard
@@ -489,7 +457,7 @@ class _Planner:
 
 def _touches(items: Sequence[ReadItem], itemsize: int, limits: ReadLimits) -> tuple[_Touch, ...]:
     maps_files, gap = limits.maps_files, limits.strided_gap
-    by_chunk: dict[tuple[Ints | None, int | None], list[Window]] = {}
+    by_chunk: dict[_Chunk, list[Window]] = {}
     for item in items:
         at = item.storage_index
         by_chunk.setdefault((at.offset, at.index), []).append(item.storage)
@@ -573,11 +541,3 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool, gap: int | No
     runs = window.box.num_elements // run
     # A run begins anywhere in a page, and so touches one more than it fills.
     return min(span, wanted + runs * _PAGE_BYTES)
-
-
-def _missing_files(files: frozenset[str], reader: StorageReader) -> list[Finding]:
-    return [
-        Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
-        for name in sorted(files)
-        if reader.files.size_of(name) is None
-    ]

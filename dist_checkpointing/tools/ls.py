@@ -163,12 +163,8 @@ def ls(
 class Entry(NamedTuple):
     """A line of the list. A named tuple, because there may be hundreds of thousands.
 
-    Attributes:
-        key: Key of the tensor or object, or name of the value.
-        shape: Global shape of a tensor, grid of a sharded object; None for common state.
-        dtype: Dtype of a tensor; ``"object"`` for an object, ``"common"`` for common state.
-        num_bytes: Bytes of the values of a tensor; 0 for other entries.
-        sharding: How it is stored, as text.
+    The dtype of a sharded object is ``OBJECT``, and its shape is that of its grid; common state
+    has no shape, and ``COMMON`` for a dtype.
     """
 
     key: str
@@ -179,15 +175,10 @@ class Entry(NamedTuple):
 
 
 def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], bool]:
-    """A function that tells whether a key matches a pattern.
+    """A function that tells whether a key matches a pattern; every key matches None.
 
-    Args:
-        pattern: a glob for the whole key if it has ``*``, ``?`` or ``[``, else a part of the key;
-            None for every key.
-        regex: whether the pattern is a regular expression, to be found anywhere in the key.
-
-    Raises:
-        ValueError: if the regular expression does not compile.
+    The pattern is a glob for the whole key if it has ``*``, ``?`` or ``[``, else a part of the key;
+    or a regular expression, to be found anywhere in the key.
     """
     if pattern is None:
         return lambda _: True
@@ -352,14 +343,9 @@ def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
 
 @dataclass(slots=True)
 class Branch:
-    """One part of the keys, and the parts below it.
+    """One part of the keys, the entry with exactly this key, and the parts below it by name.
 
-    Attributes:
-        name: This part of the keys.
-        below: The next parts, by name.
-        entry: The entry with exactly this key, if there is one.
-        num_entries: Number of entries here and below.
-        num_bytes: Bytes of the entries here and below.
+    The sums are of the entries here and below.
     """
 
     name: str
@@ -438,11 +424,7 @@ def _leaf_facts(entry: Entry) -> tuple[str, str]:
 
 
 def follow_saves(path: Location, *, as_json: bool) -> int:
-    """Print how saves end: those of a run until Ctrl-C, or the one of a checkpoint.
-
-    Returns:
-        The exit code: 0 if a checkpoint is committed at ``path``.
-    """
+    """Print how saves end, of a run until Ctrl-C, or the one of a checkpoint; the exit code."""
     try:
         is_empty = location.is_folder(path) and not location.names_in(path)
         if is_empty or is_run(path) or not location.is_there(path):

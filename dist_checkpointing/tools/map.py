@@ -82,10 +82,6 @@ class MappedTensor:
     """A tensor and how it is stored.
 
     Attributes:
-        key: Key of the tensor.
-        dtype: Name of its element type.
-        itemsize: Bytes of an element.
-        shape: Global shape.
         chunk_shape: Shape of a chunk; None if it is stored as pieces.
         pieces: Boxes of each piece; a flattened range has several.
         writers: Ranks that wrote each chunk, in C order, or each piece.
@@ -107,13 +103,7 @@ class MappedTensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMap:
-    """What a page shows.
-
-    Attributes:
-        name: The last two folders of the path of the checkpoint.
-        backend: Name and version of the backend, as text.
-        tensors: The tensors, sorted by key.
-    """
+    """What a page shows: the last two folders of the path, the backend, and tensors by key."""
 
     name: str
     backend: str
@@ -121,12 +111,7 @@ class CheckpointMap:
 
 
 def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) -> CheckpointMap:
-    """The map of some tensors, by default of all.
-
-    Raises:
-        KeyError: for a key that the checkpoint does not hold.
-        CorruptCheckpointError: if the tables of checksums, which name the writers, are damaged.
-    """
+    """The map of some tensors, by default of all."""
     wanted = [checkpoint[key].key for key in (checkpoint if keys is None else keys)]
     index = checkpoint.index
     parts: dict[str, list[StoredPart]] = {key: [] for key in wanted}

@@ -11,7 +11,6 @@ from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
 from dist_checkpointing.tools.inspect.opening import open_named
@@ -22,7 +21,7 @@ from dist_checkpointing.tools.report import (
     same_for_all_layers,
     shape_text,
 )
-from dist_checkpointing.tools.runs import CheckpointArgument
+from dist_checkpointing.tools.runs import CheckpointArgument, count_files
 
 _MAX_LISTED = 12
 _EXIT_DECLINED = 1
@@ -64,9 +63,9 @@ def rm_prefix(
     freed: dict[str, Any] = {"removed": False}
     if not dry_run:
         _make_sure(len(planned.keys), yes=yes)
-        before = _usage(place)
+        before = count_files(place).num_bytes_on_disk
         remove_sharded_tensors(place, prefix, comm=SingleProcess())
-        freed = {"removed": True, "bytes_freed": before - _usage(place)}
+        freed = {"removed": True, "bytes_freed": before - count_files(place).num_bytes_on_disk}
     if as_json:
         print_json(document | freed)
     elif not dry_run:
@@ -146,7 +145,3 @@ def _nothing(opened: Checkpoint, prefix: str) -> str:
     known = ", ".join(repr(name) for name in tops[:8]) + (", ..." if len(tops) > 8 else "")
     hint = f"; keys begin with {known}" if tops else ""
     return f"no tensor in {opened.path} has a key that begins with {prefix!r}{hint}"
-
-
-def _usage(folder: Location) -> int:
-    return sum(use.num_bytes_stored for use in location.use_below(folder).values())

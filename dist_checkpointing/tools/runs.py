@@ -66,8 +66,6 @@ class Files:
     """The number of files, and their bytes.
 
     Attributes:
-        num_files: Number of files.
-        num_bytes: Sum of their sizes.
         num_bytes_on_disk: Bytes of their disk blocks, which are fewer for files with holes.
         num_bytes_shared: Bytes of those that have a name elsewhere, as in other checkpoints.
     """
@@ -101,8 +99,8 @@ def count_files(folder: Location) -> Files:
 class StepState(Enum):
     """What the folder of a step is."""
 
-    WHOLE = "whole"
-    COMMITTED = "committed"
+    WHOLE = "whole"  # all files have the sizes that the save has sealed
+    COMMITTED = "committed"  # no seal says what the files should be
     SAVING = "being saved"
     UNFINISHED = "unfinished"
     DAMAGED = "damaged"
@@ -120,11 +118,7 @@ class RunStep:
 
     Attributes:
         name: Number of the step as text; "release" for a model that Megatron has converted.
-        folder: Folder of the step.
-        state: State of the folder. WHOLE: all files have the sizes that the save has sealed.
-            COMMITTED: the same, but no seal says what the files should be.
         saved_at: Time of the commit (seconds since 1970), or of the begin of the save.
-        files: Files of the folder.
         begun_at: When the save began, as far as that was noted.
         shared_with: Names of the steps that share files with it.
         notes: What the record of the manager says about it.
@@ -144,13 +138,9 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The checkpoints of one run.
+    """The steps of one run, oldest first, and the name of the one that a training resumes from.
 
-    Attributes:
-        root: Folder of the run.
-        steps: Folders of the steps, oldest first.
-        latest: Name of the step that a training goes on from; None if there is none.
-        remark: What is wrong with the pointer to it, or None.
+    ``remark`` says what is wrong with the pointer to it.
     """
 
     root: Location
@@ -160,11 +150,7 @@ class Run:
 
 
 def located(path: Location) -> Location:
-    """The path itself, or of ``run@1000`` and ``run@latest`` the folder of that step.
-
-    Raises:
-        CheckpointNotFoundError: if there is no such run or step.
-    """
+    """The path itself, or of ``run@1000`` and ``run@latest`` the folder of that step."""
     root_name, at, wanted = path.name.rpartition("@")
     if not at or location.is_there(path):
         return path
@@ -190,11 +176,7 @@ def is_run(root: Location) -> bool:
 
 
 def read_run(root: Location) -> Run:
-    """What is known about each step of a run. Reads no values.
-
-    Raises:
-        OSError: if the file system or the store fails.
-    """
+    """What is known about each step of a run. Reads no values."""
     folders = step_folders(root)
     latest, remark = _latest_of(root, folders)
     notes = _notes_of(root)
@@ -218,22 +200,16 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
     if not isinstance(root, ObjectPath):
         return {}
     names = {folder.name: name for name, folder in folders.items()}
-    found: dict[str, dict[str, location.FileUse]] = {name: {} for name in folders}
+    uses: dict[str, dict[str, location.FileUse]] = {name: {} for name in folders}
     for path, use in location.use_below(root).items():
         folder, _, rest = path.partition("/")
         if folder in names:
-            found[names[folder]][rest] = use
-    return dict(found)
+            uses[names[folder]][rest] = use
+    return dict(uses)
 
 
 def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
-    """One step, without what only its run knows: what is shared, and the notes.
-
-    Args:
-        name: of the step.
-        folder: of the step.
-        uses: files of the folder by relative name, where they are known.
-    """
+    """One step, without what only its run knows: what is shared, and the notes."""
     uses = location.use_below(folder) if uses is None else uses
     begun = [path for path in uses if path.endswith(ATTEMPT_NAME)]
     begun_at = max((uses[path].modified for path in begun), default=None)
@@ -275,11 +251,8 @@ def state_of(folder: Location, uses: Uses) -> StepState:
 
 
 def _has_all(seal: Seal, data: str, uses: Uses) -> bool:
-    found = {name: uses.get(data + name) for name in seal.files}
-    return all(
-        use is not None and use.num_bytes == seal.files[name].num_bytes
-        for name, use in found.items()
-    )
+    sizes = {name: use.num_bytes for name, use in uses.items()}
+    return all(sizes.get(data + name) == file.num_bytes for name, file in seal.files.items())
 
 
 def holder_at(folder: Location) -> Holder | None:

@@ -92,14 +92,11 @@ class Inventory:
     """What a checkpoint consists of.
 
     Attributes:
-        files: All files.
         largest_files: Relative names and bytes of the largest files, largest first.
-        tensors: All tensors; bytes before compression.
         by_dtype: Tensors of each element type, largest share first.
         model: Tensors of the model: all but ``optimizer``.
         optimizer: Tensors of an optimizer, see ``is_of_optimizer``.
         largest: Keys and bytes of the largest tensors.
-        num_elements: Number of elements of all tensors.
         num_chunks: Number of stored chunks and pieces of all tensors.
         largest_chunk_bytes: Bytes of the largest chunk, before compression.
         facts: Facts about this backend, as text.
@@ -119,11 +116,7 @@ class Inventory:
 
 
 def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventory:
-    """Count what the index and the names and sizes of the files show; no values are read.
-
-    Raises:
-        CheckpointingException: if the index cannot be read.
-    """
+    """Count what the index and the names and sizes of the files show; no values are read."""
     tensors = [checkpoint.index[key] for key in checkpoint.index]
     uses = location.use_below(checkpoint.folder)
     sizes = {name: use.num_bytes for name, use in uses.items()}

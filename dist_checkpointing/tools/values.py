@@ -39,15 +39,8 @@ _MAX_NUMBERS = 16
 class Statistics:
     """Statistics of a tensor, or of a part of it.
 
-    Attributes:
-        count: Number of elements.
-        minimum: Smallest finite value; None if there is none, and for complex numbers.
-        maximum: Largest finite value; None likewise.
-        mean: Mean of the finite values; None if there are none.
-        std: Standard deviation of the finite values (divided by their number).
-        num_nan: Number of elements that are NaN.
-        num_inf: Number of infinite elements.
-        num_zero: Number of zeros of either sign.
+    All but the counts are of the finite values: None if there are none, and complex numbers have
+    no minimum and maximum. The variance is divided by their number. Zeros have either sign.
     """
 
     count: int = 0
@@ -148,19 +141,13 @@ def stream_statistics(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Statistics]:
-    """The statistics of parts of tensors, read block by block.
+    """The statistics of parts of tensors by key, read block by block.
 
     Args:
         checkpoint: the checkpoint.
-        regions: keys, and boxes in elements of the global tensors.
+        regions: keys, and boxes in elements of the global tensors; several of one key add up.
         memory_bytes: most bytes of values that are in memory at a time.
         report: called with the number of bytes that were read since the last call.
-
-    Returns:
-        The statistics of each key; several regions of one key together.
-
-    Raises:
-        CheckpointingException: if a part cannot be read.
     """
     wanted = list(regions)
     found = {key: Statistics() for key, _ in wanted}
@@ -180,12 +167,7 @@ def statistics_of_part(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> Statistics:
-    """The statistics of ``handle[slices]``, which need not fit into memory.
-
-    Raises:
-        IndexError: if ``slices`` do not fit the shape.
-        CheckpointingException: if the part cannot be read.
-    """
+    """The statistics of ``handle[slices]``, which need not fit into memory."""
     found = _by_parts(handle, slices, memory_bytes, statistics_of, report)
     return functools.reduce(Statistics.with_more, found, Statistics())
 
@@ -226,12 +208,8 @@ def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tup
 class Histogram:
     """How often values of a tensor lie between ``edges[i]`` and ``edges[i + 1]``.
 
-    Attributes:
-        edges: Borders of the bins; the last one belongs to the last bin.
-        counts: Number of values in each bin.
-        below: Number of finite values below the first edge.
-        above: Number of finite values above the last edge.
-        is_of_integers: Whether each bin is for one integer, which lies in its middle.
+    The last edge belongs to the last bin. ``below`` and ``above`` count the finite values outside.
+    If it ``is_of_integers``, each bin is for one integer, which lies in its middle.
     """
 
     edges: tuple[float, ...]
@@ -298,10 +276,6 @@ def read_excerpt(
     Returns:
         The values, and whether these are all. If not, they are the first and last ``edge`` of every
         long axis, and one more between them, in place of the values that were left out.
-
-    Raises:
-        IndexError: if ``slices`` do not fit the shape.
-        CheckpointingException: if the tensor cannot be read.
     """
     chosen = positions(handle.shape, slices, handle.key)
     if math.prod(len(part) for part in chosen if isinstance(part, range)) <= most:
@@ -337,9 +311,6 @@ def entries(value: Any, name: str = "") -> dict[str, Any]:
     """The leaves of nested dicts, lists, tuples and namespaces, by path such as ``args.betas.0``.
 
     An empty container is a leaf, and so is a container that contains itself.
-
-    Raises:
-        ValueError: if there are too many leaves for a state dict.
     """
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any, frozenset[int]]] = [(name, value, frozenset())]
@@ -375,11 +346,7 @@ def _free(path: str, used: dict[str, Any]) -> str:
 
 
 def below(value: Any, path: str) -> Any:
-    """The value at a path such as ``args.betas``.
-
-    Raises:
-        KeyError: if there is no value.
-    """
+    """The value at a path such as ``args.betas``."""
     for step, child in _children(value):
         name = str(step)  # a key may itself hold dots
         if path == name:

@@ -70,11 +70,7 @@ def verify(
 
 
 def read_fingerprints(path: Path) -> dict[str, str]:
-    """The fingerprints in a file, by key.
-
-    Raises:
-        CheckpointingException: if there are none.
-    """
+    """The fingerprints in a file, by key."""
     remedy = "Write it with dckpt ls --fingerprint --json."
     with local_folder.parsing("the file of fingerprints cannot be read", path, remedy=remedy):
         content = local_folder.read_json(path, _MAX_BYTES)
@@ -145,12 +141,7 @@ def _document(checkpoint: Path, found: Examination) -> dict[str, Any]:
     return {
         "path": str(checkpoint),
         "is_sound": found.is_sound,
-        "num_tensors": found.num_tensors,
-        "num_parts": found.num_parts,
-        "num_bytes": found.num_bytes,
-        "num_bytes_compared": found.num_bytes_compared,
-        "num_objects": found.num_objects,
-        "is_sealed": found.is_sealed,
+        **dataclasses.asdict(found),
         "findings": _findings(found.findings),
         "refused": _findings(found.refused),
         "remarks": _findings(found.remarks),
