@@ -28,7 +28,7 @@ ROUTES: tuple[Route, ...] = (
 
 _CHILD = """
 import atexit, re, sys
-from dist_checkpointing.tools.cli.app import main
+from dist_checkpointing.tools.app import main
 
 def tell() -> None:
     # Not getrusage, which also counts the process that this one was forked from.

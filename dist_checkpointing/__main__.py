@@ -1,5 +1,5 @@
 """``python -m dist_checkpointing`` is ``dckpt``."""
 
-from dist_checkpointing.tools.cli.app import main
+from dist_checkpointing.tools.app import main
 
 main()

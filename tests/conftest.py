@@ -84,7 +84,7 @@ def s3_place(s3_options: ObjectStoreOptions) -> ObjectPath:
 @pytest.fixture
 def dckpt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the program in this process, with its output going into a pipe."""
-    from dist_checkpointing.tools.cli.app import main
+    from dist_checkpointing.tools.app import main
 
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)

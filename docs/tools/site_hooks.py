@@ -100,7 +100,7 @@ def _normal(path: PurePosixPath) -> str:
 def command_help() -> str:
     """What ``dckpt COMMAND --help`` says, for every command, as markdown."""
     typer = importlib.import_module("typer")
-    app = importlib.import_module("dist_checkpointing.tools.cli.app").app
+    app = importlib.import_module("dist_checkpointing.tools.app").app
     has_markup = app.rich_markup_mode == "rich"
     app.rich_markup_mode = None  # text, instead of boxes drawn for a terminal
     group = typer.main.get_command(app)
@@ -109,7 +109,9 @@ def command_help() -> str:
     sections = [_help(group, top, has_markup=has_markup)]
     for name, command in group.commands.items():
         context = command.make_context(name, [], parent=top, resilient_parsing=True)
-        sections.append(f"## dckpt {name}\n\n{_help(command, context, has_markup=has_markup)}")
+        # ``command`` may stand for one that is imported only now.
+        text = _help(context.command, context, has_markup=has_markup)
+        sections.append(f"## dckpt {name}\n\n{text}")
     return "\n".join(sections)
 
 

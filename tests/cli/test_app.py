@@ -15,7 +15,7 @@ import torch
 from dist_checkpointing import ShardedTensor, __version__, save
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
-from dist_checkpointing.tools.cli.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from dist_checkpointing.tools.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from samples import Run
 from scripts import run_fresh
 
@@ -191,7 +191,7 @@ def test_what_is_neither_file_nor_folder_is_not_said_to_be_missing(
 def test_ctrl_c_is_one_line() -> None:
     code = f"""
 import os, signal, time
-from dist_checkpointing.tools.cli import app, ls
+from dist_checkpointing.tools import app, ls
 # A job in the background ignores Ctrl-C, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def interrupted(*_, **__):
@@ -230,11 +230,11 @@ def missing(name):
 metadata.version = metadata.distribution = missing
 import sys
 sys.argv = ["dckpt", "--version"]
-from dist_checkpointing.tools.cli import app
+from dist_checkpointing.tools import app
 print(app.__file__)
 app.main()
 """
     finished = run_fresh("-c", code, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
-    app = tmp_path / "dist_checkpointing" / "tools" / "cli" / "app.py"
+    app = tmp_path / "dist_checkpointing" / "tools" / "app.py"
     assert finished.stderr == ""
     assert finished.stdout == f"{app}\ndckpt {__version__}\n"

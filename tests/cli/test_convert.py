@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dist_checkpointing import load_plain_tensors, save
 from dist_checkpointing.format.dtypes import from_name
-from dist_checkpointing.tools.cli.app import app
+from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.convert.safetensors_files import header_bytes
 from scripts import TELL_PEAK, run_forked, run_fresh, told_peak
 from states import shard
@@ -40,7 +40,7 @@ def run(*arguments: object) -> str:
     return result.output
 
 
-MAIN = "\nfrom dist_checkpointing.tools.cli.app import main; main()"
+MAIN = "\nfrom dist_checkpointing.tools.app import main; main()"
 
 
 def child(*arguments: object, before: str = "") -> subprocess.CompletedProcess[str]:

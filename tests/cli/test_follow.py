@@ -19,7 +19,7 @@ import pytest
 from dist_checkpointing import CheckpointManager, save
 from dist_checkpointing.filesystem.locks import FolderLock, holder_of
 from dist_checkpointing.serialization.save_steps import SaveJob
-from dist_checkpointing.tools.cli import follow as following
+from dist_checkpointing.tools import ls as following
 from samples import Run
 from states import at_step
 

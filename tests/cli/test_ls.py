@@ -157,7 +157,7 @@ def test_on_a_terminal_nothing_is_cut_off(tmp_path: Path, width: int) -> None:
 def test_it_needs_no_torch(samples: Samples) -> None:
     code = f"""
 import sys
-from dist_checkpointing.tools.cli.app import main
+from dist_checkpointing.tools.app import main
 sys.argv = ["dckpt", "ls", {str(samples("tensorstore").folder)!r}]
 try:
     main()
@@ -187,7 +187,7 @@ def many(folder: Path, count: int) -> Path:
 def test_a_hundred_thousand_tensors_take_less_than_half_a_gigabyte(tmp_path: Path) -> None:
     folder = many(tmp_path / "c", 100_000)
     for arguments in ([], ["--tree"], ["--json"]):
-        code = f"{TELL_PEAK}\nfrom dist_checkpointing.tools.cli.app import main\nmain()"
+        code = f"{TELL_PEAK}\nfrom dist_checkpointing.tools.app import main\nmain()"
         finished = run_fresh("-c", code, "ls", folder, *arguments)
         assert finished.returncode == 0, finished.stderr
         assert told_peak(finished.stderr) < 500e6
@@ -240,7 +240,7 @@ def test_bad_input_is_one_line_and_two(
 
 def test_debug_shows_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dist_checkpointing import CheckpointNotFoundError
-    from dist_checkpointing.tools.cli.app import main
+    from dist_checkpointing.tools.app import main
 
     monkeypatch.setattr(sys, "argv", ["dckpt", "ls", str(tmp_path), "--debug"])
     with pytest.raises(CheckpointNotFoundError):

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.geometry import ChunkGrid
-from dist_checkpointing.tools.cli.app import app
+from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.map import checkpoint_map
 from samples import GOLDEN, GOLDEN_NAMES
 from states import BACKEND, between, flat, save_on, shard
@@ -184,7 +184,7 @@ def test_an_indexed_checkpoint_is_mapped_without_torch(tmp_path: Path) -> None:
 import sys
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.tools.map import checkpoint_map
-from dist_checkpointing.tools.map.page import render_page
+from dist_checkpointing.tools.map import render_page
 render_page(checkpoint_map(Checkpoint.open({str(folder)!r})))
 assert "torch" not in sys.modules
 """

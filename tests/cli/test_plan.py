@@ -18,9 +18,9 @@ from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.tools.cli import screen
-from dist_checkpointing.tools.cli.app import app
-from dist_checkpointing.tools.forecast.forecast import bytes_read
+from dist_checkpointing.tools import report
+from dist_checkpointing.tools.app import app
+from dist_checkpointing.tools.load_forecast import bytes_read
 from samples import GOLDEN, GOLDEN_NAMES
 from states import BACKEND, rows, save_on
 from states import shard as replicated
@@ -264,7 +264,7 @@ def test_lines_fit_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     terminal = Console(force_terminal=True, color_system=None, width=columns)
-    monkeypatch.setattr(screen, "out", terminal)
+    monkeypatch.setattr(report, "out", terminal)
     shutil.copytree(GOLDEN / "mc0.15.3_zarr", tmp_path / "c")
     text = invoke(tmp_path / "c", "--tp", 2, "--dp", 4)
     # A path may be longer than any terminal is wide.

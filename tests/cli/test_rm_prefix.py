@@ -19,8 +19,8 @@ from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.tools.cli import screen
-from dist_checkpointing.tools.cli.app import app
+from dist_checkpointing.tools import report
+from dist_checkpointing.tools.app import app
 from samples import GOLDEN, GOLDEN_NAMES, Run
 from scripts import run_forked
 from states import BACKEND, cell, rows, save_on, shard
@@ -200,7 +200,7 @@ def test_long_keys_are_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     long = "optimizer.state." + ".".join(["a_long_name"] * 12)
     data = {long: shard(long, torch.ones(3))}
     save(data, tmp_path / "c", "tensorstore")
-    monkeypatch.setattr(screen, "terminal_width", lambda: 80)
+    monkeypatch.setattr(report, "terminal_width", lambda: 80)
     _, key, facts, *_ = invoke(tmp_path / "c", "optimizer", "--dry-run").splitlines()
     assert key == long
     assert facts.split() == ["1", "float32", "3", "12", "B"]

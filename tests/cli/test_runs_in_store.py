@@ -17,7 +17,7 @@ from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import Claim
 from dist_checkpointing.format.object_store_commit import StoreAttempt
 from dist_checkpointing.serialization.save_steps import SaveJob
-from dist_checkpointing.tools.cli import follow as following
+from dist_checkpointing.tools import ls as following
 from samples import Run
 from states import at_step, trained
 from stores import counted_requests, data_url, new_url, put

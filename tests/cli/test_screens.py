@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.tools.cli import screen
-from dist_checkpointing.tools.cli.app import COMMANDS
+from dist_checkpointing.tools import report
+from dist_checkpointing.tools.app import COMMANDS
 from samples import Run, Samples
 from states import at_step, wholes
 
@@ -22,7 +22,7 @@ WIDTHS = [60, 80, 120]
 def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A terminal without colours."""
     terminal = Console(force_terminal=True, color_system=None, width=request.param)
-    monkeypatch.setattr(screen, "out", terminal)
+    monkeypatch.setattr(report, "out", terminal)
     width: int = request.param
     return width
 

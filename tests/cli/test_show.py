@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedObject, save
-from dist_checkpointing.tools.cli.plot import plot_lines
-from dist_checkpointing.tools.inspect.values import Histogram
+from dist_checkpointing.tools.show import plot_lines
+from dist_checkpointing.tools.values import Histogram
 from samples import Run, Sample, Samples
 from states import shard
 

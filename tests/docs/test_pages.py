@@ -204,7 +204,7 @@ def test_the_page_of_commands_is_made_of_their_help(
 
     app.command("ls", help="List [bold]all[/bold].")(ls)
     app.command("rm-prefix", help="Remove tensors.", epilog="Example: dckpt rm-prefix x")(rm)
-    module = ModuleType("dist_checkpointing.tools.cli.app")
+    module = ModuleType("dist_checkpointing.tools.app")
     vars(module)["app"] = app
     monkeypatch.setitem(sys.modules, module.__name__, module)
     text = site_hooks.command_help()

@@ -16,8 +16,8 @@ from dist_checkpointing import Checkpoint, ShardedTensor, save
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing.conformance.sample_shards import random_bits
-from dist_checkpointing.tools.inspect import comparison, plain_state, values
-from dist_checkpointing.tools.inspect.comparison import (
+from dist_checkpointing.tools import diff, values
+from dist_checkpointing.tools.diff import (
     Difference,
     Tolerance,
     compare_checkpoints,
@@ -197,29 +197,29 @@ def test_nests_of_plain_values() -> None:
 def test_a_nest_that_holds_itself() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
-    entries = plain_state.entries({"loop": loop})
+    entries = values.entries({"loop": loop})
     assert list(entries) == ["loop.0", "loop.1"]
     assert compare_values({"loop": loop}, {"loop": loop}) == []
 
 
 def test_a_nest_that_grows_beyond_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_state, "_MOST_ENTRIES", 1000)
+    monkeypatch.setattr(values, "_MAX_ENTRIES", 1000)
     bomb: list[Any] = [0] * 10
     for _ in range(10):
         bomb = [bomb] * 10
     with pytest.raises(ValueError, match="more than 1000 values"):
-        plain_state.entries(bomb)
+        values.entries(bomb)
 
 
 def test_what_lies_at_a_path() -> None:
     nest = {"args": argparse.Namespace(lr=0.1), "a.b": {"c": [1, 2]}, 3: "three"}
-    assert plain_state.below(nest, "args.lr") == 0.1
-    assert plain_state.below(nest, "a.b.c.1") == 2
-    assert plain_state.below(nest, "a.b") == {"c": [1, 2]}
-    assert plain_state.below(nest, "3") == "three"
+    assert values.below(nest, "args.lr") == 0.1
+    assert values.below(nest, "a.b.c.1") == 2
+    assert values.below(nest, "a.b") == {"c": [1, 2]}
+    assert values.below(nest, "3") == "three"
     for path in ("args.", "a", "args.lr.x", "a.b.c.2"):
         with pytest.raises(KeyError):
-            plain_state.below(nest, path)
+            values.below(nest, path)
 
 
 def test_a_value_in_one_line() -> None:
@@ -227,9 +227,9 @@ def test_a_value_in_one_line() -> None:
         def __repr__(self) -> str:
             raise RuntimeError("no")
 
-    assert plain_state.value_text(torch.tensor([1, 2])) == "int64 tensor 2 [1, 2]"
-    assert plain_state.value_text(torch.zeros(99)) == "float32 tensor 99 ..."
-    assert plain_state.value_text("a\nb") == r"'a\nb'"
-    assert len(plain_state.value_text("x" * 1000)) == 200
-    assert plain_state.value_text(Bad()) == "<Bad: no>"
-    assert comparison.Tolerance() == comparison.EXACT
+    assert values.value_text(torch.tensor([1, 2])) == "int64 tensor 2 [1, 2]"
+    assert values.value_text(torch.zeros(99)) == "float32 tensor 99 ..."
+    assert values.value_text("a\nb") == r"'a\nb'"
+    assert len(values.value_text("x" * 1000)) == 200
+    assert values.value_text(Bad()) == "<Bad: no>"
+    assert diff.Tolerance() == diff.EXACT

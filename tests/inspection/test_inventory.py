@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.format.file_names import is_of_optimizer, optimizer_prefixes
 from dist_checkpointing.strategies.tensorstore.database import DATA_GROUPS, group_of
-from dist_checkpointing.tools.inspect.inventory import take_inventory
+from dist_checkpointing.tools.stats import take_inventory
 
 
 def test_it_adds_up(any_sample: Any) -> None:

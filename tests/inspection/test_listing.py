@@ -5,7 +5,7 @@ import pytest
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
-from dist_checkpointing.tools.inspect.listing import (
+from dist_checkpointing.tools.ls import (
     Entry,
     as_tree,
     name_filter,
@@ -77,10 +77,7 @@ def test_entries() -> None:
         Entry("o/s", (), "bfloat16", 2, "1 chunk"),
     ]
     assert [shape_text(entry.shape) for entry in entries] == ["4x6", "7", "scalar"]
-    assert [(row.prefix, row.num_tensors, row.num_bytes) for row in subtotals(entries)] == [
-        ("m", 2, 124),
-        ("o", 1, 2),
-    ]
+    assert subtotals(entries) == [("  m", "2 tensors", "124 B"), ("  o", "1 tensor", "2 B")]
 
 
 def test_a_tree_sums_up_and_loses_nothing() -> None:

@@ -20,7 +20,7 @@ from dist_checkpointing.comm import default_comm
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
-from dist_checkpointing.tools.inspect.comparison import Tolerance, compare_checkpoints
+from dist_checkpointing.tools.diff import Tolerance, compare_checkpoints
 from samples import Sample, Samples
 from scripts import run_fresh
 from states import BACKEND, shard

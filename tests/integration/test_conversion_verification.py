@@ -32,7 +32,7 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.tools.cli.app import app, main
+from dist_checkpointing.tools.app import app, main
 from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
 from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.verification import PartChecks

@@ -181,3 +181,21 @@ except CheckpointingException as error:
     assert "zarr" in finished.stdout
     assert "Hint" in finished.stdout
     assert not (tmp_path / "c").exists()
+
+
+def test_the_help_of_the_program_imports_no_command_and_no_torch() -> None:
+    code = """
+import sys
+from dist_checkpointing.tools.app import COMMANDS, main
+sys.argv = ["dckpt", "--help"]
+try:
+    main()
+finally:
+    homes = [place.partition(":")[0] for place, _ in COMMANDS.values()]
+    names = [f"dist_checkpointing.tools.{home}" for home in homes]
+    print([name for name in ("torch", "numpy", *names) if name in sys.modules])
+"""
+    finished = run_fresh("-c", code)
+    assert finished.returncode == 0, finished.stderr
+    assert "Remove tensors for good." in finished.stdout
+    assert finished.stdout.endswith("\n[]\n")

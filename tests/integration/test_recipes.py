@@ -35,8 +35,7 @@ from dist_checkpointing.serialization.load_recipe import preview_recipe
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.tools.convert import convert
-from dist_checkpointing.tools.forecast.forecast import forecast_of
-from dist_checkpointing.tools.forecast.templates import RankWants
+from dist_checkpointing.tools.load_forecast import RankWants, forecast_of
 from states import blanks, shard, wholes
 
 

@@ -151,7 +151,7 @@ def _checkpoint(path: Path) -> list[str]:
 
 def _program(arguments: list[str]) -> list[str]:
     """What a run of ``dckpt`` prints, and its exit code."""
-    from dist_checkpointing.tools.cli.app import main
+    from dist_checkpointing.tools.app import main
 
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["dckpt", *arguments]

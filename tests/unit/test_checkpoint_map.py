@@ -7,8 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.tools.map import CheckpointMap, MappedTensor
-from dist_checkpointing.tools.map.page import page_data, palette, render_page
+from dist_checkpointing.tools.map import (
+    CheckpointMap,
+    MappedTensor,
+    page_data,
+    palette,
+    render_page,
+)
 
 EVIL = "a</script><script>alert(1)</script>&<!--\x00\x1b[31m\n\u2028"
 

@@ -31,7 +31,7 @@ from dist_checkpointing.filesystem.location import as_local_folder, check_one_de
 from dist_checkpointing.interop import DCPReader, DCPWriter
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tools.cli.app import app
+from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.convert import convert
 from real_ranks import run_script
 from states import shard

@@ -5,7 +5,7 @@ import pytest
 from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
-from dist_checkpointing.tools.forecast.topology import (
+from dist_checkpointing.tools.load_forecast import (
     MEGATRON_RULES,
     KeyCut,
     Reason,

@@ -9,16 +9,9 @@ import typer
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.tools.cli.screen import (
-    AsJson,
-    counted,
-    one_line,
-    print_json,
-    progress_bar,
-    say,
-)
 from dist_checkpointing.tools.inspect.opening import explaining
-from dist_checkpointing.tools.inspect.runs import located
+from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
+from dist_checkpointing.tools.runs import located
 
 if TYPE_CHECKING:
     from dist_checkpointing.planning.recipe import Derivation
@@ -175,39 +168,43 @@ def convert(
     if json:
         print_json(_as_json(done, dry_run=dry_run))
     else:
-        _show(done, destination, dry_run=dry_run)
+        _report(done, destination, dry_run=dry_run).print()
 
 
-def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
+def _report(done: Conversion, destination: Path, *, dry_run: bool) -> Report:
+    report = Report()
     plan = done.plan
     if dry_run:
-        _show_tensors(done)
-    say(f"{_summary(done, dry_run=dry_run)}: {one_line(str(destination))}")
+        _add_tensors(report, done)
+    report.line(f"{_summary(done, dry_run=dry_run)}: {destination}")
     if done.made is not None and not dry_run:
-        _show_recipe(done.made)
+        _add_recipe(report, done.made)
     if plan.num_left:
-        say(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
+        report.line(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
     if plan.num_renamed:
-        say(f"  renamed: {counted(plan.num_renamed, 'key')}")
+        report.line(f"  renamed: {counted(plan.num_renamed, 'key')}")
     for cast in plan.casts:
         loss = "no value changed" if cast.is_lossless else "values rounded"
-        say(f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}")
+        report.line(
+            f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}"
+        )
     if plan.uncut:
-        few = ", ".join(map(one_line, plan.uncut[:3])) + (", ..." if len(plan.uncut) > 3 else "")
-        say(f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({few})")
+        few = ", ".join(plan.uncut[:3]) + (", ..." if len(plan.uncut) > 3 else "")
+        report.line(f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({few})")
     if done.verified_bytes:
         size = bytes_text(done.verified_bytes)
-        say(f"  verified: {size} of tensors by the checksums of the source")
+        report.line(f"  verified: {size} of tensors by the checksums of the source")
     if done.num_proven:
         tensors = counted(done.num_proven, "tensor")
-        say(f"  proven: {tensors} have the fingerprint of the source")
+        report.line(f"  proven: {tensors} have the fingerprint of the source")
     if done.not_verified is not None:
-        say(f"  not verified: {done.not_verified}")
+        report.line(f"  not verified: {done.not_verified}")
     for what in done.left_out:
-        say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
+        report.line(f"  left out, {done.target} cannot hold it: {what}")
+    return report
 
 
-def _show_recipe(made: Derivation) -> None:
+def _add_recipe(report: Report, made: Derivation) -> None:
     """What is lost by the rules, or does nothing; a dry run shows it by key."""
     idle, of_source = counted(len(made.idle), "rule"), "of the source"
     rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
@@ -218,18 +215,18 @@ def _show_recipe(made: Derivation) -> None:
         (len(made.left_out), f"{counted(len(made.left_out), 'tensor')} {of_source} not used"),
     ):
         if count:
-            say(f"  recipe: {text}, see --dry-run")
+            report.line(f"  recipe: {text}, see --dry-run")
 
 
-def _show_tensors(done: Conversion) -> None:
+def _add_tensors(report: Report, done: Conversion) -> None:
     for line in str(done.made or "").splitlines():
-        say(one_line(line))
+        report.line(line)
     for tensor in done.plan.tensors:
         old = tensor.source
-        arrow = "" if old.key == tensor.key else f"{one_line(old.key)} -> "
+        arrow = "" if old.key == tensor.key else f"{old.key} -> "
         dtype = tensor.dtype.name
         change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-        say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
+        report.line(f"{arrow}{tensor.key}  {change}{list(tensor.shape)}")
 
 
 def _summary(done: Conversion, *, dry_run: bool) -> str:

@@ -13,7 +13,7 @@ from dist_checkpointing.filesystem.locks import holder_of
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME
-from dist_checkpointing.tools.inspect.runs import LATEST, is_run, located, step_folders
+from dist_checkpointing.tools.runs import LATEST, is_run, located, step_folders
 
 _SAFETENSORS: Final = "*.safetensors*"
 _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (

@@ -7,9 +7,9 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,41 +17,39 @@ from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.tools.cli.screen import (
-    AsJson,
-    CheckpointArgument,
-    counted,
-    facts_lines,
-    in_columns,
-    one_line,
-    painted,
-    print_json,
-    same_for_all_layers,
-    say,
-    say_wrapped,
-    terminal_width,
-)
-from dist_checkpointing.tools.forecast.topology import (
+from dist_checkpointing.planning.recipe import Recipe, derive
+from dist_checkpointing.serialization.load_recipe import shapes_of
+from dist_checkpointing.tools.inspect.opening import open_named
+from dist_checkpointing.tools.load_forecast import (
+    Forecast,
     KeyCut,
+    RankCost,
     Reason,
     cut_keys,
+    forecast_of,
     guessed_rules,
+    of_function,
+    of_tensor_parallel,
     parse_rule,
     stacked_keys,
     stored_axis,
 )
-from dist_checkpointing.tools.inspect.opening import open_named
+from dist_checkpointing.tools.report import (
+    AsJson,
+    Report,
+    counted,
+    is_narrower_than,
+    print_json,
+    same_for_all_layers,
+)
+from dist_checkpointing.tools.runs import CheckpointArgument
 
-if TYPE_CHECKING:
-    from dist_checkpointing.tools.forecast.forecast import Forecast, RankCost
-
-_MOST_ROWS = 16
-_WIDE = 76
-_MOST_LISTED = 10
+_MAX_ROWS = 16
+_NARROW = 76
+_MAX_LISTED = 10
 _WORTH_CUTTING = 0.1
 """If tensors that are whole on every rank have more than this share of all bytes, say so."""
-_DOES_NOT_FIT = 1
-"""Exit code if the load would fail."""
+_EXIT_FAILS = 1
 
 
 def plan(
@@ -111,15 +109,6 @@ def plan(
         raise ValueError("--template and --ranks go together: pass both, or neither")
     if template is not None and (tp > 1 or dp > 1 or rules):
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
-    # Imported here, because forecasts import torch.
-    from dist_checkpointing.planning.recipe import Recipe, derive  # noqa: PLC0415
-    from dist_checkpointing.serialization.load_recipe import shapes_of  # noqa: PLC0415
-    from dist_checkpointing.tools.forecast.forecast import forecast_of  # noqa: PLC0415
-    from dist_checkpointing.tools.forecast.templates import (  # noqa: PLC0415
-        of_function,
-        of_tensor_parallel,
-    )
-
     rows = None if recipe is None else Recipe.read(recipe)
     made, index = None, opened.index
     if template is None or ranks is None:
@@ -136,50 +125,55 @@ def plan(
             made = derive(rows, opened.index, opened.objects, shapes_of(leaves), cells)
     found = forecast_of(opened, wants, made)
     if as_json:
-        answer = _as_json(opened, found, cuts)
-        print_json(answer if made is None else {**answer, "recipe": made.as_json()})
+        document = _document(opened, found, cuts)
+        print_json(document if made is None else {**document, "recipe": made.as_json()})
     else:
-        for line in str(made).splitlines() if made is not None else ():
-            say(one_line(line))
-        _show(opened, index, found, cuts, tp)
+        report = Report()
+        for line in str(made or "").splitlines():
+            report.line(line)
+        _add_forecast(report, opened, index, found, cuts, tp)
+        report.print()
     if found.findings:
-        raise typer.Exit(_DOES_NOT_FIT)
+        raise typer.Exit(_EXIT_FAILS)
 
 
-# The text that is printed.
+# What is printed.
 
 
-def _show(
-    opened: Checkpoint, index: Index, found: Forecast, cuts: Sequence[KeyCut], tp: int
+def _add_forecast(
+    report: Report,
+    opened: Checkpoint,
+    index: Index,
+    found: Forecast,
+    cuts: Sequence[KeyCut],
+    tp: int,
 ) -> None:
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
     size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
-    say_wrapped(f"{one_line(str(opened.path))} ({backend} {version}): {size}")
+    report.words(f"{opened.path} ({backend} {version}): {size}")
     topology = f"Load on {counted(found.num_ranks, 'rank')}"
     if cuts and found.num_ranks > 1:
         topology += f": {counted(tp, 'tensor-parallel rank')}"
         topology += f" x {found.num_ranks // tp} replicas" if found.num_ranks > tp else ""
-    say_wrapped(topology)
-    say()
-    for line in (*_table(found.costs), "", *_totals(opened, found)):
-        say(line)
+    report.words(topology)
+    report.section()
+    _add_costs(report, found.costs)
+    report.section()
+    report.facts(_totals(opened, found))
     if cuts and tp > 1:
-        say()
-        _show_cuts(index, cuts, tp)
+        report.section()
+        _add_cuts(report, index, cuts, tp)
     if found.unasked:
-        count = counted(len(found.unasked), "tensor")
-        say()
-        say_wrapped(f"wanted by no rank: {count}", "yellow")
-        _show_keys(found.unasked)
+        report.section()
+        report.words(f"wanted by no rank: {counted(len(found.unasked), 'tensor')}", "yellow")
+        _add_keys(report, found.unasked)
     if found.findings:
-        say(
-            f"\n{painted('This load would fail', 'red')}: {counted(len(found.findings), 'finding')}"
-        )
-        for finding in found.findings[:_MOST_LISTED]:
-            say_wrapped(f"  {one_line(str(finding))}")
-        if len(found.findings) > _MOST_LISTED:
-            say(f"  and {len(found.findings) - _MOST_LISTED} more (see --json)")
+        number = counted(len(found.findings), "finding")
+        report.section(f"This load would fail: {number}", "red")
+        for finding in found.findings[:_MAX_LISTED]:
+            report.words(f"  {finding}")
+        report.more(found.findings, _MAX_LISTED, "  and {} more (see --json)")
 
 
 _COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]], ...] = (
@@ -191,32 +185,27 @@ _COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]],
     ("files", lambda cost: len(cost.files), "{:.0f}".format),
     ("peak memory", lambda cost: cost.peak_bytes, bytes_text),
 )
-
-
+_CHOICES: dict[str, Callable[[list[float]], float]] = {
+    "min": min,
+    "median": statistics.median_low,
+    "max": max,
+}
 _LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
 
 
-def _table(costs: Sequence[RankCost]) -> Iterator[str]:
-    is_narrow = (terminal_width() or _WIDE) < _WIDE
+def _add_costs(report: Report, costs: Sequence[RankCost]) -> None:
+    is_narrow = is_narrower_than(_NARROW)
     columns = [c for c in _COLUMNS if not (is_narrow and c[0] in _LEFT_OUT_IF_NARROW)]
-    if len(costs) <= _MOST_ROWS:
-        rows = [
-            (_ranks_text(cost.ranks), *(text(value(cost)) for _, value, text in columns))
-            for cost in costs
-        ]
-    else:
+    groups = [(_ranks_text(cost.ranks), [cost], "min") for cost in costs]
+    if len(costs) > _MAX_ROWS:
         every = [cost for cost in costs for _ in cost.ranks]
-        choices: dict[str, Callable[[list[float]], float]] = {
-            "min": min,
-            "median": statistics.median_low,
-            "max": max,
-        }
-        rows = [
-            (name, *(text(choose([value(cost) for cost in every])) for _, value, text in columns))
-            for name, choose in choices.items()
-        ]
+        groups = [(name, every, name) for name in _CHOICES]
+    rows = [
+        (name, *(text(_CHOICES[choice](list(map(value, group)))) for _, value, text in columns))
+        for name, group, choice in groups
+    ]
     headers = ("rank", *(name for name, _, _ in columns))
-    return in_columns(headers, rows, right=range(1, len(headers)))
+    report.table(headers, rows, right=range(1, len(headers)))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -225,7 +214,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
 
 
-def _totals(opened: Checkpoint, found: Forecast) -> Iterator[str]:
+def _totals(opened: Checkpoint, found: Forecast) -> list[tuple[str, str]]:
     ratio = found.read_bytes / found.wanted_bytes if found.wanted_bytes else 1.0
     wanted, read = bytes_text(found.wanted_bytes), bytes_text(found.read_bytes)
     rows = [("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")]
@@ -233,31 +222,29 @@ def _totals(opened: Checkpoint, found: Forecast) -> Iterator[str]:
         shared = bytes_text(found.shared_read_bytes)
         how = "(FullyParallelLoadStrategyWrapper)"
         rows.append(("", f"{shared} if replicas pass on what one of them reads {how}"))
-    files = found.files
-    size = sum(location.size_of(opened.folder / name) or 0 for name in files)
-    rows.append(("files", f"{len(files)} opened, {bytes_text(size)} in all"))
-    if not files and found.read_bytes:
-        rows[-1] = ("files", "no other: the values lie with what describes the checkpoint")
-    return facts_lines(rows)
+    size = sum(location.size_of(opened.folder / name) or 0 for name in found.files)
+    text = f"{len(found.files)} opened, {bytes_text(size)} in all"
+    if not found.files and found.read_bytes:
+        text = "no other: the values lie with what describes the checkpoint"
+    return [*rows, ("files", text)]
 
 
-def _show_cuts(index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
+def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
     axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
     for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
         how = f", {reason.value}" if reason is Reason.STORED else ""
-        say_wrapped(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
+        report.words(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
     for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
             size = bytes_text(sum(index[key].num_bytes for key in keys))
-            why = f"{reason.value} by {tp}" if reason is Reason.NOT_DIVISIBLE else reason.value
-            say_wrapped(
-                f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}",
-                "yellow" if reason is Reason.NOT_DIVISIBLE else None,
-            )
-            _show_keys(sorted(keys, key=lambda key: -index[key].num_bytes))
+            indivisible = reason is Reason.NOT_DIVISIBLE
+            why = f"{reason.value} by {tp}" if indivisible else reason.value
+            text = f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}"
+            report.words(text, "yellow" if indivisible else None)
+            _add_keys(report, sorted(keys, key=lambda key: -index[key].num_bytes))
         if reason is Reason.STORED and (rule := _example_rule(index, cuts, tp)):
-            say(f"To cut them, say how: --shard {rule}")
+            report.line(f"To cut them, say how: --shard {rule}")
 
 
 def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
@@ -275,25 +262,22 @@ def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
         extents = list(enumerate(stored.global_shape))[is_stacked:]
         fits = [axis for axis, extent in extents if extent and extent % tp == 0]
         if fits:
-            own = stored_axis(stored, is_stacked=is_stacked)
+            axis = stored_axis(stored, is_stacked=is_stacked)
             # The part after the number of the layer, which all layers share.
             name = same_for_all_layers(key).rpartition("*.")[2]
             pattern = re.escape(name).replace(r"\.", ".")
-            return shlex.quote(f"{pattern}={own if own in fits else fits[0]}")
+            return shlex.quote(f"{pattern}={axis if axis in fits else fits[0]}")
     return None
 
 
-def _show_keys(keys: Sequence[str]) -> None:
+def _add_keys(report: Report, keys: Sequence[str]) -> None:
     # One line for the same tensors of all layers.
-    groups = Counter(map(same_for_all_layers, keys))
-    for name, count in list(groups.items())[:_MOST_LISTED]:
-        times = f"  ({count})" if count > 1 else ""
-        say(painted(f"  {one_line(name)}{times}", "dim"))
-    if len(groups) > _MOST_LISTED:
-        say(painted(f"  and {len(groups) - _MOST_LISTED} more", "dim"))
+    groups = Counter(map(same_for_all_layers, keys)).items()
+    texts = [f"  {name}{f'  ({count})' if count > 1 else ''}" for name, count in groups]
+    report.listed(texts, _MAX_LISTED, "dim", "  and {} more")
 
 
-def _as_json(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dict[str, Any]:
+def _document(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dict[str, Any]:
     return {
         "checkpoint": str(opened.path),
         "backend": list(opened.backend),

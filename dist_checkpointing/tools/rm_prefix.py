@@ -9,26 +9,22 @@ import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.leftovers import PlannedRemoval
-from dist_checkpointing.tools.cli.screen import (
-    CheckpointArgument,
+from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
+from dist_checkpointing.tools.inspect.opening import open_named
+from dist_checkpointing.tools.report import (
+    Report,
     counted,
-    facts_lines,
-    in_columns,
-    one_line,
-    painted,
     print_json,
     same_for_all_layers,
-    say,
+    shape_text,
 )
-from dist_checkpointing.tools.inspect.listing import shape_text
-from dist_checkpointing.tools.inspect.opening import open_named
+from dist_checkpointing.tools.runs import CheckpointArgument, count_files
 
-_MOST_LISTED = 12
-_NO = 1
-"""Exit code if the answer is no."""
+_MAX_LISTED = 12
+_EXIT_DECLINED = 1
 
 
 def rm_prefix(
@@ -58,34 +54,27 @@ def rm_prefix(
         raise ValueError("--json asks nothing: pass --yes to remove, or --dry-run to look")
     opened = open_named(checkpoint)
     place = opened.path
-    # Imported here, because strategies import torch.
-    from dist_checkpointing.comm import SingleProcess  # noqa: PLC0415
-    from dist_checkpointing.serialization.load_metadata import (  # noqa: PLC0415
-        preview_removal,
-        remove_sharded_tensors,
-    )
-
     planned = preview_removal(place, prefix)
     if not planned.keys and not planned.is_unfinished:
         raise LookupError(_nothing(opened, prefix))
-    document = _as_json(opened, prefix, planned)
+    document = _document(opened, prefix, planned)
     if not as_json:
-        _show(opened, planned, document)
+        _report(opened, planned, document).print()
+    freed: dict[str, Any] = {"removed": False}
     if not dry_run:
         _make_sure(len(planned.keys), yes=yes)
-        before = _usage(place)
+        before = count_files(place).num_bytes_on_disk
         remove_sharded_tensors(place, prefix, comm=SingleProcess())
-        freed = before - _usage(place)
-        if as_json:
-            print_json(document | {"removed": True, "bytes_freed": freed})
-        else:
-            count = counted(len(planned.keys), "tensor")
-            say(f"Removed {count}: {bytes_text(freed)} are free again.")
-    elif as_json:
-        print_json(document | {"removed": False})
+        freed = {"removed": True, "bytes_freed": before - count_files(place).num_bytes_on_disk}
+    if as_json:
+        print_json(document | freed)
+    elif not dry_run:
+        count = counted(len(planned.keys), "tensor")
+        Report(f"Removed {count}: {bytes_text(freed['bytes_freed'])} are free again.").print()
 
 
-def _show(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any]) -> None:
+def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any]) -> Report:
+    report = Report()
     groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for key in planned.keys:
         stored = opened.index[key]
@@ -93,20 +82,17 @@ def _show(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any])
         groups.setdefault(group, []).append(stored.num_bytes)
     largest = sorted(groups.items(), key=lambda group: (-sum(group[1]), group[0]))
     rows = [
-        (one_line(key), f"{len(sizes):,}", dtype, shape_text(whole), bytes_text(sum(sizes)))
-        for (key, dtype, whole), sizes in largest[:_MOST_LISTED]
+        (key, f"{len(sizes):,}", dtype, shape_text(whole), bytes_text(sum(sizes)))
+        for (key, dtype, whole), sizes in largest[:_MAX_LISTED]
     ]
-    if rows:
-        for line in in_columns(("TENSORS", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows, right=[1, 4]):
-            say(line)
-    if len(largest) > _MOST_LISTED:
-        left = sum(len(sizes) for _, sizes in largest[_MOST_LISTED:])
-        say(painted(f"and {left} smaller ones", "dim"))
+    report.table(("TENSORS", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows, right=[1, 4])
+    if left := sum(len(sizes) for _, sizes in largest[_MAX_LISTED:]):
+        report.line(f"and {left} smaller ones", "dim")
     backend, version = opened.backend
     size = bytes_text(document["num_bytes"])
     files = counted(len(planned.files), "file")
     facts = [
-        ("checkpoint", f"{one_line(str(opened.path))} ({backend} {version})"),
+        ("checkpoint", f"{opened.path} ({backend} {version})"),
         ("tensors", f"{len(planned.keys)} of {len(opened)} go: {size} of values"),
         ("disk", f"{bytes_text(document['file_bytes'])} freed by deleting {files}"),
     ]
@@ -120,10 +106,12 @@ def _show(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any])
         )
         facts.append(("not freed", text))
     if objects := document["objects_kept"]:
-        kept = ", ".join(map(one_line, objects[:3])) + (", ..." if len(objects) > 3 else "")
+        kept = ", ".join(objects[:3]) + (", ..." if len(objects) > 3 else "")
         facts.append(("kept", f"{counted(len(objects), 'sharded object')}: {kept}"))
-    for line in ("", *facts_lines(facts), ""):
-        say(line)
+    report.section()
+    report.facts(facts)
+    report.line("")
+    return report
 
 
 def _make_sure(num_tensors: int, *, yes: bool) -> None:
@@ -133,11 +121,11 @@ def _make_sure(num_tensors: int, *, yes: bool) -> None:
         raise ValueError("cannot ask without a terminal: pass --yes to remove them")
     question = f"Remove {counted(num_tensors, 'tensor')} for good?"
     if not typer.confirm(question, default=False):
-        say("Nothing was removed.")
-        raise typer.Exit(_NO)
+        Report("Nothing was removed.").print()
+        raise typer.Exit(_EXIT_DECLINED)
 
 
-def _as_json(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[str, Any]:
+def _document(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[str, Any]:
     """What goes: sizes of values in bytes, of files as on the disk."""
     uses = location.use_below(opened.folder)
     return {
@@ -157,7 +145,3 @@ def _nothing(opened: Checkpoint, prefix: str) -> str:
     known = ", ".join(repr(name) for name in tops[:8]) + (", ..." if len(tops) > 8 else "")
     hint = f"; keys begin with {known}" if tops else ""
     return f"no tensor in {opened.path} has a key that begins with {prefix!r}{hint}"
-
-
-def _usage(folder: Location) -> int:
-    return sum(use.num_bytes_stored for use in location.use_below(folder).values())

@@ -5,32 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.checkpoint.verify_checkpoint import Examination, examine_checkpoint
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.tools.cli.screen import (
-    AsJson,
-    CheckpointArgument,
-    Trusted,
-    counted,
-    one_line,
-    painted,
-    print_json,
-    progress_bar,
-    say,
-)
 from dist_checkpointing.tools.inspect.opening import explaining, open_named
-from dist_checkpointing.tools.inspect.runs import located
+from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
+from dist_checkpointing.tools.runs import CheckpointArgument, Trusted, located
 
-if TYPE_CHECKING:
-    from dist_checkpointing.checkpoint.verify_checkpoint import Examination
-
-EXIT_DAMAGED = 1
-_MOST_BYTES = 2**30
+_EXIT_DAMAGED = 1
+_MAX_BYTES = 2**30
 
 
 def verify(
@@ -62,40 +50,30 @@ def verify(
 
     Example: dckpt verify ckpt/1000 && echo fine
     """
-    # Imports torch.
-    from dist_checkpointing.checkpoint.verify_checkpoint import examine_checkpoint  # noqa: PLC0415
-
     expected = None if against is None else read_fingerprints(against)
     place = located(checkpoint)
     with progress_bar("verifying", None) as bar, explaining(place):
-        found = examine_checkpoint(
-            place,
-            trusted=trusted,
-            progress=bar.show,
-        )
-    is_other = expected is not None and found.is_sound
-    if expected is not None and against is not None and found.is_sound:
+        found = examine_checkpoint(place, trusted=trusted, progress=bar.show)
+    # Fingerprints are compared only where nothing is damaged.
+    verdict = "sound" if found.is_sound else "damaged"
+    if against is not None and expected is not None and found.is_sound:
         opened = open_named(checkpoint, trusted=trusted)
         others = other_fingerprints(opened.fingerprints(stored=False), expected, against)
         found = dataclasses.replace(found, findings=tuple(others))
+        verdict = "sound" if found.is_sound else "not what the file says"
     if as_json:
-        print_json(_as_json(checkpoint, found))
+        print_json(_document(checkpoint, found))
     elif not (quiet and found.is_sound):
-        for line in _lines(checkpoint, found, expected, is_other=is_other):
-            say(line)
+        _report(checkpoint, found, expected, verdict).print()
     if not found.is_sound:
-        raise typer.Exit(EXIT_DAMAGED)
+        raise typer.Exit(_EXIT_DAMAGED)
 
 
 def read_fingerprints(path: Path) -> dict[str, str]:
-    """The fingerprints in a file, by key.
-
-    Raises:
-        CheckpointingException: if there are none.
-    """
+    """The fingerprints in a file, by key."""
     remedy = "Write it with dckpt ls --fingerprint --json."
     with local_folder.parsing("the file of fingerprints cannot be read", path, remedy=remedy):
-        content = local_folder.read_json(path, _MOST_BYTES)
+        content = local_folder.read_json(path, _MAX_BYTES)
         if isinstance(content.get("tensors"), list):
             content = {row["key"]: row["fingerprint"] for row in content["tensors"]}
         if not content or not {str}.issuperset(map(type, content.values())):
@@ -117,28 +95,28 @@ def other_fingerprints(
             yield Finding(problem, key, expected=expected[key], found=found[key])
 
 
-def _lines(
-    checkpoint: Path, found: Examination, expected: Mapping[str, str] | None, *, is_other: bool
-) -> Iterator[str]:
-    yield painted(one_line(str(checkpoint)), "bold")
+def _report(
+    checkpoint: Path, found: Examination, expected: Mapping[str, str] | None, verdict: str
+) -> Report:
+    report = Report(str(checkpoint))
     if found.num_tensors or not found.findings:
-        yield from _seen(found)
+        report.lines(_coverage(found))
     if expected is not None and not found.findings:
-        yield f"all fingerprints are those of the file: {counted(len(expected), 'tensor')}"
+        report.line(f"all fingerprints are those of the file: {counted(len(expected), 'tensor')}")
     for title, style, findings in (
         (counted(len(found.findings), "finding"), "red", found.findings),
         ("not read, because it holds more than plain data types", "yellow", found.refused),
         ("worth a look", "yellow", found.remarks),
     ):
         if findings:
-            yield painted(f"\n{title}", style)
-            yield from (f"  - {one_line(str(finding))}" for finding in findings)
-    # Sums of values are compared only where nothing is damaged.
-    wrong = "not what the file says" if is_other else "damaged"
-    yield f"\n{painted(wrong, 'red') if found.findings else painted('sound', 'green')}"
+            report.section(title, style)
+            for finding in findings:
+                report.line(f"  - {finding}")
+    report.section(verdict, "red" if found.findings else "green")
+    return report
 
 
-def _seen(found: Examination) -> Iterator[str]:
+def _coverage(found: Examination) -> Iterator[str]:
     parts = f"{counted(found.num_parts, 'part')}, {bytes_text(found.num_bytes)}"
     yield f"{counted(found.num_tensors, 'tensor')} in {parts}"
     if found.is_sealed:
@@ -159,16 +137,11 @@ def _seen(found: Examination) -> Iterator[str]:
         yield "the common state"
 
 
-def _as_json(checkpoint: Path, found: Examination) -> dict[str, Any]:
+def _document(checkpoint: Path, found: Examination) -> dict[str, Any]:
     return {
         "path": str(checkpoint),
         "is_sound": found.is_sound,
-        "num_tensors": found.num_tensors,
-        "num_parts": found.num_parts,
-        "num_bytes": found.num_bytes,
-        "num_bytes_compared": found.num_bytes_compared,
-        "num_objects": found.num_objects,
-        "is_sealed": found.is_sealed,
+        **dataclasses.asdict(found),
         "findings": _findings(found.findings),
         "refused": _findings(found.refused),
         "remarks": _findings(found.remarks),

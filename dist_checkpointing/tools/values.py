@@ -1,10 +1,15 @@
-"""Values of tensors: read in blocks that fit into memory, their statistics, their corners."""
+"""Values in bounded memory: statistics, histograms and corners of tensors, named plain values."""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,18 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.checkpoint.slicing import TensorHandle, positions
 from dist_checkpointing.format.geometry import Box, split_rows
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.storage.streaming import (
-    DEFAULT_MEMORY_BYTES,
-    MOST_BOXES,
-    batches,
-    blocks,
-    stream,
-)
+from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, blocks, stream
+from dist_checkpointing.tools.report import shape_text
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -31,20 +30,17 @@ Result = TypeVar("Result")
 SLAB_ELEMENTS = 2**18
 """Number of elements that are processed at a time, such that they stay in the cache."""
 
+_MAX_ENTRIES = 1 << 20
+_MAX_TEXT = 200
+_MAX_NUMBERS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Statistics of a tensor, or of a part of it.
 
-    Attributes:
-        count: Number of elements.
-        minimum: Smallest finite value; None if there is none, and for complex numbers.
-        maximum: Largest finite value; None likewise.
-        mean: Mean of the finite values; None if there are none.
-        std: Standard deviation of the finite values (divided by their number).
-        num_nan: Number of elements that are NaN.
-        num_inf: Number of infinite elements.
-        num_zero: Number of zeros of either sign.
+    All but the counts are of the finite values: None if there are none, and complex numbers have
+    no minimum and maximum. The variance is divided by their number. Zeros have either sign.
     """
 
     count: int = 0
@@ -79,10 +75,8 @@ class Statistics:
 
 def _together(a: Statistics, b: Statistics) -> tuple[Any, Any, Any, float]:
     # Chan, Golub and LeVeque (1979): means and sums of squares of two parts, without cancellation.
-    assert a.mean is not None
-    assert b.mean is not None
-    assert a.std is not None
-    assert b.std is not None
+    assert a.mean is not None and b.mean is not None  # noqa: PT018 - both have finite values
+    assert a.std is not None and b.std is not None  # noqa: PT018
     count = a.num_finite + b.num_finite
     weight = b.num_finite / count
     delta = b.mean - a.mean
@@ -115,10 +109,7 @@ def slabs(tensor: torch.Tensor) -> Iterator[Array]:
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
-    total = Statistics()
-    for values in slabs(tensor):
-        total = total.with_more(_of_slab(values))
-    return total
+    return functools.reduce(Statistics.with_more, map(_of_slab, slabs(tensor)), Statistics())
 
 
 def _of_slab(values: Array) -> Statistics:
@@ -150,19 +141,13 @@ def stream_statistics(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Statistics]:
-    """The statistics of parts of tensors, read block by block.
+    """The statistics of parts of tensors by key, read block by block.
 
     Args:
         checkpoint: the checkpoint.
-        regions: keys, and boxes in elements of the global tensors.
+        regions: keys, and boxes in elements of the global tensors; several of one key add up.
         memory_bytes: most bytes of values that are in memory at a time.
         report: called with the number of bytes that were read since the last call.
-
-    Returns:
-        The statistics of each key; several regions of one key together.
-
-    Raises:
-        CheckpointingException: if a part cannot be read.
     """
     wanted = list(regions)
     found = {key: Statistics() for key, _ in wanted}
@@ -175,53 +160,6 @@ def stream_statistics(
     return found
 
 
-def without_equal_fingerprints(
-    first: Checkpoint, second: Checkpoint, keys: Iterable[str]
-) -> list[str]:
-    """The tensors that are not known to be the same bit for bit, NaN included."""
-    ours, theirs = first.index.fingerprints, second.index.fingerprints
-    return [key for key in keys if key not in ours or ours[key] != theirs.get(key)]
-
-
-def stream_pairs(
-    first: Checkpoint,
-    second: Checkpoint,
-    keys: Iterable[str],
-    memory_bytes: int,
-    use: Callable[[str, Box, torch.Tensor, torch.Tensor], None],
-) -> None:
-    """Read tensors of one shape from both checkpoints, block by block.
-
-    Args:
-        first: one checkpoint.
-        second: the other checkpoint.
-        keys: keys of the tensors.
-        memory_bytes: most bytes of values of both that are in memory at a time.
-        use: called with key, box, and the values of both.
-    """
-    most = memory_bytes // 2
-
-    def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(first.read(batch), second.read(batch), strict=True)
-
-    together = in_batches(_boxes_of_both(first, second, keys, most), most, MOST_BOXES)
-    stream(together, read, lambda key, box, pair: use(key, box, *pair))
-
-
-def _boxes_of_both(
-    first: Checkpoint, second: Checkpoint, keys: Iterable[str], most_bytes: int
-) -> Iterator[tuple[tuple[str, Box], int]]:
-    """Key and box of everything that is compared, and its bytes."""
-    for key in keys:
-        pair = first.index[key], second.index[key]
-        # Along the chunks of the checkpoint that must decode whole chunks.
-        lead = pair[1] if second.index.codec and not first.index.codec else pair[0]
-        widest = max(stored.dtype.itemsize for stored in pair)
-        most = most_bytes * lead.dtype.itemsize // widest
-        for box in blocks(lead, Box.whole(lead.global_shape), most):
-            yield (key, box), box.num_elements * widest
-
-
 def statistics_of_part(
     handle: TensorHandle,
     slices: Any = ...,
@@ -229,34 +167,31 @@ def statistics_of_part(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> Statistics:
-    """The statistics of ``handle[slices]``, which need not fit into memory.
-
-    Raises:
-        IndexError: if ``slices`` do not fit the shape.
-        CheckpointingException: if the part cannot be read.
-    """
-    total = Statistics()
-    for part in _parts(handle, slices, memory_bytes):
-        total = total.with_more(_used(handle, part, statistics_of, report))
-    return total
+    """The statistics of ``handle[slices]``, which need not fit into memory."""
+    found = _by_parts(handle, slices, memory_bytes, statistics_of, report)
+    return functools.reduce(Statistics.with_more, found, Statistics())
 
 
-def _used(
+def _by_parts(
     handle: TensorHandle,
-    part: Any,
+    slices: Any,
+    memory_bytes: int,
     use: Callable[[torch.Tensor], Result],
     report: Callable[[int], None],
-) -> Result:
-    # A function of its own, so that the values are freed before the next part is read.
-    tensor = handle[part]
-    report(tensor.nbytes)
-    return use(tensor)
+) -> Iterator[Result]:
+    """What a function makes of each part; the values are freed before the next part is read."""
+    for part in _parts(handle, slices, memory_bytes):
+        tensor = handle[part]
+        report(tensor.nbytes)
+        result = use(tensor)
+        del tensor
+        yield result
 
 
 def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tuple[slice, ...]]:
     """``slices`` of a tensor, cut into parts that fit into memory."""
-    taken = positions(handle.shape, slices, handle.key)
-    ranges = [range(part, part + 1) if isinstance(part, int) else part for part in taken]
+    chosen = positions(handle.shape, slices, handle.key)
+    ranges = [range(part, part + 1) if isinstance(part, int) else part for part in chosen]
     itemsize = handle.num_bytes // handle.num_elements if handle.num_elements else 1
     if all(part.step == 1 for part in ranges):
         box = Box(tuple(part.start for part in ranges), tuple(map(len, ranges)))
@@ -266,19 +201,15 @@ def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tup
     for block in split_rows(whole, max(1, memory_bytes // itemsize)):
         if block.num_elements:
             inside = zip(ranges, block.slices(), strict=True)
-            yield tuple(_as_slice(part[chosen]) for part, chosen in inside)
+            yield tuple(_as_slice(part[inner]) for part, inner in inside)
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
     """How often values of a tensor lie between ``edges[i]`` and ``edges[i + 1]``.
 
-    Attributes:
-        edges: Borders of the bins; the last one belongs to the last bin.
-        counts: Number of values in each bin.
-        below: Number of finite values below the first edge.
-        above: Number of finite values above the last edge.
-        is_of_integers: Whether each bin is for one integer, which lies in its middle.
+    The last edge belongs to the last bin. ``below`` and ``above`` count the finite values outside.
+    If it ``is_of_integers``, each bin is for one integer, which lies in its middle.
     """
 
     edges: tuple[float, ...]
@@ -315,43 +246,25 @@ def histogram_of_part(
         least = max(least, known.mean - 4 * known.std)
         most = min(most, known.mean + 4 * known.std)
         edges = np.linspace(least, most if most > least else least + 1, bins + 1)
-    counts = np.zeros(len(edges) + 1, dtype=np.int64)
 
     def count(tensor: torch.Tensor) -> Array:
-        total = np.zeros_like(counts)
+        total = np.zeros(len(edges) + 1, dtype=np.int64)
         for slab in slabs(tensor):
             values = slab.astype(np.float64)
             values = values[np.isfinite(values)]
-            places = np.searchsorted(edges, values, side="right")
-            places[values == edges[-1]] = len(edges) - 1
-            total += np.bincount(places, minlength=len(total))
+            bins_of_values = np.searchsorted(edges, values, side="right")
+            bins_of_values[values == edges[-1]] = len(edges) - 1
+            total += np.bincount(bins_of_values, minlength=len(total))
         return total
 
-    for part in _parts(handle, slices, DEFAULT_MEMORY_BYTES):
-        counts += _used(handle, part, count, report)
-    below, *inside, above = counts.tolist()
+    parts = _by_parts(handle, slices, DEFAULT_MEMORY_BYTES, count, report)
+    below, *inside, above = sum(parts, np.zeros(len(edges) + 1, dtype=np.int64)).tolist()
     return Histogram(tuple(edges.tolist()), tuple(inside), below, above, is_of_integers)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Excerpt:
-    """A tensor, or its corners.
-
-    Attributes:
-        values: All values, or the first and last ``edge`` of every long axis. Between them is one
-            more, in place of the values that were left out.
-        is_whole: Whether these are all values.
-        shape: Shape of the whole tensor or slice.
-        edge: Number of values at each end of a long axis.
-    """
-
-    values: torch.Tensor
-    is_whole: bool
-    shape: tuple[int, ...]
-    edge: int
-
-
-def read_excerpt(handle: TensorHandle, slices: Any = ..., *, most: int, edge: int) -> Excerpt:
+def read_excerpt(
+    handle: TensorHandle, slices: Any = ..., *, most: int, edge: int
+) -> tuple[torch.Tensor, bool]:
     """Read a part of a tensor, or its corners if it is large.
 
     Args:
@@ -360,16 +273,15 @@ def read_excerpt(handle: TensorHandle, slices: Any = ..., *, most: int, edge: in
         most: largest number of elements of which all are read.
         edge: number of values to read at each end of an axis otherwise.
 
-    Raises:
-        IndexError: if ``slices`` do not fit the shape.
-        CheckpointingException: if the tensor cannot be read.
+    Returns:
+        The values, and whether these are all. If not, they are the first and last ``edge`` of every
+        long axis, and one more between them, in place of the values that were left out.
     """
-    taken = positions(handle.shape, slices, handle.key)
-    shape = tuple(len(part) for part in taken if isinstance(part, range))
-    if math.prod(shape) <= most:
-        return Excerpt(handle[slices], is_whole=True, shape=shape, edge=edge)
+    chosen = positions(handle.shape, slices, handle.key)
+    if math.prod(len(part) for part in chosen if isinstance(part, range)) <= most:
+        return handle[slices], True
     ends: list[list[Any]] = []
-    for part in taken:
+    for part in chosen:
         if isinstance(part, int):
             ends.append([part])
         elif len(part) <= 2 * edge:
@@ -377,17 +289,95 @@ def read_excerpt(handle: TensorHandle, slices: Any = ..., *, most: int, edge: in
         else:
             ends.append([_as_slice(part[: edge + 1]), _as_slice(part[len(part) - edge :])])
     corners = [handle[corner] for corner in itertools.product(*ends)]
-    axis = len(shape)
-    for choices in reversed([end for end in ends if not isinstance(end[0], int)]):
-        axis -= 1
+    axes = [end for end in ends if not isinstance(end[0], int)]
+    for axis, choices in reversed(list(enumerate(axes))):
         step = len(choices)
         corners = [
-            torch.cat(corners[start : start + step], dim=axis) if step > 1 else corners[start]
+            torch.cat(corners[start : start + step], dim=axis)
             for start in range(0, len(corners), step)
         ]
     (values,) = corners
-    return Excerpt(values, is_whole=False, shape=shape, edge=edge)
+    return values, False
 
 
 def _as_slice(part: range) -> slice:
     return slice(part.start, part.stop, part.step)
+
+
+# Common state and objects as a flat list of named values.
+
+
+def entries(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, lists, tuples and namespaces, by path such as ``args.betas.0``.
+
+    An empty container is a leaf, and so is a container that contains itself.
+    """
+    found: dict[str, Any] = {}
+    waiting: list[tuple[str, Any, frozenset[int]]] = [(name, value, frozenset())]
+    while waiting:
+        path, node, above = waiting.pop()
+        children = None if id(node) in above else list(_children(node))
+        if not children:
+            found[_free(path, found)] = node
+            continue
+        if len(found) + len(waiting) > _MAX_ENTRIES:
+            raise ValueError(f"more than {_MAX_ENTRIES} values are nested in {name or 'the state'}")
+        inside = above | {id(node)}
+        waiting += [
+            (f"{path}.{step}" if path else str(step), child, inside)
+            for step, child in reversed(children)
+        ]
+    return found
+
+
+def _children(node: Any) -> Iterator[tuple[object, Any]]:
+    if isinstance(node, argparse.Namespace | types.SimpleNamespace):
+        node = vars(node)
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, list | tuple) and not isinstance(node, torch.Size):
+        yield from enumerate(node)
+
+
+def _free(path: str, used: dict[str, Any]) -> str:
+    """A path that is not used: the keys 1 and "1" of one dict have the same text."""
+    names = itertools.chain([path], (f"{path} ({number})" for number in itertools.count(2)))
+    return next(name for name in names if name not in used)
+
+
+def below(value: Any, path: str) -> Any:
+    """The value at a path such as ``args.betas``."""
+    for step, child in _children(value):
+        name = str(step)  # a key may itself hold dots
+        if path == name:
+            return child
+        if path.startswith(f"{name}."):
+            with suppress(KeyError):
+                return below(child, path.removeprefix(f"{name}."))
+    raise KeyError(path)
+
+
+def type_text(value: Any) -> str:
+    """The type of a value as text: ``int``, ``float32 tensor 2x3``."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} tensor {shape_text(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} array {shape_text(value.shape)}"
+    return type(value).__name__
+
+
+def value_text(value: Any) -> str:
+    """A value as one line of text."""
+    if isinstance(value, torch.Tensor):
+        is_long = value.numel() > _MAX_NUMBERS or value.is_sparse or value.device.type == "meta"
+        text = f"{type_text(value)} {'...' if is_long else value.detach().tolist()}"
+    elif isinstance(value, io.BytesIO):
+        text = f"BytesIO({value.getvalue()[:_MAX_TEXT]!r})"
+    else:
+        try:
+            text = repr(value)
+        except Exception as error:  # noqa: BLE001 - an unknown __repr__ may raise anything
+            text = f"<{type(value).__name__}: {error}>"
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"

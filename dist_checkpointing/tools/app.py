@@ -1,38 +1,39 @@
-"""The program ``dckpt``: its commands, and its exit after an error."""
+"""The program ``dckpt``: its commands, each imported when it is called, and its exit codes."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from dist_checkpointing import __version__
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.tools.cli import (
-    convert,
-    diff,
-    ls,
-    plan,
-    rm_prefix,
-    show,
-    stats,
-    verify,
-)
-from dist_checkpointing.tools.cli import map as map_command
-from dist_checkpointing.tools.cli.screen import fail, print_json, say
+from dist_checkpointing.tools.report import fail, print_json
 
 EXIT_BAD_INPUT: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "ls": ("ls:ls", "List a checkpoint, or the steps of a run; follow its saves."),
+    "show": ("show:show", "Show one tensor, object or value."),
+    "stats": ("stats:stats", "Count what it consists of."),
+    "verify": ("verify:verify", "Read all of it and name what is damaged."),
+    "diff": ("diff:diff", "Compare two checkpoints."),
+    "convert": ("cli.convert:convert", "Convert it into another format."),
+    "plan": ("plan:plan", "Forecast a load on many ranks."),
+    "map": ("map:map_tensors", "Draw chunks and who wrote them (HTML)."),
+    "rm-prefix": ("rm_prefix:rm_prefix", "Remove tensors for good."),
+}
+"""Every command: its module and function, and what it does in a few words."""
 
-_ANSWERED: Final = (
+_EXPECTED: Final = (
     CheckpointingException,
     LookupError,
     MemoryError,
@@ -62,8 +63,22 @@ class _Program(TyperGroup):
             sys.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
             # The reader of the output (head, less) has ended.
-            _write_no_more()
+            _discard_output()
             sys.exit(0)
+
+
+class _Command(TyperCommand):
+    """A command whose module is imported when it is called, because many import torch."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        module, _, function = COMMANDS[str(self.name)][0].partition(":")
+        loaded = typer.Typer(add_completion=False, rich_markup_mode=None)
+        loaded.command(self.name)(
+            getattr(importlib.import_module(f"dist_checkpointing.tools.{module}"), function)
+        )
+        return typer.main.get_command(loaded).make_context(info_name, args, parent, **extra)
 
 
 app = typer.Typer(
@@ -74,26 +89,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: Final[dict[str, tuple[Callable[..., None], str]]] = {
-    "ls": (ls.ls, "List a checkpoint, or the steps of a run; follow its saves."),
-    "show": (show.show, "Show one tensor, object or value."),
-    "stats": (stats.stats, "Count what it consists of."),
-    "verify": (verify.verify, "Read all of it and name what is damaged."),
-    "diff": (diff.diff, "Compare two checkpoints."),
-    "convert": (convert.convert, "Convert it into another format."),
-    "plan": (plan.plan, "Forecast a load on many ranks."),
-    "map": (map_command.map_tensors, "Draw chunks and who wrote them (HTML)."),
-    "rm-prefix": (rm_prefix.rm_prefix, "Remove tensors for good."),
-}
-"""Every command: its function, and what it does in a few words."""
-
-for _name, (_function, _what) in COMMANDS.items():
-    app.command(_name, short_help=_what)(_function)
+for _name, (_, _what) in COMMANDS.items():
+    app.command(_name, cls=_Command, short_help=_what)(lambda: None)
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"dckpt {__version__}")
+        sys.stdout.write(f"dckpt {__version__}\n")
         raise typer.Exit
 
 
@@ -103,7 +105,7 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -135,12 +137,14 @@ def main() -> None:
         if not arguments:
             error.show()  # the help
             sys.exit(EXIT_BAD_INPUT)
-        document = {"type": "UsageError", "message": error.format_message(), "findings": []}
-        _fail(document, _usage_text(error))
-    except _ANSWERED as error:
+        text = message = error.format_message()
+        if error.ctx is not None:
+            text += f"\n{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help'."
+        _fail({"type": "UsageError", "message": message, "findings": []}, text)
+    except _EXPECTED as error:
         if debug:
             raise
-        _fail(_as_json(error), _text(error))
+        _fail(_document(error), _text(error))
 
 
 def _fail(document: dict[str, Any], text: str) -> NoReturn:
@@ -151,7 +155,7 @@ def _fail(document: dict[str, Any], text: str) -> NoReturn:
             print_json({"error": document})
         sys.stdout.flush()
     except OSError:
-        _write_no_more()
+        _discard_output()
     with suppress(OSError):
         fail(text)
     sys.exit(EXIT_BAD_INPUT)
@@ -168,26 +172,17 @@ def _prepare_output() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _write_no_more() -> None:
+def _discard_output() -> None:
     """Drop what is still to be written, which would fail again at the end of the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _usage_text(error: Any) -> str:
-    """The text of an error of usage, and of what is right."""
-    message: str = error.format_message()
-    if error.ctx is None:
-        return message
-    return f"{message}\n{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help'."
-
-
-def _as_json(error: Exception) -> dict[str, Any]:
-    findings = error.findings if isinstance(error, CheckpointingException) else ()
-    message = error.message if isinstance(error, CheckpointingException) else _text(error)
+def _document(error: Exception) -> dict[str, Any]:
+    known = error if isinstance(error, CheckpointingException) else None
     return {
         "type": type(error).__name__,
-        "message": message,
-        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "message": known.message if known else _text(error),
+        "findings": [dataclasses.asdict(finding) for finding in known.findings] if known else [],
     }
 
 

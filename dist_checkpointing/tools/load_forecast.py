@@ -1,16 +1,28 @@
-"""What a load would cost, worked out from the index and the plan alone: nothing is read for it."""
+"""What a load on many ranks would cost, from the index and the plans alone: nothing is read."""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
 from dist_checkpointing.filesystem.ranged_reads import ReadLimits
-from dist_checkpointing.format.geometry import Ints, Window
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping.nested_dicts import DictKey
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.load_plan import TensorColumns
 from dist_checkpointing.planning.recipe import Derivation
@@ -20,25 +32,261 @@ from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, set_
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
-from dist_checkpointing.tools.forecast.templates import RankWants, unknown_objects
 from dist_checkpointing.validation.load_errors import StoredTensors, compare
 
 _PAGE_BYTES = 4096
 _SCRATCH_BYTES = 2**22
 """Small neighbours are read together into a buffer of at most this size."""
+_COLUMN_PARALLEL = (
+    "word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_fc1|query_key_value|"
+    "dense_h_to_4h|embed_tokens|lm_head|q_proj|k_proj|v_proj|gate_proj|up_proj"
+)
+_ROW_PARALLEL = "linear_proj|linear_fc2|dense_4h_to_h|o_proj|down_proj"
+
+# How a model would be cut.
+
+Stored = Literal["stored"]
+AS_STORED: Final[Stored] = "stored"
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRule:
+    """Which axis the tensors of some keys are cut along; None leaves them whole.
+
+    Counted from the end if negative, so that stacked layers do not matter; ``AS_STORED`` is the
+    axis along which each was cut when it was saved.
+    """
+
+    pattern: re.Pattern[str]
+    axis: int | Stored | None
+
+
+MEGATRON_RULES = (
+    AxisRule(re.compile(rf"(^|\.)({_COLUMN_PARALLEL})\.weight\d*$"), -2),
+    AxisRule(re.compile(rf"(^|\.)({_COLUMN_PARALLEL})\.bias\d*$"), -1),
+    AxisRule(re.compile(rf"(^|\.)({_ROW_PARALLEL})\.weight\d*$"), -1),
+)
+"""The layers of Megatron-Core, and of the usual Hugging Face models, by name."""
+
+
+class Reason(Enum):
+    """Why a tensor is cut, or is not."""
+
+    RULE = "a rule matches"
+    ASKED = "a rule says so"
+    STORED = "as it was when saved"
+    NO_RULE = "no rule matches"
+    NOT_DIVISIBLE = "not divisible"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCut:
+    """How one tensor is spread over the tensor-parallel ranks: cut along an axis, or whole."""
+
+    key: str
+    axis: int | None
+    reason: Reason
+
+
+def parse_rule(text: str) -> AxisRule:
+    """``REGEX=axis``, ``REGEX=none`` or ``REGEX=stored``."""
+    pattern, equals, axis = text.rpartition("=")
+    if not equals or not pattern:
+        raise ValueError(f"{text!r} is not of the form REGEX=axis, such as 'lm_head=0'")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    words: dict[str, Stored | None] = {"none": None, AS_STORED: AS_STORED}
+    word = axis.strip().lower()
+    try:
+        return AxisRule(compiled, words[word] if word in words else int(axis))
+    except ValueError:
+        raise ValueError(
+            f"{axis!r} in {text!r} is no axis; write a number, 'none' or 'stored'"
+        ) from None
+
+
+def guessed_rules(index: Index) -> tuple[AxisRule, ...]:
+    """By name; of a model in which no name is known, as every tensor was cut when it was saved."""
+    by_name = any(rule.pattern.search(key) for key in index for rule in MEGATRON_RULES)
+    return MEGATRON_RULES if by_name else (AxisRule(re.compile(""), AS_STORED),)
+
+
+def stored_axis(stored: StoredTensor, *, is_stacked: bool = False) -> int | None:
+    """The last axis along which a tensor was cut when it was saved; None if it was not.
+
+    The last, because stages of a pipeline cut stacked layers along the first, which does not count
+    in a tensor that ``is_stacked``.
+    """
+    axes = (axis for axis, count in enumerate(_counts(stored)) if count > 1)
+    return max((axis for axis in axes if axis or not is_stacked), default=None)
+
+
+def _counts(stored: StoredTensor) -> list[int]:
+    """In how many parts a tensor is cut along each axis."""
+    if stored.pieces is None:
+        return list(stored.grid.counts)
+    return [len(set(column.tolist())) for column in stored.pieces.offsets.T]
+
+
+def stacked_keys(index: Index) -> frozenset[str]:
+    """The tensors whose first axis counts layers: how the layers of a model become one tensor.
+
+    They are stored layer by layer, and all tensors below a prefix have that axis: weights of three
+    axes, and norms or biases of two.
+    """
+    below: dict[str, list[StoredTensor]] = {}
+    for key in index:
+        parts = key.split(".")
+        for depth in range(1, len(parts)):
+            below.setdefault(".".join(parts[:depth]), []).append(index[key])
+    found: set[str] = set()
+    for tensors in below.values():
+        ndims = {len(stored.global_shape) for stored in tensors}
+        if min(ndims) < 2 or max(ndims) < 3:
+            continue
+        layers = {stored.global_shape[0] for stored in tensors}
+        if len(layers) == 1 and all(_counts(stored)[0] in layers for stored in tensors):
+            found.update(stored.key for stored in tensors)
+    return frozenset(found)
+
+
+def cut_keys(index: Index, parts: int, rules: Sequence[AxisRule]) -> list[KeyCut]:
+    """How every tensor is cut into ``parts``; the first rule that matches counts."""
+    stacked = stacked_keys(index)
+    return [_cut(index[key], parts, rules, is_stacked=key in stacked) for key in index]
+
+
+def _cut(
+    stored: StoredTensor, parts: int, rules: Iterable[AxisRule], *, is_stacked: bool
+) -> KeyCut:
+    rule = next((rule for rule in rules if rule.pattern.search(stored.key)), None)
+    if rule is None:
+        return KeyCut(stored.key, None, Reason.NO_RULE)
+    if rule.axis is None:
+        return KeyCut(stored.key, None, Reason.ASKED)
+    if rule.axis == AS_STORED:
+        axis, reason = stored_axis(stored, is_stacked=is_stacked), Reason.STORED
+    else:
+        ndim = len(stored.global_shape)
+        if not -ndim <= rule.axis < ndim:
+            if rule in MEGATRON_RULES:  # a guess that does not fit is not used
+                return KeyCut(stored.key, None, Reason.NO_RULE)
+            raise ValueError(
+                f"{stored.key!r} of shape {stored.global_shape} has no axis {rule.axis}, "
+                f"which {rule.pattern.pattern!r} cuts"
+            )
+        axis, reason = rule.axis % ndim, Reason.RULE
+    if axis is not None and stored.global_shape[axis] % parts:
+        return KeyCut(stored.key, None, Reason.NOT_DIVISIBLE)
+    return KeyCut(stored.key, axis, reason)
+
+
+def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:
+    """The box that one of the tensor-parallel ranks holds."""
+    whole = Box.whole(stored.global_shape)
+    if cut.axis is None:
+        return whole
+    extent = stored.global_shape[cut.axis] // parts
+    offset, shape = list(whole.offset), list(whole.shape)
+    offset[cut.axis], shape[cut.axis] = part * extent, extent
+    return Box(tuple(offset), tuple(shape))
+
+
+# What each rank wants.
+
+
+@dataclass(frozen=True, slots=True)
+class RankWants:
+    """What some ranks want, all of them the same: shards without data, and cells of objects."""
+
+    ranks: tuple[int, ...]
+    tensors: dict[TreePath, ShardedTensor]
+    objects: tuple[ShardedObject, ...] = ()
+
+
+def of_tensor_parallel(
+    index: Index, cuts: Sequence[KeyCut], *, parts: int, replicas: int
+) -> list[RankWants]:
+    """Ranks that hold ``parts`` of every tensor, each part ``replicas`` times.
+
+    Rank ``r`` holds part ``r % parts``, as in Megatron, where tensor-parallel ranks are neighbours.
+    """
+    return [
+        RankWants(
+            tuple(range(part, parts * replicas, parts)),
+            {
+                (DictKey(cut.key),): ShardedTensor.of_box(
+                    index[cut.key], part_of(index[cut.key], cut, part, parts)
+                )
+                for cut in cuts
+            },
+        )
+        for part in range(parts)
+    ]
+
+
+def of_function(name: str, world_size: int) -> list[RankWants]:
+    """The ranks whose sharded state dicts ``module:function(rank, world_size)`` returns.
+
+    The default device is then "meta", so that the tensors it makes take no memory.
+    """
+    function = _imported(name)
+    wants = []
+    for rank in range(world_size):
+        try:
+            with torch.device("meta"):
+                parts = partition(function(rank, world_size))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name}({rank}, {world_size}) failed: {what}") from error
+        tensors = {path: leaf.without_data() for path, leaf in parts.tensors.items()}
+        wants.append(RankWants((rank,), tensors, tuple(parts.objects.values())))
+    return wants
+
+
+def _imported(name: str) -> Callable[[int, int], Any]:
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
+    # As `python -m` does it: what lies in the current folder can be imported.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot import {name!r}: {what}") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if not callable(function):
+        raise ValueError(f"{name!r} is not a function")  # noqa: TRY004 - a text
+    return function  # type: ignore[no-any-return]
+
+
+def _missing_objects(wants: Sequence[RankWants], stored: Container[str]) -> list[Finding]:
+    """The sharded objects that a template wants and the checkpoint does not have."""
+    missing: dict[str, list[int]] = {}
+    for want in wants:
+        for leaf in want.objects:
+            if leaf.key not in stored:
+                missing.setdefault(leaf.unique_key, []).extend(want.ranks)
+    return [
+        Finding("object not in the checkpoint", key, ranks=tuple(ranks))
+        for key, ranks in sorted(missing.items())
+    ]
+
+
+# What it costs.
 
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """What a load costs some ranks, each of them.
+    """What a load costs each of some ranks that want the same.
 
     Attributes:
-        ranks: Ranks that want the same.
-        num_tensors: Number of shards to fill.
-        wanted_bytes: Size of all shards.
-        read_bytes: Bytes that storage has to deliver for them; see ``bytes_read``.
+        read_bytes: Bytes that storage has to deliver; see ``bytes_read``.
         num_reads: Number of boxes to copy.
-        files: Files that are opened.
         peak_bytes: Memory for the shards and for what is read on the way to them.
     """
 
@@ -58,13 +306,7 @@ class RankCost:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A load that was not done.
-
-    Attributes:
-        costs: Costs of all ranks, those that want the same together.
-        findings: Why it would fail; empty if it would not.
-        unasked: Keys of the tensors that no rank wants.
-    """
+    """A load that was not done: its costs, why it would fail, and the keys that no rank wants."""
 
     costs: tuple[RankCost, ...]
     findings: tuple[Finding, ...]
@@ -99,12 +341,7 @@ class Forecast:
 def forecast_of(
     checkpoint: Checkpoint, wants: Sequence[RankWants], made: Derivation | None = None
 ) -> Forecast:
-    """Plan the load of every rank from an open checkpoint, and add up what it takes.
-
-    Args:
-        checkpoint: what is loaded.
-        wants: what the ranks want.
-        made: what a recipe makes of the checkpoint, if one is used.
+    """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes.
 
     Raises:
         UnsupportedFormatError: if its strategy does not tell where things are.
@@ -152,11 +389,18 @@ def forecast_of(
         tuple(findings.values()),
         tuple(key for key in (index if made is None else made.tensors) if key not in asked),
     )
-    lost = _missing_files(result.files, reader)
+    lost = [
+        Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
+        for name in sorted(result.files)
+        if reader.files.size_of(name) is None
+    ]
     if any(want.objects for want in wants):
         objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
-        lost += unknown_objects(wants, objects)
+        lost += _missing_objects(wants, objects)
     return replace(result, findings=(*result.findings, *lost))
+
+
+_Chunk = tuple[Ints | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,10 +412,9 @@ class _Touch:
         num_bytes: Bytes of the chunk in memory.
         read_bytes: Bytes of all windows.
         buffers: Bytes of those windows that cannot be read in place.
-        num_reads: Number of windows.
     """
 
-    chunk: tuple[Ints | None, int | None]
+    chunk: _Chunk
     num_bytes: int
     read_bytes: int
     buffers: tuple[int, ...]
@@ -186,7 +429,7 @@ class _Planner:
         self._reader = reader
         self._limits = reader.files.limits
         self._known: dict[object, tuple[_Touch, ...]] = {}
-        self._places: dict[str, dict[tuple[Ints | None, int | None], ChunkPlace | None]] = {}
+        self._places: dict[str, dict[_Chunk, ChunkPlace | None]] = {}
 
     def parts_of(
         self, shard: WantedShard
@@ -214,7 +457,7 @@ class _Planner:
 
 def _touches(items: Sequence[ReadItem], itemsize: int, limits: ReadLimits) -> tuple[_Touch, ...]:
     maps_files, gap = limits.maps_files, limits.strided_gap
-    by_chunk: dict[tuple[Ints | None, int | None], list[Window]] = {}
+    by_chunk: dict[_Chunk, list[Window]] = {}
     for item in items:
         at = item.storage_index
         by_chunk.setdefault((at.offset, at.index), []).append(item.storage)
@@ -298,11 +541,3 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool, gap: int | No
     runs = window.box.num_elements // run
     # A run begins anywhere in a page, and so touches one more than it fills.
     return min(span, wanted + runs * _PAGE_BYTES)
-
-
-def _missing_files(files: frozenset[str], reader: StorageReader) -> list[Finding]:
-    return [
-        Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
-        for name in sorted(files)
-        if reader.files.size_of(name) is None
-    ]

@@ -8,7 +8,7 @@ import math
 import pprint
 import sys
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -24,30 +24,29 @@ from dist_checkpointing.checkpoint.slicing import (
 )
 from dist_checkpointing.errors import hint
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.tools.cli.screen import (
+from dist_checkpointing.tools import values
+from dist_checkpointing.tools.inspect.opening import open_tensors
+from dist_checkpointing.tools.ls import sharding_text
+from dist_checkpointing.tools.report import (
+    PIPE_WIDTH,
     AsJson,
-    CheckpointArgument,
-    Trusted,
+    Report,
     counted,
-    in_columns,
     one_line,
     painted,
     print_json,
     progress_bar,
-    say,
+    shape_text,
     terminal_width,
 )
-from dist_checkpointing.tools.inspect.listing import shape_text, sharding_text
-from dist_checkpointing.tools.inspect.opening import open_tensors
+from dist_checkpointing.tools.runs import CheckpointArgument, Trusted
+from dist_checkpointing.tools.values import Histogram, Statistics
 
-if TYPE_CHECKING:
-    from dist_checkpointing.tools.inspect.values import Histogram, Statistics
-
-_MOST_WHOLE = 200
-_MOST_JSON = 10_000
-_MOST_LISTED = 8
-_MOST_LINES = 60
-_PIPE_WIDTH = 100
+_MAX_WHOLE = 200
+_MAX_JSON = 10_000
+_MAX_CHUNKS = 8
+_MAX_LINES = 60
+_BINS = 20
 
 
 def show(
@@ -97,62 +96,52 @@ def show(
 def _show_tensor(
     handle: TensorHandle, part: str | None, *, statistics: bool, plot: bool, as_json: bool
 ) -> None:
-    # Imported here, because these import torch.
-    from dist_checkpointing.tools.cli.plot import BINS, plot_lines  # noqa: PLC0415
-    from dist_checkpointing.tools.inspect.values import (  # noqa: PLC0415
-        histogram_of_part,
-        statistics_of_part,
-    )
-
     slices = ... if part is None else parse_slices(part)
     selected = select(handle.shape, slices, handle.key)
     found = histogram = None
     if statistics or plot:
         num_bytes = sum(box.num_elements for box in selected.boxes) * handle.stored.dtype.itemsize
         with progress_bar("reading", num_bytes * (2 if plot else 1)) as bar:
-            found = statistics_of_part(handle, slices, report=bar.advance)
+            found = values.statistics_of_part(handle, slices, report=bar.advance)
             if plot:
-                histogram = histogram_of_part(handle, slices, found, bins=BINS, report=bar.advance)
+                histogram = values.histogram_of_part(
+                    handle, slices, found, bins=_BINS, report=bar.advance
+                )
     if as_json:
-        print_json(_as_json(handle, part, slices, selected.shape, found, histogram))
+        print_json(_document(handle, part, slices, selected.shape, found, histogram))
         return
-    stored = handle.stored
-    say(painted(one_line(handle.key), "bold"))
+    report = Report(handle.key)
     cut = (
         sharding_text(handle.shape, handle.chunk_shape).replace(" of ", " chunks of ")
-        if stored.pieces is None
-        else counted(len(stored.pieces), "piece")
+        if handle.stored.pieces is None
+        else counted(len(handle.stored.pieces), "piece")
     )
     facts = [shape_text(handle.shape), handle.dtype_name, bytes_text(handle.num_bytes), cut]
-    say("  ".join(facts))
+    report.line("  ".join(facts))
     title = "" if part is None else f" of [{part.strip()}], {shape_text(selected.shape)}"
     if found is not None:
-        say(f"\n{painted(f'Statistics{title}', 'bold')}")
-        for line in _statistics_lines(found):
-            say(line)
+        report.section(f"Statistics{title}")
+        report.lines(_statistics_lines(found))
     if histogram is not None:
-        say(f"\n{painted(f'Histogram{title}', 'bold')}")
-        width = terminal_width() or _PIPE_WIDTH
-        for line in plot_lines(histogram, width, sys.stdout.encoding or "ascii"):
-            say(line)
-    say(f"\n{painted(f'Values{title}', 'bold')}")
-    say(_values_text(handle, slices))
+        report.section(f"Histogram{title}")
+        width = terminal_width() or PIPE_WIDTH
+        report.lines(plot_lines(histogram, width, sys.stdout.encoding or "ascii"))
+    report.section(f"Values{title}")
+    report.lines([_values_text(handle, slices)])
     boxes = () if part is None else selected.boxes
-    which = " that hold a part of the slice" if boxes else ""
-    say(f"\n{painted(f'Chunks{which}', 'bold')}")
-    for line in _chunk_lines(handle, boxes):
-        say(line)
+    report.section(f"Chunks{' that hold a part of the slice' if boxes else ''}")
+    _add_chunks(report, handle, boxes)
+    report.print()
 
 
 def _statistics_lines(found: Statistics) -> Iterator[str]:
     if found.num_finite:
-        named = [
-            ("min", found.minimum),
-            ("max", found.maximum),
-            ("mean", found.mean),
-            ("std", found.std),
-        ]
-        yield "  ".join(f"{name} {_number(value)}" for name, value in named if value is not None)
+        named = {"min": found.minimum, "max": found.maximum, "mean": found.mean, "std": found.std}
+        yield "  ".join(
+            f"{name} {value}" if isinstance(value, int) else f"{name} {value:.6g}"
+            for name, value in named.items()
+            if value is not None
+        )
     counts = [("NaN", found.num_nan), ("Inf", found.num_inf), ("zero", found.num_zero)]
     texts = [
         painted(f"{name} {number:,}", "red") if number and name != "zero" else f"{name} {number:,}"
@@ -163,54 +152,44 @@ def _statistics_lines(found: Statistics) -> Iterator[str]:
         yield painted("min, max, mean and std are of the finite values", "dim")
 
 
-def _number(value: Any) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.6g}"
-
-
 def _values_text(handle: TensorHandle, slices: Any) -> str:
-    # Imported here, because it imports torch.
-    from dist_checkpointing.tools.inspect.values import as_numbers, read_excerpt  # noqa: PLC0415
-
-    width = terminal_width() or _PIPE_WIDTH
+    width = terminal_width() or PIPE_WIDTH
     # A number takes about 12 columns, and a row shows ``edge`` numbers at both ends.
     edge = max(1, min(3, (width - 8) // 26))
-    excerpt = read_excerpt(handle, slices, most=_MOST_WHOLE, edge=edge)
+    excerpt, is_whole = values.read_excerpt(handle, slices, most=_MAX_WHOLE, edge=edge)
     if 0 in excerpt.shape:
         return "no elements"
     return np.array2string(
-        as_numbers(excerpt.values),
+        values.as_numbers(excerpt),
         max_line_width=width,
         precision=5,
-        threshold=_MOST_WHOLE if excerpt.is_whole else 0,
+        threshold=_MAX_WHOLE if is_whole else 0,
         edgeitems=edge,
     )
 
 
-def _chunk_lines(handle: TensorHandle, boxes: Collection[Box]) -> Iterator[str]:
-    """The first chunks, or the first of those that hold a part of ``boxes``."""
+def _add_chunks(report: Report, handle: TensorHandle, boxes: Collection[Box]) -> None:
+    """Add the first chunks, or the first of those that hold a part of ``boxes``."""
     if 0 in handle.shape:
-        yield "none: the tensor has no elements"
-        return
-    numbered = enumerate(itertools.islice(handle.iter_chunks(), _MOST_JSON))
-    found = (
+        report.line("none: the tensor has no elements")
+    numbered = enumerate(itertools.islice(handle.iter_chunks(), _MAX_JSON))
+    chosen = (
         (number, chunk)
         for number, chunk in numbered
         if not boxes or any(chunk.box.intersect(box) for box in boxes)
     )
-    listed = list(itertools.islice(found, _MOST_LISTED + 1))
+    listed = [] if 0 in handle.shape else list(itertools.islice(chosen, _MAX_CHUNKS + 1))
     rows = [
-        (str(number), _box_text(chunk), bytes_text(chunk.num_bytes), _place(handle, number))
-        for number, chunk in listed[:_MOST_LISTED]
+        (str(number), _box_text(chunk), bytes_text(chunk.num_bytes), _file_text(handle, number))
+        for number, chunk in listed[:_MAX_CHUNKS]
     ]
-    yield from in_columns(("", "", "", ""), rows, right=[0, 2])
-    if len(listed) > _MOST_LISTED:
-        yield "..."
+    report.table(("", "", "", ""), rows, right=[0, 2])
+    if len(listed) > _MAX_CHUNKS:
+        report.line("...")
 
 
-def _place(handle: TensorHandle, number: int) -> str:
-    text = handle.location(number)
-    folder = f"{handle.folder}/"
-    return one_line(text.removeprefix(folder))
+def _file_text(handle: TensorHandle, number: int) -> str:
+    return one_line(handle.location(number).removeprefix(f"{handle.folder}/"))
 
 
 def _box_text(chunk: StoredChunk) -> str:
@@ -221,7 +200,7 @@ def _box_text(chunk: StoredChunk) -> str:
     return text
 
 
-def _as_json(
+def _document(
     handle: TensorHandle,
     part: str | None,
     slices: Any,
@@ -241,11 +220,9 @@ def _as_json(
         document["statistics"] = dataclasses.asdict(found)
     if histogram is not None:
         document["histogram"] = dataclasses.asdict(histogram)
-    if math.prod(shape) <= _MOST_JSON:
-        from dist_checkpointing.tools.inspect.values import as_numbers  # noqa: PLC0415
-
-        document["values"] = as_numbers(handle[slices]).tolist()
-    chunks = list(itertools.islice(handle.iter_chunks(), _MOST_JSON))
+    if math.prod(shape) <= _MAX_JSON:
+        document["values"] = values.as_numbers(handle[slices]).tolist()
+    chunks = list(itertools.islice(handle.iter_chunks(), _MAX_JSON))
     document["chunk_shape"] = handle.chunk_shape
     document["num_chunks"] = handle.num_chunks
     document["chunks"] = [
@@ -254,7 +231,7 @@ def _as_json(
             "shape": chunk.box.shape,
             "flat_range": chunk.flat_range,
             "num_bytes": chunk.num_bytes,
-            "location": handle.location(number) if number < _MOST_LISTED else None,
+            "location": handle.location(number) if number < _MAX_CHUNKS else None,
         }
         for number, chunk in enumerate(chunks)
     ]
@@ -266,22 +243,21 @@ def _show_object(handle: ObjectHandle, *, as_json: bool) -> None:
         cells = [{"cell": cell, "value": handle[cell]} for cell in handle]
         print_json({"key": handle.key, "shape": handle.shape, "cells": cells})
         return
-    say(painted(one_line(handle.key), "bold"))
-    say(f"sharded object, {counted(len(handle), 'cell')} in a grid of {shape_text(handle.shape)}")
+    report = Report(handle.key)
+    cells_text = f"{counted(len(handle), 'cell')} in a grid of {shape_text(handle.shape)}"
+    report.line(f"sharded object, {cells_text}")
     for cell in handle:
-        say(f"\n{painted(f'Cell {shape_text(cell)}', 'bold')}")
-        _print_value(handle[cell])
+        report.section(f"Cell {shape_text(cell)}")
+        _add_value(report, handle[cell])
+    report.print()
 
 
 def _common_value(opened: Checkpoint, key: str) -> Any:
-    from dist_checkpointing.tools.inspect import plain_state  # noqa: PLC0415 - imports torch
-
     common = opened.common
     try:
-        return plain_state.below(common, key)
+        return values.below(common, key)
     except KeyError:
-        names = [*opened, *opened.objects, *common, *plain_state.entries(common)]
-        near = hint(key, names)
+        near = hint(key, [*opened, *opened.objects, *common, *values.entries(common)])
         raise KeyError(
             f"{opened.path} holds nothing called {key!r}"
             f"{near or '; dckpt ls --all lists everything in it'}"
@@ -289,20 +265,44 @@ def _common_value(opened: Checkpoint, key: str) -> Any:
 
 
 def _show_common(key: str, value: Any, *, as_json: bool) -> None:
-    from dist_checkpointing.tools.inspect import plain_state  # noqa: PLC0415 - imports torch
-
     if as_json:
-        print_json({"key": key, "type": plain_state.type_text(value), "value": value})
+        print_json({"key": key, "type": values.type_text(value), "value": value})
         return
-    say(painted(one_line(key), "bold"))
-    say(f"common state, {plain_state.type_text(value)}\n")
-    _print_value(value)
+    report = Report(key)
+    report.line(f"common state, {values.type_text(value)}")
+    report.section()
+    _add_value(report, value)
+    report.print()
 
 
-def _print_value(value: Any) -> None:
-    text = pprint.pformat(value, width=terminal_width() or _PIPE_WIDTH, compact=True)
-    lines = text.split("\n")
-    for line in lines[:_MOST_LINES]:
-        say(one_line(line))
-    if len(lines) > _MOST_LINES:
-        say(painted(f"... {len(lines) - _MOST_LINES:,} more lines", "dim"))
+def _add_value(report: Report, value: Any) -> None:
+    text = pprint.pformat(value, width=terminal_width() or PIPE_WIDTH, compact=True)
+    report.listed(text.split("\n"), _MAX_LINES, None, "... {} more lines")
+
+
+def plot_lines(found: Histogram, width: int, encoding: str = "utf-8") -> Iterator[str]:
+    """A line for each bin: its lower edge, a bar, and the number of its values."""
+    full, parts = "█", " ▏▎▍▌▋▊▉"
+    try:
+        (full + parts).encode(encoding)
+    except UnicodeEncodeError:
+        full, parts = "#", "       #"
+    is_whole = found.is_of_integers
+    labels = [f"{edge + 0.5:.0f}" if is_whole else f"{edge:.4g}" for edge in found.edges]
+    rows = [(f">= {labels[0]}", found.counts[0]), *zip(labels[1:-1], found.counts[1:], strict=True)]
+    if is_whole or not found.below:
+        rows[0] = (labels[0], found.counts[0])
+    if found.below:
+        rows.insert(0, (f"< {labels[0]}", found.below))
+    if found.above:
+        rows.append((f"> {labels[-1]}", found.above))
+    label_width = max(len(label) for label, _ in rows)
+    most = max(count for _, count in rows)
+    count_width = len(f"{most:,}")
+    room = max(8, width - label_width - count_width - 4)
+    for label, count in rows:
+        eighths = round(8 * room * count / most)
+        bar = full * (eighths // 8) + parts[eighths % 8].strip()
+        if count and not bar:
+            bar = parts[1].strip() or full
+        yield f"{label:>{label_width}}  {bar:<{room}}  {count:>{count_width},}"

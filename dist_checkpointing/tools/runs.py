@@ -1,16 +1,19 @@
-"""The folder of a run, of ours or of Megatron: its steps, and what is known of each."""
+"""The steps of a run, of this library or of Megatron: ``RUN@latest``, and ``dckpt ls RUN``."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
 
+import typer
+
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
@@ -26,7 +29,24 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.threads import in_threads
-from dist_checkpointing.tools.inspect.inventory import Files, totals
+from dist_checkpointing.tools.report import (
+    Report,
+    counted,
+    in_columns,
+    is_narrower_than,
+    print_json,
+)
+
+CheckpointArgument = Annotated[
+    Path,
+    typer.Argument(
+        parser=location.as_location,
+        help="Folder or URL of a checkpoint; RUN@1000 or RUN@latest is a step of a run.",
+    ),
+]
+Trusted = Annotated[
+    bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
+]
 
 MANAGER_RECORD: Final = "manager.json"
 MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
@@ -35,15 +55,52 @@ _NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
 _OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
 _MAX_POINTER_BYTES: Final = 1 << 10
 _THREADS: Final = 16
+_MAX_SHARING_SHOWN: Final = 3
+_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"))
 Uses = Mapping[str, location.FileUse]
 """The files of a folder, by relative name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The number of files, and their bytes.
+
+    Attributes:
+        num_bytes_on_disk: Bytes of their disk blocks, which are fewer for files with holes.
+        num_bytes_shared: Bytes of those that have a name elsewhere, as in other checkpoints.
+    """
+
+    num_files: int = 0
+    num_bytes: int = 0
+    num_bytes_on_disk: int = 0
+    num_bytes_shared: int = 0
+
+    @classmethod
+    def of(cls, uses: Collection[location.FileUse]) -> Files:
+        """What some files take together."""
+        return cls(
+            len(uses),
+            sum(use.num_bytes for use in uses),
+            sum(use.num_bytes_stored for use in uses),
+            sum(use.num_bytes for use in uses if use.is_shared),
+        )
+
+    def own_text(self) -> str:
+        """How much of it is shared with nothing else."""
+        own = bytes_text(self.num_bytes - self.num_bytes_shared)
+        return f"{own} of {bytes_text(self.num_bytes)}, the rest is shared with other checkpoints"
+
+
+def count_files(folder: Location) -> Files:
+    """The files below a folder."""
+    return Files.of(location.use_below(folder).values())
 
 
 class StepState(Enum):
     """What the folder of a step is."""
 
-    WHOLE = "whole"
-    COMMITTED = "committed"
+    WHOLE = "whole"  # all files have the sizes that the save has sealed
+    COMMITTED = "committed"  # no seal says what the files should be
     SAVING = "being saved"
     UNFINISHED = "unfinished"
     DAMAGED = "damaged"
@@ -61,11 +118,7 @@ class RunStep:
 
     Attributes:
         name: Number of the step as text; "release" for a model that Megatron has converted.
-        folder: Folder of the step.
-        state: State of the folder. WHOLE: all files have the sizes that the save has sealed.
-            COMMITTED: the same, but no seal says what the files should be.
         saved_at: Time of the commit (seconds since 1970), or of the begin of the save.
-        files: Files of the folder.
         begun_at: When the save began, as far as that was noted.
         shared_with: Names of the steps that share files with it.
         notes: What the record of the manager says about it.
@@ -85,13 +138,9 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The checkpoints of one run.
+    """The steps of one run, oldest first, and the name of the one that a training resumes from.
 
-    Attributes:
-        root: Folder of the run.
-        steps: Folders of the steps, oldest first.
-        latest: Name of the step that a training goes on from; None if there is none.
-        remark: What is wrong with the pointer to it, or None.
+    ``remark`` says what is wrong with the pointer to it.
     """
 
     root: Location
@@ -101,11 +150,7 @@ class Run:
 
 
 def located(path: Location) -> Location:
-    """The path itself, or of ``run@1000`` and ``run@latest`` the folder of that step.
-
-    Raises:
-        CheckpointNotFoundError: if there is no such run or step.
-    """
+    """The path itself, or of ``run@1000`` and ``run@latest`` the folder of that step."""
     root_name, at, wanted = path.name.rpartition("@")
     if not at or location.is_there(path):
         return path
@@ -131,11 +176,7 @@ def is_run(root: Location) -> bool:
 
 
 def read_run(root: Location) -> Run:
-    """What is known about each step of a run. Reads no values.
-
-    Raises:
-        OSError: if the file system or the store fails.
-    """
+    """What is known about each step of a run. Reads no values."""
     folders = step_folders(root)
     latest, remark = _latest_of(root, folders)
     notes = _notes_of(root)
@@ -159,22 +200,16 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
     if not isinstance(root, ObjectPath):
         return {}
     names = {folder.name: name for name, folder in folders.items()}
-    found: dict[str, dict[str, location.FileUse]] = {name: {} for name in folders}
+    uses: dict[str, dict[str, location.FileUse]] = {name: {} for name in folders}
     for path, use in location.use_below(root).items():
         folder, _, rest = path.partition("/")
         if folder in names:
-            found[names[folder]][rest] = use
-    return dict(found)
+            uses[names[folder]][rest] = use
+    return dict(uses)
 
 
 def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
-    """One step, without what only its run knows: what is shared, and the notes.
-
-    Args:
-        name: of the step.
-        folder: of the step.
-        uses: files of the folder by relative name, where they are known.
-    """
+    """One step, without what only its run knows: what is shared, and the notes."""
     uses = location.use_below(folder) if uses is None else uses
     begun = [path for path in uses if path.endswith(ATTEMPT_NAME)]
     begun_at = max((uses[path].modified for path in begun), default=None)
@@ -187,7 +222,7 @@ def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
         folder,
         state_of(folder, uses),
         commit.modified if commit is not None else begun_at or max(times, default=time.time()),
-        totals(uses.values()),
+        Files.of(uses.values()),
         begun_at=begun_at,
         inodes=frozenset(
             (*use.inode, use.num_bytes) for use in uses.values() if use.inode is not None
@@ -216,11 +251,8 @@ def state_of(folder: Location, uses: Uses) -> StepState:
 
 
 def _has_all(seal: Seal, data: str, uses: Uses) -> bool:
-    found = {name: uses.get(data + name) for name in seal.files}
-    return all(
-        use is not None and use.num_bytes == seal.files[name].num_bytes
-        for name, use in found.items()
-    )
+    sizes = {name: use.num_bytes for name, use in uses.items()}
+    return all(sizes.get(data + name) == file.num_bytes for name, file in seal.files.items())
 
 
 def holder_at(folder: Location) -> Holder | None:
@@ -288,11 +320,85 @@ def _notes_of(root: Location) -> Callable[[RunStep], tuple[str, ...]]:
 
     steps = read_record(root).steps
 
-    def notes(step: RunStep) -> Iterator[str]:
+    def notes(step: RunStep) -> tuple[str, ...]:
         known = steps.get(int(step.name)) if step.name.isdecimal() else None
-        if known is not None and known.verified:
-            yield "verified"
-        if known is not None and known.stripped:
-            yield "without optimizer"
+        if known is None:
+            return ()
+        return ("verified",) * known.verified + ("without optimizer",) * known.stripped
 
-    return lambda step: tuple(notes(step))
+    return notes
+
+
+# What is printed.
+
+
+def print_run(run: Run, *, as_json: bool) -> None:
+    """Print the steps of a run, oldest first."""
+    if as_json:
+        print_json(_run_document(run))
+        return
+    report = Report(str(run.root))
+    now = time.time()
+    rows = [_row(step, run, now) for step in run.steps]
+    headers = ("STEP", "STATE", "AGE", "SIZE", "OWN", "NOTES")
+    table = list(in_columns(headers, rows, right=[0, 2, 3, 4]))
+    # If they do not fit beside the rest, notes get lines of their own.
+    is_narrow = is_narrower_than(max(map(len, table)))
+    if is_narrow:
+        table = list(in_columns(headers[:-1], [row[:-1] for row in rows], right=[0, 2, 3, 4]))
+    report.lines(table[:1])
+    for line, row, step in zip(table[1:], rows, run.steps, strict=True):
+        is_fine = step.state in (StepState.WHOLE, StepState.COMMITTED)
+        report.line(line, None if is_fine else "yellow")
+        if is_narrow and row[-1]:
+            report.line(f"      {row[-1]}", "dim")
+    # A file that several steps share counts once.
+    own = sum(step.files.num_bytes - step.files.num_bytes_shared for step in run.steps)
+    shared = sum(size for _, _, size in {inode for step in run.steps for inode in step.inodes})
+    latest = "none is committed" if run.latest is None else f"latest {run.latest}"
+    report.section(f"{counted(len(run.steps), 'step')}, {bytes_text(own + shared)}, {latest}")
+    if run.remark is not None:
+        report.line(run.remark, "yellow")
+    report.print()
+
+
+def _row(step: RunStep, run: Run, now: float) -> tuple[str, ...]:
+    notes = ["latest"] if step.name == run.latest else []
+    notes += step.notes
+    if step.shared_with:
+        nearest = step.shared_with[::-1]
+        more = len(nearest) - _MAX_SHARING_SHOWN
+        names = ", ".join(nearest[:_MAX_SHARING_SHOWN])
+        notes.append(f"shares with {names}{f' and {more} more' if more > 0 else ''}")
+    size = step.files.num_bytes
+    own = bytes_text(size - step.files.num_bytes_shared)
+    age = _age_text(now - step.saved_at)
+    return step.name, step.state.value, age, bytes_text(size), own, ", ".join(notes)
+
+
+def _age_text(seconds: float) -> str:
+    for size, unit in _UNITS:
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _run_document(run: Run) -> dict[str, Any]:
+    return {
+        "path": str(run.root),
+        "latest": run.latest,
+        "remark": run.remark,
+        "steps": [
+            {
+                "step": step.name,
+                "path": str(step.folder),
+                "state": step.state.value,
+                "saved_at": step.saved_at,
+                "num_bytes": step.files.num_bytes,
+                "num_bytes_shared": step.files.num_bytes_shared,
+                "shared_with": step.shared_with,
+                "notes": step.notes,
+            }
+            for step in run.steps
+        ],
+    }

@@ -1,46 +1,155 @@
-"""What differs between two checkpoints of any backend and sharding."""
+"""``dckpt diff``: shows what differs between two checkpoints of any backend and sharding."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import typer
 
+from dist_checkpointing.byte_sizes import in_batches, parse_bytes
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.checkpoint.slicing import ObjectHandle
+from dist_checkpointing.errors import hint
+from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
+from dist_checkpointing.storage.options import ReadMode, StorageOptions
+from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks, stream
+from dist_checkpointing.tools import values
 from dist_checkpointing.tools.convert.convert import SAFETENSORS
-from dist_checkpointing.tools.inspect import plain_state
+from dist_checkpointing.tools.convert.memory import budget_of
+from dist_checkpointing.tools.inspect.opening import open_tensors
 from dist_checkpointing.tools.inspect.tensor_files import held_by
-from dist_checkpointing.tools.inspect.values import (
-    SLAB_ELEMENTS,
-    slabs,
-    stream_pairs,
-    without_equal_fingerprints,
+from dist_checkpointing.tools.ls import Regex, name_filter
+from dist_checkpointing.tools.report import (
+    AsJson,
+    Report,
+    counted,
+    is_narrower_than,
+    print_json,
+    progress_bar,
+    shape_text,
 )
+from dist_checkpointing.tools.runs import CheckpointArgument, Trusted
 
 Array = npt.NDArray[Any]
 _SMALL_NORM = 1e-12
+_EXIT_DIFFERENT = 1
+_MAX_LISTED = 50
+_MORE = "... {} more (--json lists all)"
+_HEADERS = ("KEY", "MOVED BY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
+_NARROW = 106
+
+
+def diff(
+    first: CheckpointArgument,
+    second: Annotated[
+        Path, typer.Argument(parser=as_location, help="The checkpoint to compare it with.")
+    ],
+    pattern: Annotated[
+        str | None,
+        typer.Argument(help="Only these keys, as in dckpt ls: a glob or a part of the key."),
+    ] = None,
+    *,
+    rtol: Annotated[float, typer.Option(help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, typer.Option(help="Absolute tolerance.")] = 0.0,
+    equal_nan: Annotated[bool, typer.Option("--equal-nan", help="NaN is the same as NaN.")] = False,
+    ignore_dtype: Annotated[
+        bool, typer.Option("--ignore-dtype", help="Compare the values of different dtypes.")
+    ] = False,
+    regex: Regex = False,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory that this process may take in all.")
+    ] = "2GiB",
+    read_all: Annotated[
+        bool,
+        typer.Option(
+            "--read-all", help="Read also tensors that have the same fingerprint in both."
+        ),
+    ] = False,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Print only the counts, in one line.")
+    ] = False,
+    trusted: Trusted = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing; only set the exit code.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the contents of two checkpoints of any backend and sharding.
+
+    Two numbers are the same if |a - b| <= atol + rtol * |b|. Sharded
+    objects and common state are compared too. Tensors that have the same
+    fingerprint in both (see --fingerprint of dckpt ls) are not read: they are
+    the same bit for bit, NaN included.
+
+    Tensors that changed most come first: MOVED BY is the L2 norm of the
+    change divided by the norm before. Single numbers of an optimizer, such as
+    counts of steps, are listed only if PATTERN selects them, and in --json.
+
+    Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot
+    be compared. Also opens safetensors (a file or a folder) and files of
+    torch.save, and then compares what these can hold.
+
+    Example: dckpt diff ckpt/1000 converted --rtol 1e-3
+    """
+    wanted = name_filter(pattern, regex=regex)
+    tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
+    a = open_tensors(first, trusted=trusted)
+    b = open_tensors(second, trusted=trusted)
+    if pattern is not None and not any(wanted(key) for opened in (a, b) for key in _names(opened)):
+        raise LookupError(
+            f"neither checkpoint has a key that matches {pattern!r}{hint(pattern, a)}"
+        )
+    budget = budget_of(parse_bytes(memory))
+    for opened in (a, b):
+        if opened.backend[0] not in ("safetensors", "torch"):
+            # Pages of a mapped file would count as memory in use.
+            opened.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
+    num_bytes = sum(tensor.num_bytes for key, tensor in a.items() if wanted(key) and key in b)
+    with progress_bar("comparing", num_bytes) as bar:
+        found = compare_checkpoints(
+            a,
+            b,
+            tolerance=tolerance,
+            wanted=wanted,
+            ignore_dtype=ignore_dtype,
+            memory_bytes=budget.buffer_bytes,
+            report=bar.advance,
+            read_all=read_all,
+        )
+    if as_json:
+        print_json(_document(a, b, found, summary=summary))
+    elif not quiet:
+        report = Report() if summary else _report(a, b, found, with_counters=pattern is not None)
+        report.section(_verdict(found), "green" if found.is_same else "red")
+        report.print()
+    if not found.is_same:
+        raise typer.Exit(_EXIT_DIFFERENT)
+
+
+def _names(opened: Checkpoint) -> Iterator[str]:
+    yield from opened
+    yield from opened.objects
+    yield from values.entries(opened.common)
+
+
+# The comparison.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Two numbers are the same if ``|a - b| <= atol + rtol * |b|``.
-
-    Attributes:
-        rtol: Relative tolerance, for ``b`` of the second checkpoint.
-        atol: Absolute tolerance.
-        equal_nan: Whether NaN is the same as NaN.
-    """
+    """Two numbers are the same if ``|a - b| <= atol + rtol * |b|``, ``b`` of the second."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -60,8 +169,6 @@ class Difference:
     """How the values of two tensors differ.
 
     Attributes:
-        num_differing: Number of elements that are not the same.
-        num_compared: Number of all elements.
         max_abs: Largest ``|a - b|`` that is a number; infinity if ``a`` or ``b`` is infinite.
         max_rel: Largest ``|a - b| / |b|``; infinity if ``b`` is 0.
         first_index: Index of the first element that differs, in C order.
@@ -108,22 +215,13 @@ class Difference:
 class TensorComparison:
     """A tensor that both checkpoints have. Pairs are for the first and the second.
 
-    Attributes:
-        key: Key of the tensor.
-        shapes: Global shapes.
-        dtypes: Names of the element types.
-        values: Difference of the values; None if the shapes differ.
+    If the shapes differ, values are not compared.
     """
 
     key: str
     shapes: tuple[Ints, Ints]
     dtypes: tuple[str, str]
     values: Difference | None
-
-    @property
-    def is_same(self) -> bool:
-        """Whether shape, element type and values are the same."""
-        return self.dtypes[0] == self.dtypes[1] and self.has_same_values
 
     @property
     def has_same_values(self) -> bool:
@@ -140,12 +238,7 @@ class TensorComparison:
 
 @dataclass(frozen=True, slots=True)
 class ValueComparison:
-    """An entry of an object or of the common state that is not the same in both.
-
-    Attributes:
-        name: Path of the entry.
-        texts: The value in the first and in the second, as text; None if there is none.
-    """
+    """An entry of an object or of the common state that is not the same in both, as text."""
 
     name: str
     texts: tuple[str | None, str | None]
@@ -156,8 +249,6 @@ class Comparison:
     """Two checkpoints compared.
 
     Attributes:
-        only_first: Keys of tensors that only the first has.
-        only_second: Keys of tensors that only the second has.
         tensors: Tensors that both have, equal ones included.
         objects: Cells of sharded objects that differ or are in only one.
         common: Entries of the common state that differ or are in only one.
@@ -178,10 +269,12 @@ class Comparison:
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
         """The tensors that both have and that differ; those that changed most come first."""
-        if self.ignores_dtype:
-            rows = [row for row in self.tensors if not row.has_same_values]
-        else:
-            rows = [row for row in self.tensors if not row.is_same]
+        rows = [
+            row
+            for row in self.tensors
+            if not row.has_same_values
+            or (row.dtypes[0] != row.dtypes[1] and not self.ignores_dtype)
+        ]
         return tuple(sorted(rows, key=_rank))
 
     @property
@@ -213,16 +306,13 @@ def compare_checkpoints(
     Args:
         first: one checkpoint.
         second: the other checkpoint; the relative tolerance is relative to its values.
-        tolerance: when two numbers are the same.
+        tolerance: for numbers.
         wanted: tells which keys (of tensors, objects and common state) to compare.
         ignore_dtype: treat tensors with the same values and different dtypes as equal.
         memory_bytes: most bytes of values of both that are in memory at a time.
         report: called with the number of bytes of the first that were compared since the last call.
         read_all: read also tensors that have the same fingerprint in both checkpoints. Otherwise
             they are the same bit for bit, NaN included.
-
-    Raises:
-        CheckpointingException: if something cannot be read.
     """
     common = [key for key in first if key in second and wanted(key)]
     commons, objects, left_out = _others(first, second)
@@ -233,11 +323,15 @@ def compare_checkpoints(
         found[key] = found[key].with_more(compare_tensors(a, b, tolerance, box.offset))
         report(a.nbytes)
 
-    to_read = same_shape if read_all else without_equal_fingerprints(first, second, same_shape)
+    # Tensors with the same fingerprint are the same bit for bit, NaN included.
+    ours, theirs = first.index.fingerprints, second.index.fingerprints
+    to_read = [
+        key for key in same_shape if read_all or key not in ours or ours[key] != theirs.get(key)
+    ]
     for key in set(same_shape) - set(to_read):
         found[key] = Difference(num_compared=first[key].num_elements)
         report(first[key].num_bytes)
-    stream_pairs(first, second, to_read, memory_bytes, compare)
+    _stream_pairs(first, second, to_read, memory_bytes, compare)
     tensors = [
         TensorComparison(
             key,
@@ -263,6 +357,37 @@ def compare_checkpoints(
     )
 
 
+def _stream_pairs(
+    first: Checkpoint,
+    second: Checkpoint,
+    keys: Iterable[str],
+    memory_bytes: int,
+    use: Callable[[str, Box, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Read tensors of one shape from both checkpoints, block by block."""
+    most = memory_bytes // 2
+
+    def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(first.read(batch), second.read(batch), strict=True)
+
+    together = in_batches(_boxes_of_both(first, second, keys, most), most, MOST_BOXES)
+    stream(together, read, lambda key, box, pair: use(key, box, *pair))
+
+
+def _boxes_of_both(
+    first: Checkpoint, second: Checkpoint, keys: Iterable[str], most_bytes: int
+) -> Iterator[tuple[tuple[str, Box], int]]:
+    """Key and box of everything that is compared, and its bytes."""
+    for key in keys:
+        pair = first.index[key], second.index[key]
+        # Along the chunks of the checkpoint that must decode whole chunks.
+        lead = pair[1] if second.index.codec and not first.index.codec else pair[0]
+        widest = max(stored.dtype.itemsize for stored in pair)
+        most = most_bytes * lead.dtype.itemsize // widest
+        for box in blocks(lead, Box.whole(lead.global_shape), most):
+            yield (key, box), box.num_elements * widest
+
+
 def _others(
     first: Checkpoint, second: Checkpoint
 ) -> tuple[list[dict[str, Any]], list[Mapping[str, ObjectHandle]], str | None]:
@@ -280,17 +405,10 @@ def _others(
 def compare_tensors(
     a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance = EXACT, origin: Ints | None = None
 ) -> Difference:
-    """Compare two CPU tensors of one shape.
-
-    Args:
-        a: one tensor.
-        b: the other tensor.
-        tolerance: when two numbers are the same.
-        origin: index of their first element, for ``first_index``.
-    """
+    """Compare two CPU tensors of one shape; ``origin`` is the index of their first element."""
     total = Difference(num_compared=a.numel())
     start = 0
-    for x, y in zip(slabs(a), slabs(b), strict=True):
+    for x, y in zip(values.slabs(a), values.slabs(b), strict=True):
         found, place = _compare_slab(x, y, tolerance)
         total = total.with_more(Difference(norm_before=_norm(x)))
         if place is not None:
@@ -340,6 +458,10 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
 
 def _norm(values: Array) -> float:
     """The L2 norm of the finite values."""
+    if values.dtype.kind in "biu":
+        # Exact enough for a percentage. The sum of squares of float64, which numpy would take, is
+        # spread over threads by the BLAS, and takes 30 times longer where the cores are busy.
+        values = values.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         norm = float(np.linalg.norm(values))
         if _SMALL_NORM < norm < math.inf:
@@ -378,7 +500,7 @@ def compare_values(
     a: Any, b: Any, tolerance: Tolerance = EXACT, name: str = ""
 ) -> list[ValueComparison]:
     """The entries of two nests of plain values that are not the same."""
-    left, right = plain_state.entries(a, name), plain_state.entries(b, name)
+    left, right = values.entries(a, name), values.entries(b, name)
     return [
         ValueComparison(path, (_text(left, path), _text(right, path)))
         for path in dict.fromkeys([*left, *right])
@@ -387,7 +509,7 @@ def compare_values(
 
 
 def _text(entries: Mapping[str, Any], path: str) -> str | None:
-    return plain_state.value_text(entries[path]) if path in entries else None
+    return values.value_text(entries[path]) if path in entries else None
 
 
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
@@ -404,13 +526,13 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
     try:
         return bool(a == b)
     except Exception:  # noqa: BLE001 - an unknown __eq__ may raise anything, or return an array
-        return plain_state.value_text(a) == plain_state.value_text(b)
+        return values.value_text(a) == values.value_text(b)
 
 
 def _same_arrays(a: Array, b: Array, tolerance: Tolerance) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    count = a.size // SLAB_ELEMENTS + 1
+    count = a.size // values.SLAB_ELEMENTS + 1
     parts = (np.array_split(array.reshape(-1), count) for array in (a, b))
     return all(_compare_slab(x, y, tolerance)[1] is None for x, y in zip(*parts, strict=True))
 
@@ -421,3 +543,110 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> boo
     if a.layout is not torch.strided or a.is_quantized:
         return bool(torch.equal(a, b))
     return compare_tensors(a, b, tolerance).num_differing == 0
+
+
+# What is printed.
+
+
+def _report(a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: bool) -> Report:
+    report = Report()
+    for sign, style, opened, keys in (
+        ("-", "red", a, found.only_first),
+        ("+", "green", b, found.only_second),
+    ):
+        if keys:
+            report.section(f"only in {opened.path}")
+            for key in keys[:_MAX_LISTED]:
+                facts = f"{shape_text(opened[key].shape)} {opened[key].dtype_name}"
+                report.line(f"{sign} {key}  {facts}", style)
+            report.more(keys, _MAX_LISTED, _MORE)
+    kinds = [row for row in found.differing if row.values is None or row.dtypes[0] != row.dtypes[1]]
+    if kinds:
+        report.section("other shape or dtype")
+        pairs = [(row.key, _kind(row, 0), _kind(row, 1)) for row in kinds[:_MAX_LISTED]]
+        report.table(("KEY", "FIRST", "SECOND"), pairs)
+        report.more(kinds, _MAX_LISTED, _MORE)
+    differing = [row for row in found.differing if row.values and row.values.num_differing]
+    shown = [row for row in differing if with_counters or not row.is_counter]
+    if shown:
+        report.section("other values")
+        is_narrow = is_narrower_than(_NARROW)
+        rows = [_value_row(row, is_narrow=is_narrow) for row in shown[:_MAX_LISTED]]
+        report.table(_HEADERS[: len(rows[0])], rows, right=[1, 2, 3, 4])
+        report.more(shown, _MAX_LISTED, _MORE)
+    if len(shown) < len(differing):
+        number = counted(len(differing) - len(shown), "optimizer counter")
+        report.section(f"not listed: {number} (a PATTERN or --json lists them)", "dim")
+    for title, entries in (("sharded objects", found.objects), ("common state", found.common)):
+        if entries:
+            report.section(title)
+            for entry in entries[:_MAX_LISTED]:
+                for sign, text, style in zip("-+", entry.texts, ("red", "green"), strict=True):
+                    if text is not None:
+                        report.line(f"{sign} {entry.name} = {text}", style)
+            report.more(entries, _MAX_LISTED, _MORE)
+    if found.left_out is not None:
+        report.section(f"not compared: {found.left_out}", "dim")
+    return report
+
+
+def _verdict(found: Comparison) -> str:
+    compared = counted(len(found.tensors), "tensor")
+    if found.is_same:
+        known = found.num_by_fingerprint
+        compared += f" ({known:,} by fingerprint)" if known else ""
+        return f"the same: {compared}{'' if found.left_out else ', objects and common state'}"
+    counts = [
+        (len(found.differing), f"of {compared} differing"),
+        (len(found.only_first), "only in the first"),
+        (len(found.only_second), "only in the second"),
+        (len(found.objects), "in the sharded objects"),
+        (len(found.common), "in the common state"),
+    ]
+    return "differences: " + ", ".join(f"{number:,} {what}" for number, what in counts if number)
+
+
+def _kind(row: TensorComparison, side: int) -> str:
+    return f"{shape_text(row.shapes[side])} {row.dtypes[side]}"
+
+
+def _value_row(row: TensorComparison, *, is_narrow: bool) -> tuple[str, ...]:
+    found = row.values
+    assert found is not None
+    assert found.first_index is not None
+    assert found.first_values is not None
+    share = found.relative_change
+    moved = "nan" if math.isnan(share) else "from 0" if math.isinf(share) else f"{100 * share:.3g}%"
+    # If only NaN differ, there is no distance.
+    most = [f"{found.max_abs:.3g}", f"{found.max_rel:.3g}"] if found.max_abs else ["nan", "nan"]
+    if is_narrow:
+        return row.key, moved, f"{found.num_differing:,}", *most
+    number = f"{found.num_differing:,} of {found.num_compared:,}"
+    index = f"[{','.join(map(str, found.first_index))}]"
+    texts = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in found.first_values]
+    return row.key, moved, number, *most, index, " ".join(texts)
+
+
+def _document(a: Checkpoint, b: Checkpoint, found: Comparison, *, summary: bool) -> dict[str, Any]:
+    counts = {
+        "first": str(a.path),
+        "second": str(b.path),
+        "is_same": found.is_same,
+        "num_compared": len(found.tensors),
+        "num_by_fingerprint": found.num_by_fingerprint,
+        "num_differing": len(found.differing),
+        "num_only_first": len(found.only_first),
+        "num_only_second": len(found.only_second),
+        "num_objects": len(found.objects),
+        "num_common": len(found.common),
+        "not_compared": found.left_out,
+    }
+    if summary:
+        return counts
+    return counts | {
+        "only_first": found.only_first,
+        "only_second": found.only_second,
+        "tensors": [dataclasses.asdict(row) for row in found.differing],
+        "objects": [dataclasses.asdict(row) for row in found.objects],
+        "common": [dataclasses.asdict(row) for row in found.common],
+    }

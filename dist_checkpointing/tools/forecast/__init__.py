@@ -1,1 +1,0 @@
-"""What a load would cost, found out without doing it."""

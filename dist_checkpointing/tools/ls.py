@@ -1,0 +1,507 @@
+"""``dckpt ls``: lists the tensors of a checkpoint without torch, and follows saves."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.errors import hint
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.commit import is_committed, read_config
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.threads import paused_collector
+from dist_checkpointing.tools.inspect.opening import explaining, open_tensors
+from dist_checkpointing.tools.report import (
+    AsJson,
+    Report,
+    counted,
+    fail,
+    is_narrower_than,
+    json_text,
+    one_line,
+    print_json,
+    progress_bar,
+    shape_text,
+)
+from dist_checkpointing.tools.runs import (
+    LATEST,
+    CheckpointArgument,
+    Files,
+    StepState,
+    Trusted,
+    count_files,
+    holder_at,
+    is_run,
+    located,
+    look_at,
+    print_run,
+    read_run,
+    step_folders,
+)
+
+Regex = Annotated[bool, typer.Option("--regex", "-E", help="PATTERN is a regular expression.")]
+OBJECT = "object"
+COMMON = "common"
+_NARROW = 90
+_MAX_SUBTOTALS = 12
+_MAX_LEVELS = 100
+_POLL_SECONDS = 0.5
+_EXIT_NO_MATCH = 1
+_EXIT_NOT_SAVED = 1
+_EXIT_INTERRUPTED = 130
+
+
+def ls(
+    checkpoint: CheckpointArgument,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(
+            help="Only these keys: a glob for the whole key if it has *, ? or [, else part of it."
+        ),
+    ] = None,
+    *,
+    regex: Regex = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", "-t", help="As a tree of the parts of the keys.")
+    ] = False,
+    depth: Annotated[
+        int | None, typer.Option("--depth", "-d", min=1, help="Levels of the tree to show.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="Sharded objects and common state too.")
+    ] = False,
+    fingerprint: Annotated[
+        bool,
+        typer.Option(
+            "--fingerprint", "-f", help="Fingerprints of the tensors; reads those without one."
+        ),
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Follow the saves that are going on; see below.")
+    ] = False,
+    trusted: Trusted = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the tensors of a checkpoint, or the steps of a run.
+
+    Of a tensor: key, shape, dtype, size and how it is cut. Also opens
+    safetensors (a file or a folder) and files of torch.save. Of a step of a
+    run: whether it is whole, its age, size and what deleting it would free
+    (OWN), and which steps share files with it.
+
+    "8x1 of 512x4096" means 8 chunks along the first axis and 1 along the
+    second, each of that shape. A fingerprint depends on values, dtype and
+    shape, and not on how a tensor is cut. One that the save did not keep is
+    computed: the tensor is read.
+
+    With --follow, shows who saves, how many bytes so far, and how each save
+    ends: of a run, which need not exist yet, until Ctrl-C; of one checkpoint,
+    until its save has ended. Only looks at files: the training does not
+    notice. With --json, prints one line of JSON for each save that has ended.
+
+    Exit code: 0, 1 if PATTERN matches nothing or the save that --follow showed
+    ended without a commit, 2 if there is nothing to list, 130 after Ctrl-C.
+
+    Example: dckpt ls runs/gpt --follow
+
+    Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
+    """
+    wanted = name_filter(pattern, regex=regex)
+    place = located(checkpoint)
+    of_one = pattern is not None or everything or fingerprint or tree or depth is not None
+    if follow and of_one:
+        raise ValueError("--follow shows saves: it takes no PATTERN and no option but --json")
+    if is_run(place):
+        if of_one:
+            raise ValueError(f"{place} is a run: name a step of it, as {place}@{LATEST}")
+        if not (follow and as_json):
+            print_run(read_run(place), as_json=as_json)
+    if follow:
+        raise typer.Exit(follow_saves(place, as_json=as_json))
+    if is_run(place):
+        return
+    opened = open_tensors(place, trusted=trusted)
+    with paused_collector():
+        tensors = list(tensor_entries(opened.index, wanted))
+        others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else []
+        fingerprints = _fingerprints(opened, tensors) if fingerprint else None
+        if as_json:
+            print_json(_document(opened, tensors, others if everything else None, fingerprints))
+        else:
+            report = Report()
+            if tree or depth is not None:
+                rows = list(_branches(as_tree([*tensors, *others]), "", depth))
+                report.table(("KEY", "SIZE", ""), rows, right=[1])
+                report.section(_total(tensors, others))
+            else:
+                _add_table(report, tensors, others, fingerprints)
+                files = Files() if pattern is not None else count_files(opened.folder)
+                if files.num_bytes_shared:
+                    report.line(f"of its own: {files.own_text()}")
+            report.print()
+    if pattern is not None and not tensors and not others:
+        near = hint(pattern, opened)
+        more = "" if everything else "; --all looks at objects and common state too"
+        fail(f"no key of {opened.path} matches {pattern!r}{near or more}")
+        raise typer.Exit(_EXIT_NO_MATCH)
+
+
+# The list of the tensors.
+
+
+class Entry(NamedTuple):
+    """A line of the list. A named tuple, because there may be hundreds of thousands.
+
+    The dtype of a sharded object is ``OBJECT``, and its shape is that of its grid; common state
+    has no shape, and ``COMMON`` for a dtype.
+    """
+
+    key: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    num_bytes: int
+    sharding: str
+
+
+def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], bool]:
+    """A function that tells whether a key matches a pattern; every key matches None.
+
+    The pattern is a glob for the whole key if it has ``*``, ``?`` or ``[``, else a part of the key;
+    or a regular expression, to be found anywhere in the key.
+    """
+    if pattern is None:
+        return lambda _: True
+    try:
+        if regex:
+            found = re.compile(pattern).search
+        elif any(sign in pattern for sign in "*?["):
+            found = re.compile(fnmatch.translate(pattern)).match
+        else:
+            return lambda key: pattern in key
+    except re.error as error:
+        raise ValueError(f"the regular expression {pattern!r} does not compile: {error}") from None
+    return lambda key: found(key) is not None
+
+
+def tensor_entries(index: Index, wanted: Callable[[str], bool]) -> Iterator[Entry]:
+    """The tensors of an index whose keys are wanted, in the order of the index."""
+    itemsizes = {row.name: row.itemsize for row in dtypes.ELEMENT_TYPES}
+    seen: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, str]] = {}
+    columns = zip(
+        index.keys_column,
+        index.dtype_column,
+        index.global_shape_column,
+        index.chunk_shape_column,
+        strict=True,
+    )
+    for key, dtype, extents, chunk in columns:
+        if not wanted(key):
+            continue
+        shape = tuple(extents)
+        # The tensors of a large model have only a few different shapes.
+        cut = (shape, None if chunk is None else tuple(chunk))
+        if cut not in seen:
+            seen[cut] = math.prod(shape), sharding_text(*cut)
+        count, sharding = seen[cut]
+        if chunk is None:
+            pieces = len(index.pieces[key])
+            sharding = f"{pieces} piece{'s' if pieces != 1 else ''}"
+        yield Entry(key, shape, dtype, count * itemsizes[dtype], sharding)
+
+
+def sharding_text(shape: tuple[int, ...], chunk: tuple[int, ...] | None) -> str:
+    """``8x1 of 512x4096``: chunks along each axis, and the shape of a chunk."""
+    if chunk is None:
+        return "pieces"
+    counts = [-(-extent // part) for extent, part in zip(shape, chunk, strict=True)]
+    number = math.prod(counts)
+    if number <= 1:
+        return "1 chunk" if number else "empty"
+    return f"{shape_text(counts)} of {shape_text(chunk)}"
+
+
+def _fingerprints(opened: Checkpoint, tensors: Sequence[Entry]) -> dict[str, str]:
+    known = opened.index.fingerprints
+    num_bytes = sum(entry.num_bytes for entry in tensors if entry.key not in known)
+    with progress_bar("reading", num_bytes) as bar:
+        return opened.fingerprints([entry.key for entry in tensors], report=bar.advance)
+
+
+def _others(opened: Checkpoint) -> Iterator[Entry]:
+    # Imports torch, which plain tensors do not need.
+    from dist_checkpointing.tools import values  # noqa: PLC0415
+
+    for key, handle in opened.objects.items():
+        cells = (
+            "1 cell of " + shape_text(handle.shape) if len(handle) == 1 else f"{len(handle)} cells"
+        )
+        yield Entry(key, handle.shape, OBJECT, 0, cells)
+    for name, value in values.entries(opened.common).items():
+        yield Entry(name, None, COMMON, 0, values.type_text(value))
+
+
+def _document(
+    opened: Checkpoint,
+    tensors: Sequence[Entry],
+    others: Sequence[Entry] | None,
+    fingerprints: Mapping[str, str] | None,
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "path": str(opened.path),
+        "backend": opened.backend,
+        "num_tensors": len(tensors),
+        "num_bytes": sum(entry.num_bytes for entry in tensors),
+    }
+    if others is not None:
+        objects = [{"key": e.key, "shape": e.shape} for e in others if e.dtype == OBJECT]
+        common = [{"key": e.key, "type": e.sharding} for e in others if e.dtype == COMMON]
+        document |= {"objects": objects, "common": common}
+    rows = []
+    for entry in tensors:
+        row: dict[str, Any] = {
+            "key": entry.key,
+            "shape": entry.shape,
+            "dtype": entry.dtype,
+            "num_bytes": entry.num_bytes,
+            "chunk_shape": opened.index.chunk_shape(entry.key),
+        }
+        if row["chunk_shape"] is None:
+            row["num_pieces"] = len(opened.index.pieces[entry.key])
+        if fingerprints is not None:
+            row["fingerprint"] = fingerprints[entry.key]
+        rows.append(row)
+    return document | {"tensors": rows}
+
+
+def _add_table(
+    report: Report,
+    tensors: Sequence[Entry],
+    others: Sequence[Entry],
+    fingerprints: Mapping[str, str] | None,
+) -> None:
+    """Add a line for each entry, the total, and the sums for each first part of the keys."""
+    entries = [*tensors, *others]
+    is_narrow = is_narrower_than(_NARROW)
+    sizes = {entry.num_bytes: bytes_text(entry.num_bytes) for entry in entries}
+    rows = [
+        (
+            key,
+            shape_text(shape),
+            dtype,
+            sizes[num_bytes] if dtype not in (OBJECT, COMMON) else "",
+            sharding.partition(" of ")[0] if is_narrow else sharding,
+            *(() if fingerprints is None else (fingerprints.get(key, ""),)),
+        )
+        for key, shape, dtype, num_bytes, sharding in entries
+    ]
+    headers = ["KEY", "SHAPE", "DTYPE", "SIZE", "CHUNKS" if is_narrow else "SHARDING"]
+    headers += [] if fingerprints is None else ["FINGERPRINT"]
+    report.table(headers, rows, right=[3])
+    report.section(_total(tensors, others))
+    report.table(("", "", ""), subtotals(tensors), right=[1, 2])
+
+
+def _total(tensors: Sequence[Entry], others: Sequence[Entry]) -> str:
+    total = f"{counted(len(tensors), 'tensor')}, {bytes_text(sum(e.num_bytes for e in tensors))}"
+    for kind, word, where in ((OBJECT, "object", ""), (COMMON, "value", " of common state")):
+        number = sum(entry.dtype == kind for entry in others)
+        total += f", {counted(number, word)}{where}" if number else ""
+    return total
+
+
+def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
+    """The sums for each first part of the keys, largest first; none if they say nothing new."""
+    sums: dict[str, tuple[int, int]] = {}
+    for entry in tensors:
+        prefix = entry.key.replace("/", ".").partition(".")[0]
+        count, size = sums.get(prefix, (0, 0))
+        sums[prefix] = count + 1, size + entry.num_bytes
+    if not 1 < len(sums) < len(tensors):
+        return []
+    rows = sorted(sums.items(), key=lambda row: (-row[1][1], row[0]))
+    rest = [both for _, both in rows[_MAX_SUBTOTALS:]]
+    rows = rows[:_MAX_SUBTOTALS]
+    if rest:
+        total = sum(count for count, _ in rest), sum(size for _, size in rest)
+        rows.append((f"{len(rest)} more prefixes", total))
+    return [(f"  {name}", counted(count, "tensor"), bytes_text(n)) for name, (count, n) in rows]
+
+
+# The tree.
+
+
+@dataclass(slots=True)
+class Branch:
+    """One part of the keys, the entry with exactly this key, and the parts below it by name.
+
+    The sums are of the entries here and below.
+    """
+
+    name: str
+    below: dict[str, Branch] = field(default_factory=dict)
+    entry: Entry | None = None
+    num_entries: int = 0
+    num_bytes: int = 0
+
+
+def as_tree(entries: Iterable[Entry]) -> Branch:
+    """The entries as a tree of the parts of their keys, which are separated by ``.`` and ``/``."""
+    root = Branch("")
+    for entry in entries:
+        above, branch = root, root
+        for name in entry.key.replace("/", ".").split(".", _MAX_LEVELS):
+            above, known = branch, branch.below
+            if name in known:
+                branch = known[name]
+            else:
+                branch = known[name] = Branch(name)
+        # If two keys differ only in their separators, the second gets its own line.
+        if branch.entry is not None:
+            branch = above.below.setdefault(entry.key, Branch(entry.key))
+        branch.entry = entry
+    _sum_up(root)
+    return root
+
+
+def _sum_up(branch: Branch) -> None:
+    entry = branch.entry
+    branch.num_entries, branch.num_bytes = (1, entry.num_bytes) if entry else (0, 0)
+    for child in branch.below.values():
+        _sum_up(child)
+        branch.num_entries += child.num_entries
+        branch.num_bytes += child.num_bytes
+
+
+def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[str, str, str]]:
+    last = len(branch.below) - 1
+    for place, below in enumerate(branch.below.values()):
+        child, name = _joined(below)
+        text = f"{indent}{'└── ' if place == last else '├── '}{name}"
+        if child.entry is not None and not child.below:
+            yield text, *_leaf_facts(child.entry)
+            continue
+        is_cut = depth is not None and depth <= 1
+        number = f"({child.num_entries:,}{' …' if is_cut else ''})"
+        yield text, bytes_text(child.num_bytes) if child.num_bytes else "", number
+        if is_cut:
+            continue
+        if child.entry is not None:
+            # It is a tensor itself, and also a prefix of other keys.
+            own = Branch(".", entry=child.entry)
+            child = Branch(child.name, below={".": own, **child.below})
+        longer = f"{indent}{'    ' if place == last else '│   '}"
+        yield from _branches(child, longer, None if depth is None else depth - 1)
+
+
+def _joined(branch: Branch) -> tuple[Branch, str]:
+    """The first branch from here on with an entry or several children, and its name from here."""
+    name = branch.name
+    while branch.entry is None and len(branch.below) == 1:
+        (branch,) = branch.below.values()
+        name = f"{name}.{branch.name}"
+    return branch, name
+
+
+def _leaf_facts(entry: Entry) -> tuple[str, str]:
+    if entry.shape is None:
+        return "", entry.sharding
+    size = "" if entry.dtype == OBJECT else bytes_text(entry.num_bytes)
+    return size, f"{entry.dtype} {shape_text(entry.shape)}"
+
+
+# Following saves.
+
+
+def follow_saves(path: Location, *, as_json: bool) -> int:
+    """Print how saves end, of a run until Ctrl-C, or the one of a checkpoint; the exit code."""
+    try:
+        is_empty = location.is_folder(path) and not location.names_in(path)
+        if is_empty or is_run(path) or not location.is_there(path):
+            _follow_run(path, as_json=as_json)
+        elif not location.is_folder(path) or holder_at(path) is None or is_committed(path):
+            with explaining(path):
+                read_config(path)  # raises if there is neither a checkpoint nor a save
+        return 0 if _follow_save(path.name, path, None, as_json=as_json) else _EXIT_NOT_SAVED
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+def _follow_run(root: Location, *, as_json: bool) -> None:
+    """Returns only if a checkpoint, and no run, is saved there."""
+    folders = step_folders(root)
+    known = {name for name, folder in folders.items() if is_committed(folder)}
+    if not as_json:
+        _print(f"{root}: waiting for saves; Ctrl-C ends")
+    while folders or not (is_committed(root) or holder_at(root) is not None):
+        for name, folder in step_folders(root).items():
+            if name in known and isinstance(folder, ObjectPath):
+                continue  # it stays a checkpoint while it is overwritten
+            if name not in known if is_committed(folder) else holder_at(folder) is not None:
+                before = [folder for other, folder in folders.items() if other in known]
+                size = look_at("", before[-1]).files.num_bytes if before else None
+                if _follow_save(name, folder, size, as_json=as_json):
+                    known.add(name)
+        _pause()
+        folders = step_folders(root)
+
+
+def _follow_save(name: str, folder: Location, expected_bytes: int | None, *, as_json: bool) -> bool:
+    """Show a save until it ends; returns whether it has committed a checkpoint."""
+    holder = None if is_committed(folder) else holder_at(folder)
+    if holder is not None and not as_json:
+        about = "" if expected_bytes is None else f", about {bytes_text(expected_bytes)}"
+        _print(f"{name}: being saved by process {holder.pid} on {holder.host}{about}")
+    done = 0
+    with progress_bar(one_line(name), expected_bytes) as bar:
+        while not is_committed(folder) and holder_at(folder) is not None:
+            files = look_at(name, folder).files
+            # A file that is made at its full size has fewer blocks.
+            size = min(files.num_bytes, files.num_bytes_on_disk)
+            bar.advance(size - done)
+            done = size
+            _pause()
+    return _print_end(name, folder, as_json=as_json)
+
+
+def _print_end(name: str, folder: Location, *, as_json: bool) -> bool:
+    step = look_at(name, folder) if location.is_folder(folder) else None
+    is_saved = step is not None and step.state.is_checkpoint
+    state = "deleted" if step is None else step.state.value
+    seconds = None  # not known of what another program saved
+    if step is not None and is_saved and step.begun_at is not None:
+        seconds = max(step.saved_at - step.begun_at, 1e-3)
+    num_bytes = None if step is None else step.files.num_bytes
+    if as_json:
+        document = {"step": name, "path": str(folder), "state": state}
+        _print(json_text(document | {"num_bytes": num_bytes, "seconds": seconds}))
+    elif num_bytes is None:
+        _print(f"{name}: {state}", "yellow")
+    elif not is_saved:
+        _print(f"{name}: {state}: its save has ended", "red")
+    else:
+        text = f"{name}: {state}, {bytes_text(num_bytes)}"
+        if seconds is not None:
+            text += f", saved in {seconds:.1f} s ({bytes_text(num_bytes / seconds)}/s)"
+        _print(text, "red" if state == StepState.DAMAGED.value else "green")
+    return is_saved
+
+
+def _print(line: str, style: str | None = None) -> None:
+    report = Report()
+    report.line(line, style)
+    report.print()
+
+
+def _pause() -> None:
+    time.sleep(_POLL_SECONDS)

@@ -1,0 +1,308 @@
+"""What commands print: a report for people, styled for a terminal, plain for a pipe, or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from dist_checkpointing.storage.progress import Progress
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+out = Console(soft_wrap=False, highlight=False)
+"""The standard output. rich prints no colours for NO_COLOR and for pipes."""
+
+errors = Console(stderr=True, highlight=False)
+"""The standard error, for errors and progress."""
+
+PIPE_WIDTH = 100
+"""Width of what is drawn or wrapped, where there is no terminal."""
+
+_NUMBER = re.compile(r"(?<=[./])[0-9]+(?=[./])")
+_GAP = "  "
+_MIN_FIRST = 20
+_LINES_AT_ONCE = 1000
+_MIN_BYTES_FOR_BAR = 2**25
+_SECONDS_BETWEEN_UPDATES = 0.05
+_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+
+
+class Report:
+    """Sections of lines, tables and named facts, with an empty line between two sections."""
+
+    def __init__(self, title: str | None = None) -> None:
+        self._sections: list[list[Iterable[str]]] = [[]]
+        if title is not None:
+            self.line(title, "bold")
+
+    def section(self, title: str | None = None, style: str | None = "bold") -> None:
+        """Begin a new section; one without lines is not printed."""
+        self._sections.append([])
+        if title is not None:
+            self.line(title, style)
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """Add a line; control characters in it, as in keys, are escaped."""
+        self._sections[-1].append([painted(one_line(text), style)])
+
+    def lines(self, lines: Iterable[str]) -> None:
+        """Add lines as they are."""
+        self._sections[-1].append(lines)
+
+    def words(self, text: str, style: str | None = None) -> None:
+        """Add a line that is wrapped at the edge of a terminal."""
+        for part in _wrapped(one_line(text), terminal_width()):
+            self.line(part, style)
+
+    def listed(self, texts: Sequence[str], most: int, style: str | None, more: str) -> None:
+        """Add a line for each of the first texts; ``more`` says how many ``{}`` are left out."""
+        for text in texts[:most]:
+            self.line(text, style)
+        self.more(texts, most, more)
+
+    def more(self, rows: Sequence[object], most: int, text: str) -> None:
+        """Say how many rows are left out if only ``most`` are shown."""
+        if len(rows) > most:
+            self.line(text.format(f"{len(rows) - most:,}"), "dim")
+
+    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Add named facts, in two columns."""
+        self.lines(_facts(rows))
+
+    def table(
+        self, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()
+    ) -> None:
+        """Add a table, see ``in_columns``, with keys in the first column; none without rows."""
+        if rows:
+            cells = [(one_line(row[0]), *row[1:]) for row in rows]
+            self.lines(in_columns(headers, cells, right=right))
+
+    def print(self) -> None:
+        """Print all sections; tables are formatted only now, because they may be long."""
+        is_first = True
+        for section in filter(None, self._sections):
+            if not is_first:
+                sys.stdout.write("\n")
+            is_first = False
+            lines = chain.from_iterable(section)
+            while some := list(islice(lines, _LINES_AT_ONCE)):
+                sys.stdout.write("\n".join(some) + "\n")
+        sys.stdout.flush()
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """One JSON document on the standard output, for scripts; a line for each row of its lists.
+
+    NaN and infinities become ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, because JSON has no
+    numbers for them. Values of other types become their ``repr``.
+    """
+    separator = "{\n"
+    for name, value in document.items():
+        sys.stdout.write(f"{separator}  {json.dumps(name)}: ")
+        separator = ",\n"
+        if isinstance(value, list | tuple) and isinstance(next(iter(value), None), list | dict):
+            # json itself writes indented text ten times more slowly.
+            rows = ",\n".join(f"    {json_text(row)}" for row in value)
+            sys.stdout.write(f"[\n{rows}\n  ]")
+        else:
+            sys.stdout.write(json_text(value))
+    sys.stdout.write("\n}\n")
+    sys.stdout.flush()
+
+
+def json_text(value: Any) -> str:
+    """A value of plain types as JSON, in one line."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value), default=repr)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, complex):
+        return [_plain(value.real), _plain(value.imag)]
+    if isinstance(value, dict):
+        return {str(key): _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    return value
+
+
+def fail(message: str) -> None:
+    """Print an error; the lines after the first are its details."""
+    first, *rest = [one_line(line).replace("[", r"\[") for line in message.split("\n")]
+    for line in (f"[bold red]error:[/] {first}", *rest):
+        errors.print(line, soft_wrap=True)
+
+
+def one_line(text: str) -> str:
+    """A text such as a key, with its control characters escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def counted(number: int, word: str) -> str:
+    """``1 tensor``, ``1,234 tensors``."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def shape_text(shape: Iterable[int] | None) -> str:
+    """``512x4096``: a shape without spaces, so that ``awk`` sees one column."""
+    return "-" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def same_for_all_layers(key: str) -> str:
+    """A key with ``*`` for its numbers, which is the same for all layers."""
+    return _NUMBER.sub("*", key)
+
+
+def painted(text: str, style: str | None) -> str:
+    """The text in a style if the terminal has colours and they are not turned off."""
+    if style is None or out.color_system is None or out.no_color or not out.is_terminal:
+        return text
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
+
+
+def terminal_width() -> int | None:
+    """Number of columns of the terminal; None for a pipe or a file."""
+    return out.width if out.is_terminal else None
+
+
+def is_narrower_than(width: int) -> bool:
+    """Whether the output is a terminal of fewer columns."""
+    return out.is_terminal and out.width < width
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    width = max(len(name) for name, _ in rows)
+    available = terminal_width()
+    room = None if available is None else max(_MIN_FIRST, available - width - len(_GAP))
+    for name, fact in rows:
+        first, *rest = _wrapped(one_line(fact), room) or [""]
+        label = painted(f"{one_line(name):<{width}}", "dim") if name else " " * width
+        yield f"{label}{_GAP}{first}".rstrip()
+        yield from (f"{' ' * width}{_GAP}{line}" for line in rest)
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    if width is None or len(text) <= width:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip()))
+    # Paths and keys stay whole, so that they can be copied.
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def in_columns(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()
+) -> Iterator[str]:
+    """The lines of a table of any length; rich takes a minute for a table of 100,000 rows.
+
+    If the table is wider than the terminal, the first column gets narrower, and a text that is too
+    long for it gets its own line. So nothing is cut off, and keys can be copied.
+
+    Args:
+        headers: header of each column; no header line if all are empty.
+        rows: cells of each row.
+        right: numbers of the columns that are aligned to the right.
+    """
+    columns = list(zip(headers, *rows, strict=True))
+    is_ascii = [all(map(str.isascii, column)) for column in columns]
+    widths = [
+        max(map(len if plain else cell_len, column))
+        for plain, column in zip(is_ascii, columns, strict=True)
+    ]
+    available = terminal_width()
+    rest = sum(widths[1:]) + len(_GAP) * (len(widths) - 1)
+    if available is not None and widths[0] + rest > available:
+        widths[0] = max(min(widths[0], _MIN_FIRST), available - rest)
+    to_right = set(right)
+    if any(headers):
+        yield painted(_line(headers, widths, to_right), "bold")
+    # One formatting operation for each row, because there may be very many rows.
+    form = _GAP.join(
+        f"%{width}s" if place in to_right else f"%-{width}s" for place, width in enumerate(widths)
+    )
+    for row in rows:
+        is_simple = all(is_ascii) and len(row[0]) <= widths[0]
+        yield (form % tuple(row)).rstrip() if is_simple else _line(row, widths, to_right)
+
+
+def _line(row: Sequence[str], widths: Sequence[int], right: set[int]) -> str:
+    cells = []
+    for place, (text, width) in enumerate(zip(row, widths, strict=True)):
+        space = " " * (width - cell_len(text))
+        cells.append(f"{space}{text}" if place in right else f"{text}{space}")
+    if cell_len(row[0]) > widths[0]:
+        cells[0] = " " * widths[0]
+        return f"{row[0]}\n{_GAP.join(cells).rstrip()}"
+    return _GAP.join(cells).rstrip()
+
+
+class Bar:
+    """The progress of a command, shown only on a terminal."""
+
+    def __init__(self, bar: Any = None, task: Any = None) -> None:
+        self._bar = bar
+        self._task = task
+        self._updated_at = 0.0
+        self._lock = threading.Lock()
+
+    def advance(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` more bytes as done."""
+        if self._bar is not None:
+            self._bar.advance(self._task, num_bytes)
+
+    def show(self, progress: Progress) -> None:
+        """Show a report, unless the last one was shown a moment ago: many threads may report."""
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        with self._lock:
+            if now - self._updated_at < _SECONDS_BETWEEN_UPDATES and progress.bytes_done:
+                return
+            self._updated_at = now
+        self._bar.update(
+            self._task,
+            description=progress.phase,
+            completed=progress.bytes_done,
+            total=progress.bytes_total or None,
+        )
+
+
+@contextmanager
+def progress_bar(title: str, total_bytes: int | None) -> Iterator[Bar]:
+    """A bar on the standard error, with speed and remaining time; removed at the end."""
+    if not errors.is_terminal or (total_bytes is not None and total_bytes < _MIN_BYTES_FOR_BAR):
+        yield Bar()
+        return
+    # Imported here, because most commands show no bar.
+    from rich import progress  # noqa: PLC0415
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=None),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=errors, transient=True) as bar:
+        yield Bar(bar, bar.add_task(title, total=total_bytes))
