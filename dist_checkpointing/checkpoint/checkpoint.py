@@ -305,16 +305,10 @@ def _require_inside(shape: Ints, key: str, box: Box) -> None:
 
 
 _MOST_SHOWN: Final = 2000
-
-
 _MOST_LEVELS: Final = 20
 
-
 _OPEN_TENSORS: Final = 20
-
-
 """A group with no more tensors than this is shown open."""
-
 
 _STYLE: Final = """<style>
 .dckpt{font-size:13px;line-height:1.5}.dckpt details,.dckpt p{margin:0 0 0 1.2em;padding:0}

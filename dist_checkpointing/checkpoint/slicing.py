@@ -21,14 +21,9 @@ if TYPE_CHECKING:
 
 
 _ALL = slice(None, None, 1)
-
-
 _MOST_BOXES = 4096
 
-
 _GAP_ELEMENTS = 4096
-
-
 """Rows further apart than this are read one by one, and what lies between them is not."""
 
 
@@ -178,8 +173,6 @@ def _along(axis: int, extent: int, part: Any, key: str) -> int | range:
 
 
 Slices = Any
-
-
 """What may stand between the brackets of a tensor: an int, a slice, ``...``, or a tuple of them."""
 
 

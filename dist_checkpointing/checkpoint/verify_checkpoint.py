@@ -34,9 +34,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.driver import read
-from dist_checkpointing.storage.interface import set_up_reader
 from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import (
     cause_of,
     damage_of,
@@ -400,8 +398,6 @@ def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:
 def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -> list[Finding]:
     """Read all parts, and say what is wrong with which."""
     strategy = checkpoint.reads.sharded
-    if not isinstance(strategy, PlannedLoadStrategy):
-        return _damage_unplanned(checkpoint, parts, meter)
     reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     # What all parts need, such as a database that can be opened, is missed once and not by each.
@@ -411,32 +407,13 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     where = str(checkpoint.folder)
     findings = [Finding("in the index, and nowhere else", key, path=where) for key in unknown]
     known = [part for part in parts if part.key not in unknown]
-    return findings + damage_of(known, strategy, reader, index, meter)
+    return findings + damage_of(known, reader, index, meter)
 
 
 def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredPart]) -> list[Finding]:
     """Compare the objects that lie among the tensors with their checksums."""
-    strategy = checkpoint.reads.sharded
-    if not isinstance(strategy, PlannedLoadStrategy) or not checkpoint.index.objects:
+    if not checkpoint.index.objects:
         return []
-    reader = strategy.make_reader(checkpoint.folder)
-    set_up_reader(
-        reader, checkpoint.reads.index_for(reader, checkpoint.index), rank=0, world_size=1
-    )
+    reader = checkpoint.reads.set_up_reader(checkpoint.index)
     cells = [(key, cell) for key, handle in checkpoint.objects.items() for cell in handle]
     return damage_of_objects(cells, known, reader)
-
-
-def _damage_unplanned(
-    checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter
-) -> list[Finding]:
-    findings: list[Finding] = []
-    keys = list(dict.fromkeys(part.key for part in parts))
-    meter.expect(sum(checkpoint[key].num_bytes for key in keys))
-    for key in keys:
-        try:
-            _ = checkpoint[key][...]
-        except CorruptCheckpointError as error:
-            findings += _findings(error, key)
-        meter.add(checkpoint[key].num_bytes)
-    return findings

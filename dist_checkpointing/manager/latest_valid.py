@@ -34,7 +34,6 @@ from dist_checkpointing.planning.shard_table import ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import Selection, open_checkpoint
 
 
@@ -95,11 +94,9 @@ def is_verifiable(folder: Location, strategy: Selection[LoadShardedStrategy]) ->
     """Whether ``load`` can verify the tensors of a checkpoint while it reads them."""
     if strategy is not None:
         try:
-            sharded = open_checkpoint(data_folder(folder), strategy).sharded
+            open_checkpoint(data_folder(folder), strategy)
         except UnsupportedFormatError:
             return True  # the load itself tells the caller
-        if not isinstance(sharded, PlannedLoadStrategy):
-            return False
     return any(read_table(path).parts for path in checksum_files(data_folder(folder)))
 
 

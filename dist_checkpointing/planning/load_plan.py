@@ -4,20 +4,22 @@ read).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from operator import add, attrgetter, le
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
 
 from dist_checkpointing.errors import StateMismatchError
-from dist_checkpointing.format.geometry import Box, Ints, Window, padded
+from dist_checkpointing.format.geometry import Box, Ints, Window, padded, padded_rows
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
+from dist_checkpointing.mapping.nested_dicts import Path, Position, chained
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
 from dist_checkpointing.mapping.tensor_memory import plain_addresses
 from dist_checkpointing.planning.items import (
@@ -29,58 +31,99 @@ from dist_checkpointing.planning.items import (
 )
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
 
-_FIELDS = tuple(
-    map(
-        attrgetter,
-        (
-            "key",
-            "data",
-            "dtype",
-            "local_shape",
-            "global_shape",
-            "global_offset",
-            "prepend_axis_num",
-            "allow_shape_mismatch",
-            "flattened_range",
-        ),
-    )
-)
-
-
 _BLOCK_ROWS = 1024
+_SHAPE_FIELDS = ("local_shape", "global_shape", "global_offset")
+_FIELDS = ("key", "data", "dtype", *_SHAPE_FIELDS, "prepend_axis_num", "flattened_range")
 
 
-@dataclass(frozen=True, eq=False)
-class TensorColumns:
-    """ShardedTensors as columns, one value a leaf; see the attributes of ShardedTensor.
+class Columns:
+    """A dataclass whose arrays have one value a row; its other fields concern all rows.
 
-    ``data`` is None where memory is not made yet.
+    Two-dimensional arrays are padded to one number of axes: shapes and lengths with 1, others
+    with 0.
     """
 
-    leaves: Sequence[ShardedTensor]
-    keys: Sequence[str]
-    data: Sequence[torch.Tensor | None]
-    dtypes: Sequence[torch.dtype]
-    local_shapes: Sequence[Ints]
-    global_shapes: Sequence[Ints]
-    offsets: Sequence[Ints]
-    prepended: Sequence[int]
-    may_differ: Sequence[bool]
-    ranges: Sequence[slice | None]
+    def arrays(self) -> dict[str, Any]:
+        """The columns by name."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return {name: column for name, column in values if isinstance(column, np.ndarray)}
 
-    def __len__(self) -> int:
-        return len(self.leaves)
+    def take(self, rows: Any) -> Self:
+        """The table of some rows, by mask or positions; itself if the mask is all true."""
+        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
+            return self
+        columns = {name: column[rows] for name, column in self.arrays().items()}
+        return replace(self, **columns)  # type: ignore[type-var]
+
+    def joined(self, *others: Any) -> Self:
+        """This table and the rows of others with the same other fields."""
+        columns = {}
+        for name, column in self.arrays().items() if others else ():
+            parts = [column, *(getattr(other, name) for other in others)]
+            if column.ndim == 2:
+                width = max(part.shape[1] for part in parts)
+                fill = int(name.endswith(("shapes", "lengths")))
+                parts = [padded(part, width, fill) for part in parts]
+            columns[name] = np.concatenate(parts)
+        return replace(self, **columns)  # type: ignore[type-var]
+
+
+class WantedTable:
+    """The leaves that a rank wants, and the tensors among them as columns, one value a tensor.
+
+    Attributes:
+        leaves: Tensors and cells of sharded objects by path.
+        rows: The same in a list.
+        tensors: The tensors among them.
+        data: Memory to fill; None where it is not made yet.
+    """
+
+    data: list[torch.Tensor | None]
+    dtypes: list[torch.dtype]
+    local_shapes: list[Ints]
+    global_shapes: list[Ints]
+    global_offsets: list[Ints]
+    prepended: list[int]
+    ranges: list[slice | None]
+
+    def __init__(self, leaves: Mapping[Path, ShardedBase]) -> None:
+        self.leaves = leaves
+        self.rows: Sequence[ShardedBase] = list(leaves.values())
+        self.tensors = [leaf for leaf in self.rows if isinstance(leaf, ShardedTensor)]
+        columns: list[list[Any]] = [[] for _ in _FIELDS]
+        # In blocks, because a leaf that is in the cache of the processor is read in half the time.
+        for start in range(0, len(self.tensors), _BLOCK_ROWS):
+            block = self.tensors[start : start + _BLOCK_ROWS]
+            for column, field in zip(columns, _FIELDS, strict=True):
+                column.extend(map(attrgetter(field), block))
+        keys, self.data, self.dtypes, *shapes, self.prepended, self.ranges = columns
+        self.local_shapes, self.global_shapes, self.global_offsets = shapes
+        # The index remembers what it has found for one tuple.
+        self.keys: tuple[str, ...] = tuple(keys)
 
     @classmethod
-    def of(cls, leaves: Iterable[ShardedTensor]) -> TensorColumns:
-        rows = list(leaves)
-        columns: tuple[list[Any], ...] = tuple([] for _ in _FIELDS)
-        # In blocks, because a leaf that is in the cache of the processor is read in half the time.
-        for start in range(0, len(rows), _BLOCK_ROWS):
-            block = rows[start : start + _BLOCK_ROWS]
-            for column, field in zip(columns, _FIELDS, strict=True):
-                column.extend(map(field, block))
-        return cls(rows, tuple(columns[0]), *columns[1:])
+    def of(cls, leaves: Iterable[ShardedBase]) -> WantedTable:
+        """The table of leaves whose paths do not matter."""
+        return cls({(Position(number),): leaf for number, leaf in enumerate(leaves)})
+
+    def with_objects(self, cells: Mapping[Path, ShardedBase]) -> WantedTable:
+        """This table of tensors, and cells of sharded objects behind them."""
+        if not cells:
+            return self
+        table = copy.copy(self)
+        table.leaves, table.rows = chained(self.leaves, cells), [*self.rows, *cells.values()]
+        return table
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @cached_property
+    def sources(self) -> Int32s:
+        """Position of each tensor among all leaves."""
+        if len(self.tensors) == len(self.rows):
+            return np.arange(len(self.rows), dtype=np.int32)
+        is_tensor = [isinstance(leaf, ShardedTensor) for leaf in self.rows]
+        return np.flatnonzero(is_tensor).astype(np.int32)
 
     @cached_property
     def box_shapes(self) -> Sequence[Ints]:
@@ -88,21 +131,40 @@ class TensorColumns:
         if not any(self.prepended):
             return self.local_shapes
         pairs = zip(self.prepended, self.local_shapes, strict=True)
-        return [(1,) * more + tuple(own) for more, own in pairs]
+        return [(1,) * more + tuple(shape) for more, shape in pairs]
 
     @cached_property
-    def flat_ranges(self) -> Sequence[tuple[int, int] | None]:
-        """Flattened ranges as ``(start, stop)``."""
-        return [None if own is None else (own.start, own.stop) for own in self.ranges]
+    def ndim(self) -> Int32s:
+        """Number of axes of each box."""
+        return np.fromiter(map(len, self.box_shapes), dtype=np.int32, count=len(self.keys))
+
+    @cached_property
+    def offsets(self) -> Int64s:
+        """``[tensors, axes]``, first element of each box."""
+        return padded_rows(self.global_offsets, 0)
+
+    @cached_property
+    def shapes(self) -> Int64s:
+        """``[tensors, axes]``, shape of each box."""
+        return padded_rows(self.box_shapes, 1)
+
+    @cached_property
+    def flat(self) -> Int64s:
+        """``[tensors, 2]``, start and stop of the flattened range, -1 where there is none."""
+        ranges = np.full((len(self.keys), 2), -1, dtype=np.int64)
+        for row, part in enumerate(self.ranges):
+            if part is not None:
+                ranges[row] = part.start, part.stop
+        return ranges
 
     @property
     def are_ready(self) -> bool:
-        """Whether every leaf has a tensor, all of which a whole global tensor fills.
+        """Whether every tensor has memory, all of which a whole global tensor fills.
 
         The box of a padded shard may extend beyond the global tensor.
         """
-        columns = (self.offsets, self.box_shapes, self.global_shapes)
-        first, shape, whole = (chain.from_iterable(column) for column in columns)
+        columns = (self.global_offsets, self.box_shapes, self.global_shapes)
+        first, shape, whole = map(chain.from_iterable, columns)
         return type(None) not in set(map(type, self.data)) and all(
             map(le, map(add, first, shape), whole)
         )
@@ -111,13 +173,13 @@ class TensorColumns:
     def num_bytes(self) -> Int64s:
         """Bytes of each tensor; 0 where memory is not made yet."""
         sizes = (0 if tensor is None else tensor.nbytes for tensor in self.data)
-        return np.fromiter(sizes, dtype=np.int64, count=len(self))
+        return np.fromiter(sizes, dtype=np.int64, count=len(self.keys))
 
     @cached_property
     def data_dtypes(self) -> Sequence[torch.dtype]:
         """Element types of the tensors; that of the leaf where memory is not made yet."""
         pairs = zip(self.data, self.dtypes, strict=True)
-        return [own if data is None else data.dtype for data, own in pairs]
+        return [dtype if data is None else data.dtype for data, dtype in pairs]
 
     @cached_property
     def addresses(self) -> Int64s:
@@ -129,7 +191,7 @@ class TensorColumns:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadTable(Sequence[ReadItem]):
+class ReadTable(Columns, Sequence[ReadItem]):
     """Boxes to copy, as columns; row ``i`` of every array describes one of them.
 
     As a sequence it has an item for each row, made when asked for.
@@ -192,13 +254,10 @@ class ReadTable(Sequence[ReadItem]):
         positions: dict[str, int] = {}
         keys = [positions.setdefault(i.storage_index.fqn, len(positions)) for i in given]
         offsets = [tuple(i.storage_index.offset or ()) for i in given]
-        width = max(
-            (max(len(i.lengths), len(o)) for i, o in zip(given, offsets, strict=True)), default=0
-        )
+        width = max(map(len, [*offsets, *(i.lengths for i in given)]), default=0)
 
         def wide(rows: Iterable[Sequence[int]], fill: int) -> Int64s:
-            padded = [(*row[:width], *(fill,) * (width - len(row))) for row in rows]
-            return np.array(padded, dtype=np.int64).reshape(len(given), width)
+            return padded_rows([row[:width] for row in rows], fill, width)
 
         def column(values: Iterable[int]) -> Int64s:
             return np.fromiter(values, dtype=np.int64, count=len(given))
@@ -229,29 +288,22 @@ class ReadTable(Sequence[ReadItem]):
 
     def take(self, rows: Any) -> ReadTable:
         """The table of some rows, by mask or positions."""
-        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in _COLUMNS}
-        if self.given is not None:
-            positions = np.arange(len(self))[rows].tolist()
-            columns["given"] = tuple(self.given[row] for row in positions)
-        return replace(self, **columns)
+        given = self.given
+        if given is not None:
+            given = tuple(given[row] for row in np.arange(len(self))[rows].tolist())
+        return replace(Columns.take(self, rows), given=given)
 
     def followed_by(self, other: ReadTable) -> ReadTable:
         """This table and the rows of another one."""
-        width = max(self.lengths.shape[1], other.lengths.shape[1])
-        columns: dict[str, Any] = {}
-        for name in _COLUMNS:
-            pair = [getattr(self, name), getattr(other, name)]
-            if name == "keys" and other.names is not self.names:
-                pair[1] = pair[1] + len(self.names)
-            if pair[0].ndim == 2:
-                fill = 1 if name in _SHAPES else 0
-                pair = [padded(column, width, fill) for column in pair]
-            columns[name] = np.concatenate(pair)
         given = None
         if self.given is not None or other.given is not None:
             given = (*self.items(), *other.items())
-        names = self.names if other.names is self.names else (*self.names, *other.names)
-        return ReadTable(names, **columns, given=given)
+        if other.names is not self.names:
+            shifted = replace(other, keys=other.keys + np.int32(len(self.names)))
+            table = replace(self.joined(shifted), names=(*self.names, *other.names))
+        else:
+            table = self.joined(other)
+        return replace(table, given=given)
 
     @property
     def num_elements(self) -> Int64s:
@@ -302,12 +354,6 @@ class ReadTable(Sequence[ReadItem]):
     def items(self) -> tuple[ReadItem, ...]:
         """All rows as items."""
         return tuple(map(self.item, range(len(self)))) if self.given is None else self.given
-
-
-_COLUMNS = tuple(f.name for f in fields(ReadTable) if f.name not in ("names", "given"))
-
-
-_SHAPES = ("dest_shapes", "storage_shapes", "lengths")
 
 
 def contiguous_ranges(

@@ -38,8 +38,13 @@ from dist_checkpointing.planning.items import (
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.load_plan import LoadPlan, contiguous_ranges, object_rows
-from dist_checkpointing.planning.resharding import WantedLeaves, plan_load
+from dist_checkpointing.planning.load_plan import (
+    LoadPlan,
+    WantedTable,
+    contiguous_ranges,
+    object_rows,
+)
+from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
 
 Leaves = Mapping[Path, ShardedBase]
@@ -479,7 +484,7 @@ class DefaultLoadPlanner(LoadPlanner):
     """
 
     def __init__(self) -> None:
-        self._wanted = WantedLeaves({})
+        self._wanted = WantedTable({})
         self._index = Index.of([])
 
     @property
@@ -488,35 +493,39 @@ class DefaultLoadPlanner(LoadPlanner):
         return self._wanted.rows
 
     def configure_planner(
-        self, state_dict: Leaves, metadata: Index, *args: Any, **kwargs: Any
+        self, state_dict: Leaves | WantedTable, metadata: Index, *args: Any, **kwargs: Any
     ) -> None:
         del args, kwargs
-        self._wanted = WantedLeaves.of(state_dict)
+        if not isinstance(state_dict, WantedTable):
+            state_dict = WantedTable(state_dict)
+        self._wanted = state_dict
         self._index = metadata
 
     def build_local_plan(self) -> LoadPlan:
-        index, shards = self._index, self._wanted.shards
-        is_stored = index.rows_of(shards.keys) >= 0
-        findings = [
-            Finding("not in the checkpoint", shards.keys[row])
-            for row in np.flatnonzero(~is_stored).tolist()
-        ]
-        if findings:
-            shards = shards.take(np.flatnonzero(is_stored))
+        wanted = stored = self._wanted
+        findings: list[Finding] = []
+        is_stored = self._index.rows_of(wanted.keys) >= 0
+        if not is_stored.all():
+            absent = np.flatnonzero(~is_stored).tolist()
+            findings += [Finding("not in the checkpoint", wanted.keys[row]) for row in absent]
+            stored = WantedTable.of(leaf for leaf in wanted.tensors if leaf.key in self._index)
         cells: list[tuple[str, Ints, int]] = []
-        if len(self._wanted.sources) < len(self._wanted):
-            for source, leaf in enumerate(self._wanted.rows):
+        if len(wanted) < len(wanted.rows):
+            for source, leaf in enumerate(wanted.rows):
                 if isinstance(leaf, ShardedObject):
-                    findings += misfits(leaf, index)
+                    findings += misfits(leaf, self._index)
                     cells.append((leaf.key, tuple(leaf.global_offset), source))
-        table, uncovered = plan_load(index, shards)
+        table, uncovered = plan_load(self._index, stored)
         findings += uncovered
         if findings:
             raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
         return LoadPlan(table.followed_by(object_rows(cells)) if cells else table)
 
     def destinations(self, plan: LoadPlan) -> Destinations:
-        if not all(_is(getattr(self, name), getattr(DefaultLoadPlanner, name)) for name in _HOOKS):
+        if any(
+            name in vars(self) or getattr(type(self), name) is not getattr(DefaultLoadPlanner, name)
+            for name in _HOOKS
+        ):
             return super().destinations(plan)
         return _OwnMemory(self, plan, self._wanted)
 
@@ -565,7 +574,7 @@ class _OwnMemory(Destinations):
 
     is_own_memory = True
 
-    def __init__(self, planner: DefaultLoadPlanner, plan: LoadPlan, wanted: WantedLeaves) -> None:
+    def __init__(self, planner: DefaultLoadPlanner, plan: LoadPlan, wanted: WantedTable) -> None:
         super().__init__(planner, plan)
         self._wanted = wanted
         self._leaves = wanted.rows
@@ -585,7 +594,7 @@ class _OwnMemory(Destinations):
         """Nothing is left to do: the destination is the leaf's own memory."""
 
     def addresses(self, dtypes: Sequence[torch.dtype | None], numbers: Int64s) -> Int64s | None:
-        table, own = self.plan.table, self._wanted.tensors
+        table, own = self.plan.table, self._wanted
         if table.given is not None or not len(own):
             return None  # a planner of a user may have changed what the rows mean
         number = {dtype: i for i, dtype in enumerate(dtypes)}
@@ -593,13 +602,13 @@ class _OwnMemory(Destinations):
         itemsizes = np.array([0 if dtype is None else dtype.itemsize for dtype in dtypes])
         # The position of a leaf among the tensors; no row of a tensor has that of an object.
         position = np.zeros(len(self._leaves), dtype=np.int64)
-        position[self._wanted.sources] = np.arange(len(own))
+        position[own.sources] = np.arange(len(own))
         rows = position[table.sources]
         starts, is_run = contiguous_ranges(
             table.dest_starts, table.dest_shapes, table.dest_boxes, table.lengths
         )
         items = itemsizes[numbers]
-        is_flat = self._wanted.shards.flat[rows, 0] >= 0
+        is_flat = own.flat[rows, 0] >= 0
         ends = table.dest_starts + table.dest_shapes.prod(axis=1)
         fits = np.where(
             is_flat, ends * items <= own.num_bytes[rows], ends * items == own.num_bytes[rows]

@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dist_checkpointing.errors import CheckpointingException, Finding, StateMismatchError, hint
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -38,53 +38,46 @@ from dist_checkpointing.planning.recipe_rules import (
     Wanted,
 )
 
-if TYPE_CHECKING:
-    pass
-
-
 _KINDS = (Rename, Drop, Keep, CastTo, Missing, Resize, Split, Concat, Transpose, Stack, Unstack)
 
-
 RULES: Mapping[str, type[Rule]] = {kind.name: kind for kind in _KINDS}
-
-
 """The rules by the names that they have in files."""
 
 
-def rules_of_file(place: Path) -> list[Rule | Recipe]:
+def _rules_of_file(path: Path) -> list[Rule | Recipe]:
     """The rules in a file, see ``Recipe.read``.
 
     Raises:
         CheckpointingException: for a file that cannot be read, naming the rule.
     """
     try:
-        text = place.read_text()
-        is_yaml = place.suffix in (".yaml", ".yml")
-        rows = _yaml(place)(text) if is_yaml else json.loads(text, object_pairs_hook=_once_each)
+        text = path.read_text()
+        is_yaml = path.suffix in (".yaml", ".yml")
+        rows = _yaml(path)(text) if is_yaml else json.loads(text, object_pairs_hook=_once_each)
     except (OSError, ValueError) as error:
-        raise _unreadable(place, str(error)) from error
+        raise _unreadable(path, str(error)) from error
     if not isinstance(rows, list):
-        raise _unreadable(place, "it must be a list of rules")
+        raise _unreadable(path, "it must be a list of rules")
     rules = []
     for number, row in enumerate(rows, 1):
         try:
             rules.append(_rule(row))
         except (CheckpointingException, TypeError, ValueError) as error:
-            raise _unreadable(place, f"rule {number}: {error}") from error
+            raise _unreadable(path, f"rule {number}: {error}") from error
     return rules
 
 
-def _unreadable(place: Path, problem: str, remedy: str | None = None) -> CheckpointingException:
-    finding = Finding(problem, path=str(place), remedy=remedy)
+def _unreadable(path: Path, problem: str, remedy: str | None = None) -> CheckpointingException:
+    finding = Finding(problem, path=str(path), remedy=remedy)
     return CheckpointingException("the recipe cannot be read", [finding])
 
 
-def _yaml(place: Path) -> Callable[[str], Any]:
+def _yaml(path: Path) -> Callable[[str], Any]:
     try:
         yaml = import_module("yaml")
     except ModuleNotFoundError as error:
         remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
-        raise _unreadable(place, "the package PyYAML is missing", remedy) from error
+        raise _unreadable(path, "the package PyYAML is missing", remedy) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -196,7 +189,7 @@ class Recipe:
             >>> Recipe.read("recipe.json")
             Recipe(drop 'lm_head.{x}')
         """
-        return cls(*rules_of_file(Path(path)))
+        return cls(*_rules_of_file(Path(path)))
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(str, self.rules))})"
@@ -289,7 +282,7 @@ class Derivation:
         return sorted(d.name for d in dtypes if not is_lossless(d.torch, tensor.dtype.torch))
 
     @property
-    def idle(self) -> list[str]:
+    def unused_rules(self) -> list[str]:
         """The rules that match nothing, as texts with their numbers."""
         rows = enumerate(self.counts, 1)
         return [f"rule {number} ({rule})" for number, (rule, count) in rows if not count]
@@ -346,7 +339,7 @@ class Derivation:
         lines.append(
             f"{len(self.tensors)} tensors: {len(changed)} by rules, "
             f"{len(self.tensors) - len(changed)} as stored; {len(left)} stored ones left out; "
-            f"{len(self.idle)} of {len(self.counts)} rules match nothing"
+            f"{len(self.unused_rules)} of {len(self.counts)} rules match nothing"
         )
         return "\n".join(lines)
 

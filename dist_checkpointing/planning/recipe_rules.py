@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, get_args
 
@@ -17,37 +18,25 @@ from dist_checkpointing.planning.derived_tensors import DerivedTensor, Fill
 
 Tensors = Mapping[str, DerivedTensor]
 
-
 Wanted = Mapping[str, tuple[Ints, DType]]
-
-
 """Global shape and dtype of the tensors of a template, by key."""
 
-
 Made = list[tuple[str, DerivedTensor]]
-
-
 """New tensors with their keys."""
 
-
 _SPECIAL = frozenset(r"\[](){}*+?^$|")
-
-
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 
-
 NUMBER = "i"
-
-
 """Name of the placeholder that stands for a number."""
 
 
 class Misfit(Exception):
     """What a rule cannot do with the tensors that it matches."""
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(str(finding))
-        self.finding = finding
+    def __init__(self, problem: str, **details: object) -> None:
+        super().__init__(problem)
+        self.finding = Finding(problem, **details)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -65,6 +54,14 @@ class Change:
     made: Made = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     count: int = 0
+
+    @contextmanager
+    def noting(self, key: str | None = None) -> Iterator[None]:
+        """Note what the body cannot do with a tensor."""
+        try:
+            yield
+        except Misfit as misfit:
+            self.findings.append(replace(misfit.finding, key=key))
 
 
 class Rule(ABC):
@@ -125,7 +122,7 @@ class Rule(ABC):
         try:
             return match.expand(_PLACEHOLDER.sub(r"\\g<\1>", text))
         except (re.error, IndexError) as error:
-            raise Misfit(Finding(f"{text!r} names what is not matched: {error}")) from error
+            raise Misfit(f"{text!r} names what is not matched: {error}") from error
 
     def matches(
         self, tensors: Iterable[str], *patterns: str
@@ -148,12 +145,12 @@ class NameRule(Rule):
         """The keys that it matches, and the new names of those that it changes; None drops one."""
 
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
-        try:
+        change = Change()
+        with change.noting():
             matched, names = self.new_names(tensors)
-        except Misfit as misfit:
-            return Change(findings=[misfit.finding])
-        made = [(new, tensors[old]) for old, new in names.items() if new is not None]
-        return Change([*names], made, count=len(matched))
+            change.taken, change.count = [*names], len(matched)
+            change.made = [(new, tensors[old]) for old, new in names.items() if new is not None]
+        return change
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +185,9 @@ class EachRule(Rule):
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:
         change = Change()
         for key, match, _ in self.matches(tensors, self.pattern):
-            try:
-                made = self.made(Matched(tensors[key], key, match, wanted))
-            except Misfit as misfit:
-                change.findings.append(replace(misfit.finding, key=key))
-                continue
-            change.taken.append(key)
-            change.made += made
+            with change.noting(key):
+                change.made += self.made(Matched(tensors[key], key, match, wanted))
+                change.taken.append(key)
         change.count = len(change.taken)
         return change
 
@@ -370,9 +363,7 @@ class Resize(EachRule):
         if size is None:
             shape, _ = (own.wanted or {}).get(own.key, (tensor.shape, None))
             if len(shape) != len(tensor.shape):
-                raise Misfit(
-                    Finding("the number of axes differs", expected=shape, found=tensor.shape)
-                )
+                raise Misfit("the number of axes differs", expected=shape, found=tensor.shape)
             size = shape[axis]
         extent = tensor.shape[axis]
         if size <= extent:
@@ -419,17 +410,15 @@ class Split(EachRule):
         unit, rest = divmod(tensor.shape[axis], self.groups * sum(sizes))
         if rest:
             raise Misfit(
-                Finding(
-                    f"axis {axis} cannot be cut like that",
-                    expected=f"a multiple of {self.groups * sum(sizes)}",
-                    found=tensor.shape[axis],
-                )
+                f"axis {axis} cannot be cut like that",
+                expected=f"a multiple of {self.groups * sum(sizes)}",
+                found=tensor.shape[axis],
             )
         rows = tensor.cut(axis, [unit * size for size in sizes] * self.groups)
         names = [self.expanded(own.match, name) for name in self.into]
         return [
-            (name, DerivedTensor.joined(rows[place :: len(sizes)], axis))
-            for place, name in enumerate(names)
+            (name, DerivedTensor.joined(rows[number :: len(sizes)], axis))
+            for number, name in enumerate(names)
         ]
 
 
@@ -466,38 +455,36 @@ class Concat(Rule):
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
         parts: dict[str, dict[int, str]] = {}
         change = Change()
-        for key, match, place in self.matches(tensors, *self.patterns):
-            try:
+        for key, match, number in self.matches(tensors, *self.patterns):
+            with change.noting(key):
                 found = parts.setdefault(self.expanded(match, self.into), {})
-            except Misfit as misfit:
-                change.findings.append(replace(misfit.finding, key=key))
-                continue
-            change.taken.append(key)
-            if found.setdefault(place, key) != key:
-                problem = f"several tensors match {self.patterns[place]!r} for this name"
-                change.findings.append(Finding(problem, self.into, found=f"{found[place]}, {key}"))
+                change.taken.append(key)
+                if found.setdefault(number, key) != key:
+                    problem = f"several tensors match {self.patterns[number]!r} for this name"
+                    both = f"{found[number]}, {key}"
+                    change.findings.append(Finding(problem, self.into, found=both))
         for name, found in parts.items():
-            try:
+            with change.noting(name):
                 change.made.append((name, self._joined(tensors, found)))
-            except Misfit as misfit:
-                change.findings.append(replace(misfit.finding, key=name))
         change.count = len(change.taken)
         return change
 
     def _joined(self, tensors: Tensors, found: Mapping[int, str]) -> DerivedTensor:
-        missing = [p for place, p in enumerate(self.patterns) if place not in found]
+        missing = [repr(p) for number, p in enumerate(self.patterns) if number not in found]
         if missing:
-            problem = f"nothing matches {', '.join(map(repr, missing))}"
-            raise Misfit(Finding(problem, found=f"only {', '.join(found.values())}"))
-        parts = [tensors[found[place]] for place in range(len(self.patterns))]
+            problem = f"nothing matches {', '.join(missing)}"
+            raise Misfit(problem, found=f"only {', '.join(found.values())}")
+        parts = [tensors[found[number]] for number in range(len(self.patterns))]
         axis = _axis(parts[0], self.axis)
         _require_alike(parts, axis)
         rows = []
-        for place, part in enumerate(parts):
+        for number, part in enumerate(parts):
             extent, rest = divmod(part.shape[axis], self.groups)
             if rest:
-                problem = f"axis {axis} of {found[place]!r} cannot be cut into {self.groups} groups"
-                raise Misfit(Finding(problem, found=part.shape))
+                problem = (
+                    f"axis {axis} of {found[number]!r} cannot be cut into {self.groups} groups"
+                )
+                raise Misfit(problem, found=part.shape)
             rows.append(part.cut(axis, [extent] * self.groups))
         return DerivedTensor.joined(
             [part for group in zip(*rows, strict=True) for part in group], axis
@@ -529,7 +516,7 @@ class Transpose(EachRule):
         every = range(len(own.tensor.shape))
         order = [*reversed(every)] if self.axes is None else [*self.axes]
         if sorted(order) != [*every]:
-            raise Misfit(Finding("axes must name each axis once", expected=[*every], found=order))
+            raise Misfit("axes must name each axis once", expected=[*every], found=order)
         return [(own.key, own.tensor.permuted(order))]
 
 
@@ -571,12 +558,10 @@ class Stack(EachRule):
                 problem = f"layers are missing: {listed}"
                 change.findings.append(Finding(problem, name, found=f"{len(found)} layers"))
                 continue
-            try:
-                own = [found[number] for number in range(len(found))]
-                _require_alike(own, 0)
-                change.made.append((name, DerivedTensor.joined(own, 0)))
-            except Misfit as misfit:
-                change.findings.append(replace(misfit.finding, key=name))
+            with change.noting(name):
+                rows = [found[number] for number in range(len(found))]
+                _require_alike(rows, 0)
+                change.made.append((name, DerivedTensor.joined(rows, 0)))
         return change
 
 
@@ -623,7 +608,7 @@ def _sizes(rule: Split) -> Sequence[int]:
 def _axis(tensor: DerivedTensor, axis: int) -> int:
     ndim = len(tensor.shape)
     if not (type(axis) is int and -ndim <= axis < ndim):
-        raise Misfit(Finding(f"it has no axis {axis}", found=tensor.shape))
+        raise Misfit(f"it has no axis {axis}", found=tensor.shape)
     return axis % ndim
 
 
@@ -633,4 +618,4 @@ def _require_alike(tensors: Sequence[DerivedTensor], axis: int) -> None:
     if len(kinds) > 1:
         found = ", ".join(f"{t.dtype.name}{list(t.shape)}" for t in tensors[:4])
         problem = "the tensors to join differ in dtype or shape"
-        raise Misfit(Finding(problem, found=found, remedy="Cast or resize them before."))
+        raise Misfit(problem, found=found, remedy="Cast or resize them before.")

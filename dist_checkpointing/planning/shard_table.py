@@ -253,6 +253,8 @@ def table_of_rows(rank: int, rows: Sequence[ShardRow]) -> ShardTable:
 
 def counted(counts: Int64s) -> tuple[Int64s, Int64s]:
     """For each of several groups its number so many times, and the position in the group."""
+    if (counts == 1).all():
+        return np.arange(len(counts)), np.zeros(len(counts), dtype=np.int64)
     groups = np.repeat(np.arange(len(counts)), counts)
     return groups, np.arange(len(groups)) - np.repeat(np.cumsum(counts) - counts, counts)
 

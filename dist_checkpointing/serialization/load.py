@@ -1,11 +1,11 @@
-"""load: open, index, partition, compare, plan, read, rebuild."""
+"""``load``: its parameters, and the whole line from the folder to the state dict."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any, Literal, TypeVar, overload
 
@@ -13,10 +13,9 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import LARGE_BYTES, Index, large_tensors
+from dist_checkpointing.format.index import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import (
     ShardedBase,
@@ -28,51 +27,34 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.state_dict_parts import Partition, partition
-from dist_checkpointing.planning.load_plan import TensorColumns
+from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Recipe, require_recipe
-from dist_checkpointing.planning.resharding import WantedLeaves
-from dist_checkpointing.serialization.load_checks import (
-    check_access,
-    noting_filled,
-    rebuilt,
-    require_same_save,
-)
-from dist_checkpointing.serialization.load_recipe import (
-    RecipeLoad,
-    apply_recipe,
-    made_state,
-    object_keys,
-)
-from dist_checkpointing.serialization.load_verification import Verification
-from dist_checkpointing.storage.interface import StorageReader
+from dist_checkpointing.serialization.fingerprint_of_state import verify_restored
+from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, derived_state
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.selection import (
-    LoadStrategies,
-    Selection,
-    open_checkpoint,
-)
-from dist_checkpointing.strategies.unplanned_strategies import (
-    open_stored,
-    read_wanted,
-    replaced,
-    split_objects,
-    stored_shapes,
-)
+from dist_checkpointing.strategies.opened_checkpoint import OpenedCheckpoint, replaced
+from dist_checkpointing.strategies.selection import Selection
+from dist_checkpointing.strategies.verification import Verifier
 from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.load_errors import (
     Cast,
     StoredTensors,
+    check_access,
     clear_partly_stored,
     compare,
+    first_names,
     handle_strictly,
+    hash_of_names,
+    noting_filled,
+    require_same_save,
+    warn_of_unasked,
     with_memory,
 )
 from dist_checkpointing.validation.save_errors import check_filled, refuse_distributed
 from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
 
 T = TypeVar("T", bound=ShardedBase)
-
 Verify = bool | Literal["restored"]
 
 _ReturningFlag = Literal[
@@ -201,174 +183,165 @@ def load(
     """
     comm = chosen_comm(comm)
     meter = Meter("load", comm.rank, progress)
-    flag = parse_strict_flag(strict)
-    _require_known(cast, verify, recipe)
-    template, restored = _template_of(
-        sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy, recipe, comm,
-        trusted=trusted,
-    )  # fmt: skip
+    flag = _checked_options(strict, cast, verify, recipe)
+
+    # Open the checkpoint, and take the template apart.
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
-        folder = data_folder(checkpoint_dir)
-        save_number = number_of_save(folder)
-        found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
-        parts = _take_apart(template)
-        common = found.common.load_common(folder)
-    require_same_save(comm.all_same(save_number), folder)
+        opened = OpenedCheckpoint.open(
+            data_folder(checkpoint_dir), sharded_strategy, common_strategy, comm, trusted=trusted
+        )
+        if not isinstance(sharded_state_dict, ShardedStateful):
+            parts, restore = _split(sharded_state_dict), None
+    require_same_save(comm.all_same(opened.save_number), opened.folder)
+    if isinstance(sharded_state_dict, ShardedStateful):
+        stored = StoredState(opened.stored_shapes(), opened.common)
+        template, restore = sharded_state_dict.template_for(derived_state(recipe, stored), comm)
+        with comm.agreed("taking the template apart"):
+            parts = _split(template)
     if validate_access_integrity:
         check_access(parts, comm)
 
-    reader, index, stored, stored_keys = open_stored(
-        found, folder, parts, comm, is_kept=bool(verify), is_whole=recipe is not None
-    )
-    made = apply_recipe(recipe, found, index, parts, folder, comm)
-    stored = stored if made is None else made.shapes
-    missing, unexpected = _compare_keys(parts, stored_keys, found, folder, made, flag, comm)
+    # Read the index, and apply the recipe to it.
+    opened.read_index(parts, is_kept=bool(verify), is_whole=recipe is not None)
+    made = None if recipe is None else apply_recipe(recipe, opened, parts)
+    shapes = opened.shapes if made is None else made.shapes
+
+    # Compare the template with it, and make memory where there is none.
+    missing, unexpected = _compare_keys(opened, parts, made, flag)
     with comm.agreed("comparing template and checkpoint"), paused_collector():
-        tensors = _asked(parts.tensors, unexpected)
-        wanted_objects = _asked(parts.objects, unexpected)
-        wanted = TensorColumns.of(tensors.values())
-        own_planner = getattr(found.sharded, "planner", None) is not None
-        with nullcontext() if made is None else made.checking(tensors, wanted_objects):
+        wanted = filled = WantedTable(_without_keys(parts.tensors, unexpected))
+        objects = _without_keys(parts.objects, unexpected)
+        user_planner = getattr(opened.strategies.sharded, "planner", None) is not None
+        with nullcontext() if made is None else made.checking(wanted.tensors, objects):
             alike = compare(
-                tensors,
                 wanted,
-                stored,
+                shapes,
                 cast,
                 # A planner of a user may know other names.
-                planner_knows_keys=own_planner and made is None,
-                stored_keys=stored_keys if made is None else None,
-                common=common,
+                planner_knows_keys=user_planner and made is None,
+                stored_keys=opened.stored_keys if made is None else made.shapes.keys,
+                common=opened.common,
             )
-        check_filled(parts, common, flag)
-        filled = wanted
+        check_filled(parts, opened.common, flag)
         # Copies of the leaves are for others than our own planner, who may change them.
-        if own_planner or not (alike and wanted.are_ready):
-            filled = TensorColumns.of(_with_memory(wanted, stored, reader, index, made))
-        to_fill = WantedLeaves(replaced(tensors, filled.leaves), filled)
+        if user_planner or not (alike and wanted.are_ready):
+            filled = WantedTable(
+                replaced(wanted.leaves, _with_memory(wanted, shapes, opened, made))
+            )
     # Only now that all ranks agree may a tensor of the caller be touched.
     if filled is not wanted:
-        clear_partly_stored(wanted.leaves, stored)
-    to_read = to_fill
-    if made is not None:
-        to_read, wanted_objects = made.to_read(to_fill, wanted_objects, comm)
-    verification = Verification(
-        to_read, [*wanted_objects.values()], found, folder, index, reader, meter, comm
-    )
-    to_verify = verification.begin() if verify is True else None
-    cells, of_common = split_objects(wanted_objects, found, parts, folder, comm)
-    with (
-        noting_filled(wanted),
-        verification.of_restored(is_wanted=verify == "restored"),
-        verification.finding_damage(to_verify),
-        meter.phase("reading"),
-    ):
-        loaded, of_strategy = read_wanted(to_read, cells, found.sharded, reader, index, comm, meter)
-    of_objects = {**(of_strategy or of_common), **({} if made is None else made.kept)}
-    if made is not None:
-        loaded = replaced(tensors, [leaf.data for leaf in filled.leaves])
+        clear_partly_stored(wanted.tensors, shapes)
+    to_read = filled if made is None else made.to_read(filled, comm)
+    objects = objects if made is None else made.objects_of(objects)
 
-    @paused_collector()
-    def rebuild() -> Any:
-        require_same_save(number_of_save(folder) == save_number, folder)
-        return restored(parts.rebuild(common, loaded, of_objects))
+    # Verify what is not read whole; then read, and compare what memory holds.
+    verifier = None
+    if verify is True:
+        verifier = Verifier.start(opened, to_read, [*objects.values()], meter)
+    cells, values = opened.read_objects(objects, parts)
+    with noting_filled(wanted):
+        with verifier.comparing_memory() if verifier else nullcontext(), meter.phase("reading"):
+            loaded, of_cells = opened.read(to_read, cells, meter)
+        if verify == "restored":
+            with meter.phase("verifying"):
+                verify_restored(
+                    to_read.tensors,
+                    opened.folder,
+                    opened.index,
+                    partial(opened.strategies.sharded.make_reader, opened.folder),
+                    comm,
+                )
 
-    is_asked = not own_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
-    state_dict = rebuilt(rebuild, wanted.keys if is_asked else (), stored_keys, comm)
+    # Rebuild the state dict.
+    values = {**(of_cells or values), **({} if made is None else made.kept)}
+    if made is not None:
+        loaded = replaced(wanted.leaves, [leaf.data for leaf in filled.tensors])
+    is_asked = not user_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
+    state_dict = _rebuilt(opened, parts, loaded, values, restore, wanted.keys if is_asked else ())
     meter.log()
-    if StrictHandling.requires_returning_mismatch_keys(flag):
-        return state_dict, missing, unexpected
-    return state_dict
+    returns_keys = StrictHandling.requires_returning_mismatch_keys(flag)
+    return (state_dict, missing, unexpected) if returns_keys else state_dict
 
 
-def _template_of(
-    state: ShardedStateDict | ShardedStateful,
-    checkpoint_dir: str | PathLike[str],
-    sharded_strategy: Selection[LoadShardedStrategy],
-    common_strategy: Selection[LoadCommonStrategy],
-    recipe: Recipe | None,
-    comm: Comm,
-    *,
-    trusted: bool,
-) -> tuple[ShardedStateDict, Callable[[StateDict], StateDict]]:
-    """The template, and what takes the loaded state dict and returns it. Collective."""
-    if not isinstance(state, ShardedStateful):
-        return state, lambda loaded: loaded
-    with comm.agreed("opening the checkpoint"):
-        folder = data_folder(checkpoint_dir)
-        found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
-        common = found.common.load_common(folder)
-    stored = made_state(recipe, StoredState(stored_shapes(found, folder, comm), common))
-    template, restore = state.template_for(stored, comm)
-
-    def restored(loaded: StateDict) -> StateDict:
-        restore(loaded)
-        return loaded
-
-    return template, restored
-
-
-def _require_known(cast: str, verify: object, recipe: Recipe | None) -> None:
+def _checked_options(
+    strict: StrictHandling | str, cast: str, verify: object, recipe: Recipe | None
+) -> StrictHandling:
+    flag = parse_strict_flag(strict)
     if recipe is not None:
         require_recipe(recipe)
     if cast not in ("error", "widen", "any"):
         raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
     if verify not in (True, False, "restored"):
         raise ValueError(f"verify must be True, False or 'restored', not {verify!r}")
+    return flag
 
 
-def _trusting(found: LoadStrategies, trusted: bool) -> LoadStrategies:
-    if not trusted:
-        return found
-    return replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
-
-
-def _take_apart(template: ShardedStateDict) -> Partition:
+def _split(template: ShardedStateDict) -> Partition:
     parts = partition(template)
     refuse_distributed(parts, {})
     return parts
 
 
 def _compare_keys(
-    parts: Partition,
-    stored_keys: Callable[[], Iterable[str]],
-    found: LoadStrategies,
-    folder: Location,
-    made: RecipeLoad | None,
-    flag: StrictHandling,
-    comm: Comm,
+    opened: OpenedCheckpoint, parts: Partition, made: RecipeLoad | None, flag: StrictHandling
 ) -> tuple[set[str], set[str]]:
     """Keys that only the checkpoint, and that only the template has, if anybody wants to know."""
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         return set(), set()
-    known = made.keys if made is not None else {*stored_keys(), *object_keys(found, folder, comm)}
-    return handle_strictly(parts, known, flag, comm)
+    known = {*opened.stored_keys(), *opened.object_keys()} if made is None else made.keys
+    return handle_strictly(parts, known, flag, opened.comm)
 
 
-def _asked(leaves: Mapping[TreePath, T], unexpected: set[str]) -> Mapping[TreePath, T]:
-    """The leaves without those whose keys are not in the checkpoint."""
-    if not unexpected:
+def _without_keys(leaves: Mapping[TreePath, T], keys: set[str]) -> Mapping[TreePath, T]:
+    if not keys:
         return leaves
-    return {path: leaf for path, leaf in leaves.items() if leaf.key not in unexpected}
+    return {path: leaf for path, leaf in leaves.items() if leaf.key not in keys}
 
 
 def _with_memory(
-    wanted: TensorColumns,
-    stored: Mapping[str, tuple[Ints, torch.dtype]],
-    reader: StorageReader | None,
-    index: Index | None,
+    wanted: WantedTable,
+    shapes: Mapping[str, tuple[Ints, torch.dtype]],
+    opened: OpenedCheckpoint,
     made: RecipeLoad | None,
 ) -> list[ShardedTensor]:
     """Copies of the leaves, all with memory to fill."""
-    if reader is not None and index is not None:
-        # Shapes of a template may be those that the checkpoint says it has.
-        large = {leaf.key for leaf in wanted.leaves if leaf.data is None and _is_large(leaf)}
-        if made is not None:
-            large = {key for own in large for key in made.made.tensors[own].sources}
-        reader.require_stored(large_tensors(index, large.intersection(index)), index)
-    if isinstance(stored, StoredTensors):
-        stored = stored.of(wanted.keys)
-    return [with_memory(leaf, stored) for leaf in wanted.leaves]
+    # Shapes of a template may be those that the checkpoint says it has.
+    large = {leaf.key for leaf in wanted.tensors if leaf.data is None and _is_large(leaf)}
+    if made is not None:
+        large = {key for new in large for key in made.derivation.tensors[new].sources}
+    large.intersection_update(opened.index)
+    opened.reader.require_stored(large_tensors(opened.index, large), opened.index)
+    if isinstance(shapes, StoredTensors):
+        shapes = shapes.of(wanted.keys)
+    return [with_memory(leaf, shapes) for leaf in wanted.tensors]
 
 
 def _is_large(leaf: ShardedTensor) -> bool:
     return math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
+
+
+def _rebuilt(
+    opened: OpenedCheckpoint,
+    parts: Partition,
+    tensors: Mapping[TreePath, Any],
+    objects: Mapping[TreePath, Any],
+    restore: Callable[[StateDict], object] | None,
+    asked_keys: Iterable[str],
+) -> StateDict:
+    """The state dict; rank 0 warns of tensors that no rank asks for. Collective."""
+    state_dict: StateDict = {}
+
+    @paused_collector()
+    def rebuild() -> tuple[str, ...] | None:
+        nonlocal state_dict
+        is_same = number_of_save(opened.folder) == opened.save_number
+        require_same_save(is_same, opened.folder)
+        state_dict = parts.rebuild(opened.common, tensors, objects)
+        if restore is not None:
+            restore(state_dict)
+        return first_names(asked_keys)
+
+    asked = opened.comm.exchange("rebuilding the state dict", rebuild, hash_of_names)
+    if opened.comm.rank == 0:
+        warn_of_unasked(asked, opened.stored_keys)
+    return state_dict

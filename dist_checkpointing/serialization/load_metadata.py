@@ -60,8 +60,7 @@ def load_common_state_dict(
         {'step': 100}
     """
     folder = data_folder(checkpoint_dir)
-    reader = common_reader(read_config(folder))
-    return (reader.trusting() if trusted else reader).load_common(folder)
+    return common_reader(read_config(folder), trusted=trusted).load_common(folder)
 
 
 def load_tensors_metadata(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from os import PathLike
 from typing import Any
 
@@ -14,15 +15,12 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     Finding,
     StateMismatchError,
-    UnsupportedFormatError,
     near_names,
 )
 from dist_checkpointing.filesystem.location import as_local_folder
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import (
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
@@ -30,17 +28,12 @@ from dist_checkpointing.mapping import (
     tensor_memory,
 )
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
-from dist_checkpointing.mapping.nested_dicts import Position
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import Partition, partition
+from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
-from dist_checkpointing.planning.resharding import WantedLeaves
-from dist_checkpointing.strategies.base import handles_objects
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
-from dist_checkpointing.strategies.selection import (
-    LoadStrategies,
-    open_checkpoint,
-)
+from dist_checkpointing.strategies.opened_checkpoint import OpenedCheckpoint
+from dist_checkpointing.strategies.selection import open_checkpoint
 from dist_checkpointing.threads import paused_collector
 
 _REMEDY_OF_OBJECTS = (
@@ -74,28 +67,10 @@ def preview_recipe(
         1 tensors: 1 by rules, 0 as stored; 0 stored ones left out; 0 of 1 rules match nothing
     """
     folder = as_local_folder(checkpoint_dir)
-    found = open_checkpoint(folder)
-    index = _planned(found).make_reader(folder).read_metadata()
+    strategies = open_checkpoint(folder)
+    index = strategies.sharded.make_reader(folder).read_metadata()
     parts = None if template is None else partition(template)
-    return _derived(recipe, index, _objects(found, folder), parts)
-
-
-def object_keys(found: LoadStrategies, folder: Location, comm: Comm) -> set[str]:
-    """Keys of the sharded objects of a checkpoint, listed by rank 0. Collective."""
-    return comm.from_rank0("listing the sharded objects", lambda: _objects(found, folder))
-
-
-def _objects(found: LoadStrategies, folder: Location) -> set[str]:
-    strategy = found.sharded if handles_objects(found.sharded) else found.common
-    metadata = strategy.load_sharded_metadata(folder)
-    return {leaf.key for leaf in metadata.values() if isinstance(leaf, ShardedObject)}
-
-
-def _planned(found: LoadStrategies) -> PlannedLoadStrategy:
-    if isinstance(found.sharded, PlannedLoadStrategy):
-        return found.sharded
-    finding = Finding("its strategy makes no plans", found=type(found.sharded).__name__)
-    raise UnsupportedFormatError("this checkpoint cannot be loaded by a recipe", [finding])
+    return _derived(recipe, index, strategies.object_keys(folder), parts)
 
 
 def _derived(
@@ -120,7 +95,7 @@ def shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, tensor_m
     }
 
 
-def made_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
+def derived_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
     """What a recipe makes of what is stored, for an object that makes its template of that."""
     if recipe is None:
         return stored
@@ -128,39 +103,28 @@ def made_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
         StoredTensor.undivided(key, tensor_memory.from_torch(dtype, key=key), shape)
         for key, (shape, dtype) in stored.tensors.items()
     )
-    made = derive(recipe, index).tensors
+    derived = derive(recipe, index).tensors
     return replace(
         stored,
-        tensors={key: (own.shape, own.dtype.torch) for key, own in made.items()},
-        sources={key: own.sources for key, own in made.items()},
+        tensors={key: (tensor.shape, tensor.dtype.torch) for key, tensor in derived.items()},
+        sources={key: tensor.sources for key, tensor in derived.items()},
     )
 
 
-def apply_recipe(
-    recipe: Recipe | None,
-    found: LoadStrategies,
-    index: Index | None,
-    parts: Partition,
-    folder: Location,
-    comm: Comm,
-) -> RecipeLoad | None:
+def apply_recipe(recipe: Recipe, opened: OpenedCheckpoint, parts: Partition) -> RecipeLoad:
     """Apply a recipe to what is stored, for a template that was taken apart. Collective."""
-    if recipe is None:
-        return None
-    objects = object_keys(found, folder, comm)
-    with comm.agreed("applying the recipe"), paused_collector():
-        _planned(found)
-        assert index is not None
-        made = _derived(recipe, index, objects, parts)
+    stored_objects, objects = opened.object_keys(), parts.objects
+    with opened.comm.agreed("applying the recipe"), paused_collector():
+        derivation = _derived(recipe, opened.index, stored_objects, parts)
         to_read = {
-            path: replace(leaf, key=made.objects[leaf.key])
-            for path, leaf in parts.objects.items()
-            if leaf.key in made.objects
+            path: replace(leaf, key=derivation.objects[leaf.key])
+            for path, leaf in objects.items()
+            if leaf.key in derivation.objects
         }
         kept = {
-            path: leaf.data for path, leaf in parts.objects.items() if leaf.key in made.kept_objects
+            path: leaf.data for path, leaf in objects.items() if leaf.key in derivation.kept_objects
         }
-    return RecipeLoad(made, to_read, kept)
+    return RecipeLoad(derivation, to_read, kept)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,29 +132,34 @@ class RecipeLoad:
     """A load of what a recipe makes of a checkpoint.
 
     Attributes:
-        made: What the recipe makes of it.
+        derivation: What the recipe makes of it.
         objects: Sharded objects to read, by path, with the keys that they have in the checkpoint.
         kept: Values of sharded objects that stay as they are in the template, by path.
     """
 
-    made: Derivation
+    derivation: Derivation
     objects: Mapping[TreePath, ShardedObject]
     kept: Mapping[TreePath, Any]
 
     @property
     def keys(self) -> set[str]:
         """Keys of all that there is for the template."""
-        return {*self.made.tensors, *self.made.objects, *self.made.kept_objects}
+        return {
+            *self.derivation.tensors,
+            *self.derivation.objects,
+            *self.derivation.kept_objects,
+        }
 
     @property
     def shapes(self) -> dict[str, tuple[Ints, torch.dtype]]:
         """Global shape and dtype of each tensor."""
-        return {key: (own.shape, own.dtype.torch) for key, own in self.made.tensors.items()}
+        tensors = self.derivation.tensors
+        return {key: (tensor.shape, tensor.dtype.torch) for key, tensor in tensors.items()}
 
     @contextmanager
     def checking(
         self,
-        tensors: Mapping[TreePath, ShardedTensor],
+        tensors: Iterable[ShardedTensor],
         objects: Mapping[TreePath, ShardedObject],
     ) -> Iterator[None]:
         """Let the body compare the template; say more if it does not fit."""
@@ -199,9 +168,9 @@ class RecipeLoad:
             for path, leaf in objects.items()
             if path not in self.objects and path not in self.kept
         ]
-        for leaf in tensors.values():
-            own = self.made.tensors.get(leaf.key)
-            fills = () if own is None or leaf.data is not None else own.parts(leaf.box)
+        for leaf in tensors:
+            tensor = self.derivation.tensors.get(leaf.key)
+            fills = () if tensor is None or leaf.data is not None else tensor.parts(leaf.box)
             if any(piece.key is None and piece.fill == "template" for piece in fills):
                 remedy = "Give it data, or fill with zeros."
                 findings.append(
@@ -213,47 +182,47 @@ class RecipeLoad:
         except StateMismatchError as error:
             findings = [*map(self._explained, error.findings), *findings]
         if findings:
-            findings += [Finding(f"{text} matches nothing") for text in self.made.idle]
+            findings += [
+                Finding(f"{text} matches nothing") for text in self.derivation.unused_rules
+            ]
             raise StateMismatchError(message, findings)
 
     def _explained(self, finding: Finding) -> Finding:
         """With what the recipe makes of what is stored under nearly that name."""
-        key, stored = finding.key, self.made.stored
-        if key is None or key in self.made.tensors:
+        key, stored, derived = finding.key, self.derivation.stored, self.derivation.tensors
+        if key is None or key in derived:
             return finding
         remedy = "Remove it from the template, or say with a rule (missing) what fills it."
         near = [key] if key in stored else near_names(key, stored, 1)
-        for own in near:
-            made = [new for new, tensor in self.made.tensors.items() if own in tensor.sources]
-            if made != [own]:
+        for known in near:
+            made = [new for new, tensor in derived.items() if known in tensor.sources]
+            if made != [known]:
                 texts = ", ".join(map(repr, made[:3])) + (", ..." if len(made) > 3 else "")
-                remedy = f"Stored is {own!r}, of which the recipe makes {texts or 'nothing'}."
+                remedy = f"Stored is {known!r}, of which the recipe makes {texts or 'nothing'}."
         return replace(finding, remedy=remedy)
 
-    def to_read(
-        self, wanted: WantedLeaves, objects: Mapping[TreePath, ShardedObject], comm: Comm
-    ) -> tuple[WantedLeaves, dict[TreePath, ShardedObject]]:
-        """What is read into parts of the memory of wanted tensors, and for objects. Collective.
+    def to_read(self, wanted: WantedTable, comm: Comm) -> WantedTable:
+        """What is read into parts of the memory of wanted tensors. Collective.
 
         What nothing stored fills becomes zero, unless it stays as it is.
         """
         with comm.agreed("applying the recipe"), paused_collector():
-            rows = [own for leaf in wanted.tensors.leaves for own in source_leaves(self.made, leaf)]
-        leaves: dict[TreePath, ShardedBase] = {
-            (Position(number),): leaf for number, leaf in enumerate(rows)
-        }
-        cells = {path: leaf for path, leaf in self.objects.items() if path in objects}
-        return WantedLeaves(leaves), cells
+            sources = (source_leaves(self.derivation, leaf) for leaf in wanted.tensors)
+            return WantedTable.of(chain.from_iterable(sources))
+
+    def objects_of(self, wanted: Mapping[TreePath, ShardedObject]) -> dict[TreePath, ShardedObject]:
+        """What is read for wanted objects."""
+        return {path: leaf for path, leaf in self.objects.items() if path in wanted}
 
 
-def source_leaves(made: Derivation, leaf: ShardedTensor) -> Iterator[ShardedTensor]:
+def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[ShardedTensor]:
     """The boxes of stored tensors that fill a wanted shard.
 
     Each has a view of the memory of the shard, if that has memory; then parts that nothing stored
     fills are set to zero on the way.
     """
-    tensor = made.tensors[leaf.key]
-    stored = made.stored_as(tensor)
+    tensor = derivation.tensors[leaf.key]
+    stored = derivation.stored_as(tensor)
     if stored is not None:
         renamed = shallow_copy(leaf)
         renamed.key = stored.key
@@ -263,10 +232,10 @@ def source_leaves(made: Derivation, leaf: ShardedTensor) -> Iterator[ShardedTens
         for piece in tensor.parts(box):
             values = None if memory is None else memory[piece.box.relative_to(box.offset).slices()]
             if piece.key is not None:
-                own = ShardedTensor.of_box(made.stored[piece.key], piece.source_box)
+                source = ShardedTensor.of_box(derivation.stored[piece.key], piece.source_box)
                 if values is not None:
-                    own.data, own.dtype = piece.as_source(values), values.dtype
-                yield own
+                    source.data, source.dtype = piece.as_source(values), values.dtype
+                yield source
             elif values is not None and piece.fill == "zeros":
                 values.zero_()
 

@@ -31,9 +31,8 @@ from dist_checkpointing.planning import (
     SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.load_plan import TensorColumns
+from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.planning.shard_table import (
     Int64s,
     ShardTable,
@@ -295,7 +294,7 @@ def _read_prepared(plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, 
         result_of(reader.read_data(plan, planner))
 
 
-def _crowded(wanted: TensorColumns, index: Index) -> list[StatedSize]:
+def _crowded(wanted: WantedTable, index: Index) -> list[StatedSize]:
     """Claims of the tensors with very many chunks in one leaf."""
     keys, shapes = wanted.keys, wanted.local_shapes
     if (index.rows_of(keys) >= 0).all():
@@ -304,17 +303,17 @@ def _crowded(wanted: TensorColumns, index: Index) -> list[StatedSize]:
         chunks = list(map(index.chunk_shape, keys))
     # Most are wanted as they are stored.
     crowded = {
-        wanted.leaves[row].key
+        wanted.tensors[row].key
         for row, (chunk, shape) in enumerate(zip(chunks, shapes, strict=True))
         if chunk is not None
         and tuple(chunk) != shape
-        and meets_many(index[keys[row]], wanted.leaves[row].box)
+        and meets_many(index[keys[row]], wanted.tensors[row].box)
     }
     return [stated_size(index[key]) for key in crowded]
 
 
 def read(
-    leaves: Leaves,
+    leaves: Leaves | WantedTable,
     index: Index,
     planner: LoadPlanner | None,
     reader: StorageReader,
@@ -333,23 +332,25 @@ def read(
         comm: the ranks that load together.
         plan_reader: reads what is planned.
     """
-    wanted = WantedLeaves.of(leaves)
-    # A planner of a user may do with them what one does with a dict.
-    leaves = wanted if planner is None else dict(leaves)
-    planner = DefaultLoadPlanner() if planner is None else planner
+    wanted = leaves if isinstance(leaves, WantedTable) else WantedTable(leaves)
     with comm.agreed("planning the load"), paused_collector():
-        reader.require_stored(_crowded(wanted.tensors, index), index)
-        call_hook(
-            planner.configure_planner,
-            leaves,
-            Metadata.from_index(index),
-            is_coordinator=comm.rank == 0,
-            rank=comm.rank,
-        )
+        reader.require_stored(_crowded(wanted, index), index)
+        if planner is None:
+            planner = DefaultLoadPlanner()
+            planner.configure_planner(wanted, index)
+        else:
+            call_hook(
+                planner.configure_planner,
+                # A planner of a user may do with them what one does with a dict.
+                dict(wanted.leaves),
+                Metadata.from_index(index),
+                is_coordinator=comm.rank == 0,
+                rank=comm.rank,
+            )
         plan = planner.build_local_plan()
         is_global = type(planner).build_global_plan is not LoadPlanner.build_global_plan
         if not is_global:
-            plan = planner.finalize_plan(plan).placed(index, [*leaves.values()])
+            plan = planner.finalize_plan(plan).placed(index, wanted.rows)
         # So that ranks wait for each other once and not twice.
         is_prepared = plan_reader is read_plan and not is_global
         if is_prepared:
@@ -361,5 +362,5 @@ def read(
         plans = comm.all_gather(plan)
         with comm.agreed("planning the load"):
             plan = planner.finalize_plan(planner.build_global_plan(plans)[comm.rank])
-            plan = plan.placed(index, [*leaves.values()])
+            plan = plan.placed(index, wanted.rows)
     plan_reader(plan, planner, reader, index, comm)

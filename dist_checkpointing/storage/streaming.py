@@ -11,7 +11,6 @@ from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 
 Values = TypeVar("Values")
-
 DEFAULT_MEMORY_BYTES = 256 * 2**20
 MOST_BOXES = 4096
 

@@ -38,20 +38,15 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
-from dist_checkpointing.planning.load_plan import contiguous_ranges
-from dist_checkpointing.planning.shard_table import Bools, Int64s
+from dist_checkpointing.planning.load_plan import Columns, contiguous_ranges
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.staging import DeviceBlocks, is_on_gpu
 from dist_checkpointing.threads import in_threads, paused_collector
 
 _MOST_BUFFERS: Final = 1024
-
-
 """IOV_MAX of Linux and macOS."""
 
-
 _MOST_SIZES: Final = 64
-
-
 _LEAST_A_READ: Final = 8
 
 
@@ -101,35 +96,21 @@ def _read_rest(descriptor: int, buffers: list[Any], position: int, count: int) -
 
 
 Array = npt.NDArray[Any]
-
-
 _SMALL_RUN_BYTES = 2**12
 
-
 _MOST_GAP_BYTES = 2**14
-
-
 """Reading over so much between small runs takes as long as one more ``preadv`` (1.1 to 1.5 us from
 the page cache). On a network file system a request takes far longer, but ``WILLNEED`` lets many be
 under way at a time."""
 
-
 _MOST_MAPPED_GAP_BYTES = 2**16
-
-
 """A page fault reads about so much around the page: between runs that lie further apart, a mapped
 file would be read from the disk in vain."""
 
-
 _MOST_CACHED_GAP_BYTES = 2**19
-
-
 """Of a file in the page cache so much is mapped in less time than a ``preadv`` takes."""
 
-
 _HUGE_PAGE_BYTES = 2**21
-
-
 _RUNS_AHEAD = 256
 
 
@@ -289,8 +270,6 @@ def _strided(buffer: Any, offset: int, window: Window, like: Array) -> Array:
 
 
 _PART_BYTES = 2**22
-
-
 """At most so much of what cannot be filled in place is handed to a planner at a time."""
 
 
@@ -412,10 +391,14 @@ class Filler:
         most_bytes: int,
         read: Callable[[Window, Array], None],
     ) -> None:
+        """Read what cannot be filled in place, part by part, and hand it to the planner."""
         item = replace(self.table.item(row), storage=self.table.storage(row))
         dtype = self.dtype(row)
         if not is_on_gpu(destination) or not self._destinations.is_own_memory:
-            apply_staged(item, dtype, self._planner, most_bytes, read)
+            for part in item.parts(max(1, most_bytes // dtype.itemsize)):
+                staged = np.empty(part.lengths, dtype=dtype.bits)
+                read(part.storage, staged)
+                self._planner.apply_tensor(part, tensor_memory.as_tensor(staged, dtype.torch))
             return
         blocks: DeviceBlocks | None = getattr(self._of_thread, "blocks", None)
         if blocks is None:
@@ -429,28 +412,7 @@ class Filler:
         blocks.fill(work, dtype.torch)
 
 
-def apply_staged(
-    item: ReadItem,
-    dtype: DType,
-    planner: LoadPlanner,
-    most_bytes: int,
-    read: Callable[[Window, Array], None],
-) -> None:
-    """Read what cannot be filled in place, part by part, and hand it to the planner."""
-    for part in item.parts(max(1, most_bytes // dtype.itemsize)):
-        staged = np.empty(part.lengths, dtype=dtype.bits)
-        read(part.storage, staged)
-        planner.apply_tensor(part, tensor_memory.as_tensor(staged, dtype.torch))
-
-
 SMALL_BYTES = 2**18
-
-
-READ_WHOLE_BYTES = 2**14
-
-
-"""Reading so much of a chunk in vain costs less than reading the chunk by itself, so smaller chunks
-are read whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +432,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkReads:
+class ChunkReads(Columns):
     """Where the chunks of some rows of a plan lie, as columns.
 
     Files are relative to the checkpoint; ``fill_files`` says that each holds one chunk and nothing
@@ -486,15 +448,6 @@ class ChunkReads:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def take(self, positions: Int64s) -> ChunkReads:
-        return replace(
-            self,
-            rows=self.rows[positions],
-            files=self.files[positions],
-            offsets=self.offsets[positions],
-            num_bytes=self.num_bytes[positions],
-        )
 
 
 def read_chunks(
@@ -553,7 +506,10 @@ def _run_starts(reads: ChunkReads, wanted_bytes: Int64s, limits: ReadLimits) -> 
     if len(reads) < 2:
         return np.arange(len(reads))
     ends = reads.offsets + reads.num_bytes
-    small = _is_read_whole(reads.num_bytes, wanted_bytes, limits)
+    # Small chunks, nearly all of them wanted, are read whole, with their neighbours.
+    most_unwanted = np.maximum(limits.most_unwanted, wanted_bytes // 10)
+    small = reads.num_bytes <= limits.small_bytes
+    small &= reads.num_bytes - wanted_bytes <= most_unwanted
     apart = np.ones(len(reads), dtype=np.bool_)
     apart[1:] = reads.files[1:] != reads.files[:-1]
     apart[1:] |= reads.offsets[1:] - ends[:-1] > limits.gap_bytes
@@ -563,13 +519,6 @@ def _run_starts(reads: ChunkReads, wanted_bytes: Int64s, limits: ReadLimits) -> 
     block = (reads.offsets - first) // limits.run_bytes
     apart[1:] |= block[1:] != block[:-1]
     return np.flatnonzero(apart)
-
-
-def _is_read_whole(num_bytes: Int64s, wanted_bytes: Int64s, limits: ReadLimits) -> Bools:
-    """Which chunks are read whole, with their neighbours: small ones, nearly all of them wanted."""
-    most_unwanted = np.maximum(limits.most_unwanted, wanted_bytes // 10)
-    whole: Bools = (num_bytes <= limits.small_bytes) & (num_bytes - wanted_bytes <= most_unwanted)
-    return whole
 
 
 def read_extent(extent: Extent, key: str) -> bytes:

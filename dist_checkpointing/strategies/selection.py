@@ -7,11 +7,14 @@ from os import PathLike
 from typing import Any, TypeAlias, TypeVar, Union
 
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
+from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     SaveStrategyBase,
+    handles_objects,
     lacks,
 )
 from dist_checkpointing.strategies.planned_strategies import (
@@ -27,6 +30,7 @@ from dist_checkpointing.strategies.registry import (
 from dist_checkpointing.strategies.unplanned_strategies import as_planned
 
 S = TypeVar("S")
+
 Selection: TypeAlias = Union[S, str, tuple[str, int], None]  # noqa: UP007 - S | str is no alias
 """A strategy, the name of a backend, its name and version, or None for the default."""
 
@@ -92,17 +96,27 @@ def _require_complete(strategy: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadStrategies:
+    """What reads a checkpoint."""
+
     config: CheckpointingConfig
-    sharded: LoadShardedStrategy
+    sharded: PlannedLoadStrategy
     common: LoadCommonStrategy
+
+    def object_keys(self, checkpoint_dir: Location) -> set[str]:
+        """Keys of the sharded objects."""
+        strategy = self.sharded if handles_objects(self.sharded) else self.common
+        metadata = strategy.load_sharded_metadata(checkpoint_dir)
+        return {leaf.key for leaf in metadata.values() if isinstance(leaf, ShardedObject)}
 
 
 def open_checkpoint(
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = None,
     common_strategy: Selection[LoadCommonStrategy] = None,
+    *,
+    trusted: bool = False,
 ) -> LoadStrategies:
-    """Find the strategies for a committed checkpoint.
+    """Find the strategies for a committed checkpoint, which unpickle anything if ``trusted``.
 
     Raises:
         CheckpointNotFoundError: if nothing is committed there.
@@ -116,12 +130,16 @@ def open_checkpoint(
     )
     sharded.check_backend_compatibility(backend)
     sharded.check_version_compatibility(version)
-    sharded = as_planned(sharded.for_format(backend, version))
-    return LoadStrategies(config, sharded, common_reader(config, common_strategy))
+    planned = as_planned(sharded.for_format(backend, version))
+    common = common_reader(config, common_strategy, trusted=trusted)
+    return LoadStrategies(config, planned.trusting() if trusted else planned, common)
 
 
 def common_reader(
-    config: CheckpointingConfig, common_strategy: Selection[LoadCommonStrategy] = None
+    config: CheckpointingConfig,
+    common_strategy: Selection[LoadCommonStrategy] = None,
+    *,
+    trusted: bool = False,
 ) -> LoadCommonStrategy:
     """The strategy for the common state alone, which needs no sharded backend."""
     backend, version = config.common_backend, config.common_backend_version
@@ -130,4 +148,4 @@ def common_reader(
     )
     common.check_backend_compatibility(backend)
     common.check_version_compatibility(version)
-    return common
+    return common.trusting() if trusted else common

@@ -1,19 +1,15 @@
-"""Third-party load strategies that have only ``load``, as strategies with a reader; and what a load
-reads: the index, the tensors, and the objects.
-"""
+"""Third-party load strategies that have only ``load``, as strategies with a reader."""
 
 from __future__ import annotations
 
 import copy
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 
-from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -21,7 +17,6 @@ from dist_checkpointing.errors import (
     StateMismatchError,
 )
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.mapping import (
@@ -31,21 +26,11 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     tensor_memory,
 )
-from dist_checkpointing.mapping.nested_dicts import AtPaths, chained, value_at
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
-from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner, MetadataIndex
-from dist_checkpointing.planning.resharding import WantedLeaves
-from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader, done
-from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, handles_objects
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy, share_index
-from dist_checkpointing.validation.load_errors import StoredTensors
-
-if typing.TYPE_CHECKING:
-    from dist_checkpointing.strategies.selection import LoadStrategies
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 
 
 class ForeignReader(StorageReader):
@@ -194,87 +179,3 @@ def as_planned(strategy: LoadShardedStrategy) -> PlannedLoadStrategy:
     if isinstance(strategy, PlannedLoadStrategy):
         return strategy
     return ForeignLoadStrategy(strategy)
-
-
-def open_stored(
-    found: LoadStrategies,
-    checkpoint_dir: Location,
-    parts: Partition,
-    comm: Comm,
-    *,
-    is_kept: bool,
-    is_whole: bool,
-) -> tuple[
-    StorageReader,
-    Index,
-    Mapping[str, tuple[Ints, torch.dtype]],
-    Callable[[], Iterable[str]],
-]:
-    """What is stored: a reader and its index; global shapes and dtypes.
-
-    The index may hold no more than what ``parts`` asks for; the last value gives the keys of all
-    tensors. ``is_kept`` says that the reader is used more than once, ``is_whole`` that the index
-    must hold everything.
-    """
-    strategy = as_planned(found.sharded)
-    reader = strategy.make_reader(checkpoint_dir)
-    reader.is_kept = is_kept
-    shared = share_index(reader, comm)
-    index = shared.whole
-    if index is None:
-        asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
-        index = shared.index(None if is_whole else strategy.needed_keys(asked))
-    return reader, index, StoredTensors(index), shared.keys
-
-
-def stored_shapes(
-    found: LoadStrategies, folder: Location, comm: Comm
-) -> dict[str, tuple[Ints, torch.dtype]]:
-    """Global shape and dtype of each stored tensor, read by rank 0. Collective."""
-    metadata = comm.from_rank0(
-        "reading the index", lambda: found.sharded.load_tensors_metadata(folder)
-    )
-    return {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in metadata.items()}
-
-
-def replaced(leaves: Mapping[TreePath, Any], others: Sequence[Any]) -> Mapping[TreePath, Any]:
-    """Other values at the same paths."""
-    if isinstance(leaves, AtPaths):
-        return leaves.replaced(others)
-    return dict(zip(leaves, others, strict=True))
-
-
-def split_objects(
-    objects: Mapping[TreePath, ShardedObject],
-    found: LoadStrategies,
-    parts: Partition,
-    folder: Location,
-    comm: Comm,
-) -> tuple[Mapping[TreePath, ShardedObject], Mapping[TreePath, Any]]:
-    """The objects to read with the tensors; or the values of all, if they lie apart. Collective."""
-    if handles_objects(found.sharded):
-        return replaced(objects, [leaf.without_data() for leaf in objects.values()]), {}
-    with comm.agreed("reading the sharded objects"):
-        values = found.common.load_sharded_objects(parts.nested(objects), folder)
-        return {}, {path: value_at(values, path) for path in objects}
-
-
-def read_wanted(
-    tensors: WantedLeaves,
-    cells: Mapping[TreePath, ShardedObject],
-    strategy: LoadShardedStrategy,
-    reader: StorageReader,
-    index: Index,
-    comm: Comm,
-    meter: Meter,
-) -> tuple[Mapping[TreePath, Any], Mapping[TreePath, Any]]:
-    """Read tensors, and the objects that lie among them; the values of both."""
-    planned = as_planned(strategy)
-    reader.report = meter.add
-    meter.expect(int(tensors.tensors.num_bytes.sum()))
-    leaves = WantedLeaves(chained(tensors.by_path, cells), tensors.tensors)
-    read(leaves, index, planned.planner, reader, comm, planned.plan_reader)
-    return (
-        replaced(tensors.by_path, [leaf.data for leaf in tensors.tensors.leaves]),
-        replaced(cells, [leaf.data for leaf in cells.values()]),
-    )

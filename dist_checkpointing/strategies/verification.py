@@ -6,7 +6,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, Final
 
@@ -24,7 +25,6 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumColumns,
@@ -40,34 +40,29 @@ from dist_checkpointing.format.checksums import (
 )
 from dist_checkpointing.format.geometry import Box, Ints, Window, padded, padded_rows, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.seal import Seal, check_config, check_files
+from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
-from dist_checkpointing.planning import MetadataIndex
-from dist_checkpointing.planning.load_plan import contiguous_ranges
+from dist_checkpointing.planning import DefaultLoadPlanner, MetadataIndex
+from dist_checkpointing.planning.load_plan import WantedTable, contiguous_ranges
 from dist_checkpointing.planning.planners import misfits
-from dist_checkpointing.planning.resharding import WantedLeaves
 from dist_checkpointing.planning.shard_table import Bools, Int64s
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader, set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import Meter
-from dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    handles_objects,
-)
+from dist_checkpointing.strategies.base import handles_objects
 from dist_checkpointing.strategies.chunk_reads import SMALL_BYTES
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
+from dist_checkpointing.strategies.opened_checkpoint import OpenedCheckpoint
+from dist_checkpointing.strategies.unplanned_strategies import ForeignReader
 from dist_checkpointing.threads import in_threads, paused_collector
 
+logger: logging.Logger = logging.getLogger(__name__)
+_ALIGNMENT_BYTES: Final = 64
 _BLOCK_ROWS: Final = 1024
 
-
 _MOST_ELEMENTS: Final = 2.0**40
-
-
 """Of a tensor; more may not fit into a column."""
 
 
@@ -95,7 +90,7 @@ class FilledRows:
 
 
 def filled_rows(
-    tables: Sequence[ChecksumColumns], wanted: WantedLeaves, index: Index
+    tables: Sequence[ChecksumColumns], wanted: WantedTable, index: Index
 ) -> tuple[list[FilledRows], Bools]:
     """The small stored parts that lie in runs of the memory of leaves.
 
@@ -104,106 +99,90 @@ def filled_rows(
         once, and its leaf gets nothing of a part that is not among the rows. The parts of the other
         tensors must be looked at one by one.
     """
-    own, shards = wanted.tensors, wanted.shards
-    itemsizes = index.itemsizes_of(own.keys)
-    shapes, _ = index.shapes_of(own.keys)
-    ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
+    itemsizes = index.itemsizes_of(wanted.keys)
+    shapes, _ = index.shapes_of(wanted.keys)
     stored = padded_rows(shapes, 1)
-    is_whole = _lie_as_stored(wanted, index, itemsizes) & (ndim == shards.ndim)
+    is_whole = _lie_as_stored(wanted, index, itemsizes)
+    is_whole &= wanted.ndim == np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
     is_whole &= stored.astype(np.float64).prod(axis=1) < _MOST_ELEMENTS
-    leaf_of = {key: leaf for leaf, key in enumerate(own.keys)}
-    if len(leaf_of) < len(own):
-        times = Counter(own.keys)
-        is_whole &= [times[key] == 1 for key in own.keys]
-    counted = np.zeros(len(own), dtype=np.int64)
-    found = []
+    leaf_of = {key: leaf for leaf, key in enumerate(wanted.keys)}
+    if len(leaf_of) < len(wanted):
+        times = Counter(wanted.keys)
+        is_whole &= [times[key] == 1 for key in wanted.keys]
+    counted = np.zeros(len(wanted), dtype=np.int64)
+    located = []
     for table in tables:
         names = np.fromiter(map(leaf_of.get, table.names, repeat(-1)), dtype=np.int64)
         leaves = np.where(table.is_object == 0, names[table.keys], -1)
         rows = np.flatnonzero(leaves >= 0)
         leaves = leaves[rows]
-        placed = _placed(table, rows, wanted, leaves)
-        is_whole[leaves[placed.is_other]] = False
-        np.add.at(counted, leaves, placed.counts)
-        found.append((table, rows, leaves, placed))
+        starts, counts, is_direct, is_other = _locate(table, rows, wanted, leaves)
+        is_whole[leaves[is_other]] = False
+        np.add.at(counted, leaves, counts)
+        located.append((table, rows, leaves, starts, counts, is_direct))
     is_whole &= counted == stored.prod(axis=1)
     direct = []
-    for table, rows, leaves, placed in found:
-        kept = placed.is_direct & is_whole[leaves]
-        items = itemsizes[leaves[kept]]
-        addresses = own.addresses[leaves[kept]] + placed.starts[kept] * items
+    for table, rows, leaves, starts, counts, is_direct in located:
+        kept = is_direct & is_whole[leaves]
+        filled = leaves[kept]
+        items = itemsizes[filled]
+        addresses = wanted.addresses[filled] + starts[kept] * items
         # With the keys of the leaves, because those of the table take as much memory again.
-        own_rows = table.renamed(rows[kept], own.keys, leaves[kept])
-        direct.append(FilledRows(own_rows, addresses, placed.counts[kept] * items))
+        renamed = table.renamed(rows[kept], wanted.keys, filled)
+        direct.append(FilledRows(renamed, addresses, counts[kept] * items))
     return direct, is_whole
 
 
-def _lie_as_stored(wanted: WantedLeaves, index: Index, itemsizes: Int64s) -> Bools:
+def _lie_as_stored(wanted: WantedTable, index: Index, itemsizes: Int64s) -> Bools:
     """Which tensors lie in CPU memory in C order, and in the stored dtype."""
-    own, flat = wanted.tensors, wanted.shards.flat
-    numbers, types = index.dtypes_of(own.keys)
+    numbers, types = index.dtypes_of(wanted.keys)
     known = {dtype.torch: number for number, dtype in enumerate(types) if dtype is not None}
-    is_right: Bools = numbers == [known.get(dtype, -1) for dtype in own.data_dtypes]
-    counts = wanted.shards.shapes.prod(axis=1)
+    is_right: Bools = numbers == [known.get(dtype, -1) for dtype in wanted.data_dtypes]
+    flat, counts = wanted.flat, wanted.shapes.prod(axis=1)
     counts = np.where(flat[:, 0] >= 0, flat[:, 1] - flat[:, 0], counts)
-    is_right &= (own.addresses >= 0) & (own.num_bytes == counts * itemsizes)
+    is_right &= (wanted.addresses >= 0) & (wanted.num_bytes == counts * itemsizes)
     return is_right
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Placed:
+def _locate(
+    table: ChecksumColumns, rows: Int64s, wanted: WantedTable, leaves: Int64s
+) -> tuple[Int64s, Int64s, Bools, Bools]:
     """Where stored parts lie in the memory of leaves.
 
-    A part is direct if it is one run there; it is another one if it is not, though the leaf gets
-    something of it, or if it is not small.
+    Returns:
+        First element and number of elements; which parts are small and one run there; and which
+        are not, though the leaf gets something of them, or are not small.
     """
-
-    starts: Int64s
-    counts: Int64s
-    is_direct: Bools
-    is_other: Bools
-
-
-def _placed(table: ChecksumColumns, rows: Int64s, wanted: WantedLeaves, leaves: Int64s) -> _Placed:
-    """Where some rows lie in the memory of their leaves."""
-    shards, ndim = wanted.shards, table.ndim[rows]
-    width = shards.offsets.shape[1]
+    ndim, width = table.ndim[rows], wanted.offsets.shape[1]
     is_axis = np.arange(table.offsets.shape[1]) < ndim[:, None]
     offsets = padded(np.where(is_axis, table.offsets[rows], 0), width, 0)[:, :width]
     extents = padded(np.where(is_axis, table.shapes[rows], 1), width, 1)[:, :width]
-    flat, own_flat = table.flat[rows], shards.flat[leaves]
-    begin, shapes = shards.offsets[leaves], shards.shapes[leaves]
+    flat, wanted_flat = table.flat[rows], wanted.flat[leaves]
     is_flat = flat[:, 0] >= 0
-    is_small = (
-        (ndim == shards.ndim[leaves]) & (extents > 0).all(axis=1) & (offsets >= 0).all(axis=1)
-    )
+    is_small = ndim == wanted.ndim[leaves]
+    is_small &= (extents > 0).all(axis=1) & (offsets >= 0).all(axis=1)
     is_small &= extents.astype(np.float64).prod(axis=1) <= SMALL_BYTES
     extents = np.where(is_small[:, None], extents, 1)
     counts = np.where(is_flat, flat[:, 1] - flat[:, 0], extents.prod(axis=1))
     is_small &= (counts > 0) & (counts <= SMALL_BYTES)
-    within = offsets - begin
+    within, shapes = offsets - wanted.offsets[leaves], wanted.shapes[leaves]
     is_inside = ((within >= 0) & (within + extents <= shapes)).all(axis=1)
     meets = ((within < shapes) & (within + extents > 0)).all(axis=1)
     zeros = np.zeros(len(rows), dtype=np.int64)
     starts, is_run = contiguous_ranges(zeros, shapes, within, extents)
     is_same = (within == 0).all(axis=1) & (extents == shapes).all(axis=1)
-    is_same &= (flat == own_flat).all(axis=1)
-    is_plain = ~is_flat & (own_flat[:, 0] < 0)
+    is_same &= (flat == wanted_flat).all(axis=1)
+    is_plain = ~is_flat & (wanted_flat[:, 0] < 0)
     is_direct = is_small & (is_flat & is_same | is_plain & is_inside & is_run)
     starts[is_flat] = 0
     is_other = ~is_small | meets & ~is_direct
-    return _Placed(starts, np.where(is_small, counts, 0), is_direct, is_other)
+    return starts, np.where(is_small, counts, 0), is_direct, is_other
 
 
 _BLOCK_BYTES: Final = 2**22
-
-
 """At most so much of what does not lie in one run of CPU memory is copied at a time."""
 
-
 FilledPart = tuple[StoredPart, torch.Tensor]
-
-
 """A part, with its checksum, that a load puts whole and as it is into the memory of one leaf."""
 
 
@@ -280,15 +259,13 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
         digests = [found for own in filled.rows for found in own.differing(meter.add)]
         digests += [compare(own) for own in small]
     digests += in_threads(compare, large, options.threads)
+    remedy = (
+        "Give each leaf memory of its own. If it has, memory or the file system of this machine "
+        "changes what is read."
+    )
+    problem = "memory does not hold what was saved, though another read of it does"
     findings = [
-        Finding(
-            "memory does not hold what was saved, though another read of it does",
-            part.key,
-            expected=f"{part.digest or 0:016x}",
-            found=f"{found:016x} in {part.box}",
-            remedy="Give each leaf memory of its own. If it has, memory or the file system of this"
-            " machine changes what is read.",
-        )
+        _other_digest(problem, part, found, remedy=remedy)
         for part, found in digests
         if found != part.digest
     ]
@@ -306,29 +283,90 @@ def _blocks(values: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
         yield np.ascontiguousarray(tensor_memory.as_numpy(values[block.slices()].cpu()))
 
 
-logger: logging.Logger = logging.getLogger(__name__)
+@dataclass(slots=True, eq=False)
+class Verifier:
+    """Verifies what a load reads; every rank calls it alike.
+
+    Attributes:
+        opened: The checkpoint.
+        wanted: Tensors that are wanted, with memory to fill.
+        objects: Cells of sharded objects that are wanted.
+        meter: Counts what is verified.
+    """
+
+    opened: OpenedCheckpoint
+    wanted: WantedTable
+    objects: Sequence[ShardedObject]
+    meter: Meter
+    _filled: Filled = field(default_factory=Filled)
+
+    @classmethod
+    def start(
+        cls,
+        opened: OpenedCheckpoint,
+        wanted: WantedTable,
+        objects: Sequence[ShardedObject],
+        meter: Meter,
+    ) -> Verifier:
+        """Verify what the load does not read whole, before anything is filled. Collective."""
+        verifier = cls(opened, wanted, objects, meter)
+        with verifier._all_findings():
+            planner = getattr(opened.strategies.sharded, "planner", None)
+            if planner is None or type(planner) is DefaultLoadPlanner:
+                verifier._filled = verifier._verify(wanted)
+            else:  # nobody knows what a planner of a user puts into memory
+                verifier._verify_all()
+        return verifier
+
+    @contextmanager
+    def comparing_memory(self) -> Iterator[None]:
+        """Verify what the body has read; if either fails, say all that is damaged. Collective."""
+        with self._all_findings():
+            yield
+        try:
+            with self.meter.phase("verifying"), self.opened.comm.agreed("verifying checksums"):
+                verify_filled(self._filled, self.opened.reader.options, self.meter)
+        except RankFailedError:
+            raise
+        except CheckpointingException:
+            self._verify_all()
+            raise
+
+    @contextmanager
+    def _all_findings(self) -> Iterator[None]:
+        """Where one rank meets damage first, let all ranks look for all damage, and raise that."""
+        try:
+            yield
+        except (CorruptCheckpointError, StateMismatchError):
+            self._verify_all()
+            raise
+
+    def _verify_all(self) -> None:
+        self._verify(WantedTable.of(leaf.without_data() for leaf in self.wanted.tensors))
+
+    def _verify(self, wanted: WantedTable) -> Filled:
+        opened = self.opened
+        with self.meter.phase("verifying"):
+            # One rank reads it, as thousands of ranks would wait for each other at one file.
+            seal: Seal | None = opened.comm.from_rank0(
+                "reading the seal", lambda: read_seal(opened.folder)
+            )
+            with opened.comm.agreed("verifying checksums"):
+                return _verify_wanted(opened, wanted, self.objects, seal, self.meter)
 
 
-_ALIGNMENT_BYTES = 64
-
-
-def verify_wanted(
-    wanted: WantedLeaves,
+def _verify_wanted(
+    opened: OpenedCheckpoint,
+    wanted: WantedTable,
     objects: Sequence[ShardedObject],
-    strategy: LoadShardedStrategy,
-    common: LoadCommonStrategy,
-    checkpoint_dir: Location,
-    index: Index | None,
     seal: Seal | None,
     meter: Meter,
-    reader: StorageReader | None,
 ) -> Filled:
     """Verify what a load reads, before it is read. Not collective.
 
     Stored parts that fill memory of the wanted tensors are only looked up: the load reads them, and
     ``verify_filled`` compares them then. All other ones are read here. Without memory, that is
-    everything. Without a seal only tensors can be verified. A strategy that is not made of a reader
-    has neither index nor reader.
+    everything. Without a seal only tensors can be verified.
 
     Returns:
         The parts that are left to be compared after the load has read them.
@@ -340,68 +378,63 @@ def verify_wanted(
         StateMismatchError: if objects are wanted that are not stored, or in another grid.
         OSError: if the file system, and not the checkpoint, fails.
     """
-    keys = dict.fromkeys(wanted.tensors.keys)
-    planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
-    findings: list[Finding] = []
-    filled = Filled()
-    has_objects = handles_objects(strategy)
-    by_common = [] if has_objects else objects
+    folder, reader, index = opened.folder, opened.reader, opened.index
+    keys = dict.fromkeys(wanted.keys)
+    has_objects = handles_objects(opened.strategies.sharded)
     if seal is None or seal.is_open:
         logger.warning(
             "%s %s: the common state and sharded objects in files are not verified",
-            checkpoint_dir,
+            folder,
             "has no seal" if seal is None else "has an open seal, as a removal was cut off",
         )
-        table = concatenate_tables(read_table(path) for path in checksum_files(checkpoint_dir))
+        table = concatenate_tables(read_table(path) for path in checksum_files(folder))
     else:
-        names = [*common.file_names(by_common, checkpoint_dir)]
+        by_common = [] if has_objects else objects
+        names = [*opened.strategies.common.file_names(by_common, folder)]
         # A file that was saved and is gone has been lost, and was not only asked for by mistake.
         files = (f"{leaf.unique_key}.pt" for leaf in by_common)
         names += [name for name in files if name in seal.files and name not in names]
-        if reader is not None and (keys or (has_objects and objects)):
+        if keys or (has_objects and objects):
             names += reader.describing_names(keys)
         tables = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
-        findings += check_config(seal, checkpoint_dir)
-        findings += check_files(seal, checkpoint_dir, [*names, *tables])
-        if findings:
-            raise CorruptCheckpointError("stored data is not what was saved", findings)
-        table = concatenate_tables(read_table(checkpoint_dir / name) for name in tables)
-    has_parts = any((own.is_object == 0).any() for own in table.columns)
-    has_values = index is None or any(0 not in index[k].global_shape for k in keys if k in index)
-    if keys and (planned is None or index is None or (has_values and not has_parts)):
+        _require_none(check_config(seal, folder) + check_files(seal, folder, [*names, *tables]))
+        table = concatenate_tables(read_table(folder / name) for name in tables)
+    has_parts = any((part.is_object == 0).any() for part in table.columns)
+    has_values = any(0 not in index[k].global_shape for k in keys if k in index)
+    if keys and has_values and not has_parts:
         finding = Finding(
-            "no checksums were kept when it was saved", path=str(checkpoint_dir / CHECKSUMS_NAME)
+            "no checksums were kept when it was saved", path=str(folder / CHECKSUMS_NAME)
         )
         raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
-    if planned is not None and index is not None and reader is not None:
-        filled, others, uncovered = _looked_up(table, wanted, index)
-        findings += uncovered
-        findings += damage_of(others, planned, reader, index, meter)
-        if seal is not None and has_objects and objects:
-            misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
-            if misfitting and not findings:
-                message = "the checkpoint does not hold what is wanted"
-                raise StateMismatchError(message, misfitting)
-            set_up_reader(reader, index, rank=0, world_size=1)
-            cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
-            findings += damage_of_objects(cells, table.objects, reader)
-    if findings:
-        raise CorruptCheckpointError("stored data is not what was saved", findings)
+    filled, others, findings = _looked_up(table, wanted, index)
+    findings += damage_of(others, reader, index, meter)
+    if seal is not None and has_objects and objects:
+        misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
+        if misfitting and not findings:
+            raise StateMismatchError("the checkpoint does not hold what is wanted", misfitting)
+        set_up_reader(reader, index, rank=0, world_size=1)
+        cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
+        findings += damage_of_objects(cells, table.objects, reader)
+    _require_none(findings)
     return filled
 
 
+def _require_none(findings: Sequence[Finding]) -> None:
+    if findings:
+        raise CorruptCheckpointError("stored data is not what was saved", findings)
+
+
 def _looked_up(
-    table: ChecksumTable, wanted: WantedLeaves, index: Index
+    table: ChecksumTable, wanted: WantedTable, index: Index
 ) -> tuple[Filled, list[StoredPart], list[Finding]]:
     """The parts that fill memory, the others that are wanted, and what no checksum speaks of."""
-    own = wanted.tensors
     rows: list[FilledRows] = []
     with paused_collector():
-        is_apart = index.rows_of(own.keys) >= 0
+        is_apart = index.rows_of(wanted.keys) >= 0
         if is_apart.all():
             rows, is_whole = filled_rows(table.columns, wanted, index)
             is_apart = ~is_whole
-        leaves = [own.leaves[number] for number in np.flatnonzero(is_apart).tolist()]
+        leaves = [wanted.tensors[number] for number in np.flatnonzero(is_apart).tolist()]
         if not leaves:
             return Filled((), rows), [], []
         parts: dict[str, list[StoredPart]] = {leaf.key: [] for leaf in leaves}
@@ -428,6 +461,8 @@ def damage_of_objects(
     cells: Iterable[tuple[str, Ints]], known: Iterable[StoredPart], reader: StorageReader
 ) -> list[Finding]:
     """Compare the bytes of objects that lie among the tensors with their checksums."""
+    if isinstance(reader, ForeignReader):
+        return []  # it does not tell bytes, and no save has kept checksums of them
     digests = {(row.key, row.box.offset): row.digest for row in known}
     findings = []
     for key, cell in cells:
@@ -455,7 +490,6 @@ def damage_of_objects(
 
 def damage_of(
     parts: Sequence[StoredPart],
-    strategy: PlannedLoadStrategy,
     reader: StorageReader,
     index: Index,
     meter: Meter,
@@ -468,7 +502,7 @@ def damage_of(
         OSError: if the file system, and not the checkpoint, fails.
     """
     meter.expect(sum(_num_bytes(part, index) for part in parts))
-    most = strategy.options.buffer_bytes // 2
+    most = reader.options.buffer_bytes // 2
     # One piece of memory for all batches: an allocator would keep what each of them gave back.
     sizes = [_padded_bytes(part, index) for part in parts]
     memory = torch.empty(max(min(most, sum(sizes)), *sizes, 0), dtype=torch.uint8)
@@ -519,18 +553,18 @@ def _verify(
             for half in (batch[:middle], batch[middle:])
             for finding in _verify(half, reader, index, memory)
         ]
+    problem = "checksum differs: bits were flipped after it was saved"
     return [
-        Finding(
-            "checksum differs: bits were flipped after it was saved",
-            part.key,
-            expected=f"{part.digest or 0:016x}",
-            found=f"{found:016x} in {part.box}",
-            path=reader.location(stored_chunk(part, index)),
-        )
+        _other_digest(problem, part, found, path=reader.location(stored_chunk(part, index)))
         for part, value in zip(batch, values, strict=True)
         for found in [checksum(tensor_memory.as_numpy(value))]
         if part.digest is not None and found != part.digest
     ]
+
+
+def _other_digest(problem: str, part: StoredPart, digest: int, **details: Any) -> Finding:
+    expected, found = f"{part.digest or 0:016x}", f"{digest:016x} in {part.box}"
+    return Finding(problem, part.key, expected, found, **details)
 
 
 def cause_of(error: RankFailedError) -> BaseException:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
+from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -24,14 +24,13 @@ from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.state_dict_parts import partition
 from dist_checkpointing.planning import MetadataIndex, ReadItem
-from dist_checkpointing.planning.load_plan import TensorColumns
+from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation
-from dist_checkpointing.planning.resharding import WantedShard, plan_load
+from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.validation.load_errors import StoredTensors, compare
 
 _PAGE_BYTES = 4096
@@ -341,15 +340,8 @@ class Forecast:
 def forecast_of(
     checkpoint: Checkpoint, wants: Sequence[RankWants], made: Derivation | None = None
 ) -> Forecast:
-    """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes.
-
-    Raises:
-        UnsupportedFormatError: if its strategy does not tell where things are.
-    """
+    """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes."""
     strategy = checkpoint.reads.sharded
-    if not isinstance(strategy, PlannedLoadStrategy):
-        finding = Finding("its strategy makes no plans", found=str(strategy))
-        raise UnsupportedFormatError("a load of this checkpoint cannot be planned", [finding])
     reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     set_up_reader(reader, index, rank=0, world_size=1)
@@ -363,8 +355,7 @@ def forecast_of(
         asked |= {leaf.key for leaf in want.tensors.values()}
         misfits: list[Finding] = []
         try:
-            columns = TensorColumns.of(want.tensors.values())
-            compare(want.tensors, columns, stored, "error", planner_knows_keys=False)
+            compare(WantedTable(want.tensors), stored, "error", planner_knows_keys=False)
         except StateMismatchError as error:
             misfits += error.findings
         unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
@@ -373,8 +364,7 @@ def forecast_of(
         for leaf in want.tensors.values():
             if leaf.key not in unfit:
                 for own in (leaf,) if made is None else source_leaves(made, leaf):
-                    shard = WantedShard(own.key, own.box, own.flat_range, 0)
-                    parts, uncovered = planner.parts_of(shard)
+                    parts, uncovered = planner.parts_of(own)
                     touched += parts
                     misfits += uncovered
                 start, stop = leaf.flat_range or (0, leaf.box.num_elements)
@@ -432,7 +422,7 @@ class _Planner:
         self._places: dict[str, dict[_Chunk, ChunkPlace | None]] = {}
 
     def parts_of(
-        self, shard: WantedShard
+        self, shard: ShardedTensor
     ) -> tuple[list[tuple[_Touch, ChunkPlace | None]], list[Finding]]:
         """What a shard reads, and where that is; and what of it nothing stored fills."""
         tensor = self._index[shard.key]

@@ -20,7 +20,6 @@ from dist_checkpointing.mapping.nested_dicts import flatten, path_text
 from dist_checkpointing.threads import paused_collector
 
 logger: logging.Logger = logging.getLogger(__name__)
-
 _MOST_NAMED: Final = 20
 
 

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
+from os import PathLike
 from typing import Final, Literal
 
 import numpy as np
 import torch
+import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, StateMismatchError, hint
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    StateMismatchError,
+    hint,
+)
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.nested_dicts import path_text
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import Partition
 from dist_checkpointing.mapping.tensor_memory import is_lossless, overlaps_itself
-from dist_checkpointing.planning.load_plan import TensorColumns
+from dist_checkpointing.planning.coverage import check_coverage, main_rows
+from dist_checkpointing.planning.load_plan import WantedTable
+from dist_checkpointing.planning.shard_table import describe
+from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.validation.save_errors import is_there
 from dist_checkpointing.validation.strictness import StrictHandling
 
 logger: logging.Logger = logging.getLogger(__name__)
-
 Cast = Literal["error", "widen", "any"]
-
 _MOST_HINTS: Final = 20
+_MOST_NAMED: Final = 4
+_MOST_SENT: Final = 256
 
 
 class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
@@ -53,7 +66,7 @@ class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
             if (dtype := as_torch[number]) is not None
         }
 
-    def are_alike(self, wanted: TensorColumns) -> bool:
+    def are_alike(self, wanted: WantedTable) -> bool:
         """Whether all tensors are stored, with just their global shapes and dtypes."""
         index = self._index
         rows = index.rows_of(wanted.keys)
@@ -131,8 +144,7 @@ def mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 
 
 def compare(
-    wanted: Mapping[TreePath, ShardedTensor],
-    columns: TensorColumns,
+    wanted: WantedTable,
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     cast: Cast,
     *,
@@ -144,7 +156,6 @@ def compare(
 
     Args:
         wanted: the tensors.
-        columns: the same as columns.
         stored: key -> global shape and dtype.
         cast: what to do about dtypes that differ.
         planner_knows_keys: a user's planner may find a key under another name, and says so if not.
@@ -160,15 +171,15 @@ def compare(
     known_keys = stored.keys if stored_keys is None else stored_keys
     if isinstance(stored, StoredTensors):
         # What has an address is not on the meta device, and contiguous.
-        without = np.flatnonzero(columns.addresses < 0).tolist()
-        others = [data for row in without if (data := columns.data[row]) is not None]
+        without = np.flatnonzero(wanted.addresses < 0).tolist()
+        others = [data for row in without if (data := wanted.data[row]) is not None]
         can_be_filled = not any(data.is_meta or overlaps_itself(data) for data in others)
-        if can_be_filled and stored.are_alike(columns):
+        if can_be_filled and stored.are_alike(wanted):
             return True
-        stored = stored.of(columns.keys)
+        stored = stored.of(wanted.keys)
     findings: list[Finding] = []
     missing: dict[str, TreePath] = {}
-    for path, leaf in wanted.items():
+    for path, leaf in zip(wanted.leaves, wanted.tensors, strict=True):
         found, data = stored.get(leaf.key), leaf.data
         if found is None:
             if not planner_knows_keys:
@@ -272,3 +283,81 @@ def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torc
     is_whole = shape == tuple(leaf.local_shape) and not any(leaf.global_offset)
     found = stored.get(leaf.key)
     return (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
+
+
+def require_same_save(is_same: bool, checkpoint_dir: str | PathLike[str]) -> None:
+    """Refuse what was read if another save began meanwhile."""
+    if is_same:
+        return
+    finding = Finding(
+        "another save into this folder began after the load",
+        path=str(checkpoint_dir),
+        remedy="What was read may be of both: load again, and save each step into its own folder.",
+    )
+    message = "the checkpoint was overwritten while it was read"
+    raise CorruptCheckpointError(message, [finding])
+
+
+def check_access(parts: Partition, comm: Comm) -> None:
+    """Check that the templates of all ranks ask for each tensor exactly once. Collective."""
+    leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
+    exchanged = exchange_tables(
+        comm, "describing the template", lambda: ({"shards": describe(leaves, comm.rank)}, None)
+    )
+    with comm.agreed("checking the template"):
+        catalog = exchanged.catalog("shards")
+        check_coverage(catalog, main_rows(catalog))
+
+
+def first_names(keys: Iterable[str]) -> tuple[str, ...] | None:
+    """The keys up to their first dots, which are few; None if they are too many to send."""
+    names = sorted({key.partition(".")[0] for key in keys})
+    return tuple(names) if len(names) <= _MOST_SENT else None
+
+
+def hash_of_names(names: tuple[str, ...] | None) -> int:
+    """Equal for equal names, see ``Comm.exchange``."""
+    return xxhash.xxh3_64_intdigest(repr(names).encode()) >> 2
+
+
+def warn_of_unasked(
+    asked: Sequence[tuple[str, ...] | None], stored_keys: Callable[[], Iterable[str]]
+) -> None:
+    """Warn that a load leaves tensors unread, unless it asks for none, or for too many names.
+
+    Args:
+        asked: ``first_names`` of what each rank asks for.
+        stored_keys: Gives the keys of all stored tensors.
+    """
+    if None in asked or not any(asked):
+        return
+    names = set().union(*(own for own in asked if own is not None))
+    stored = Counter(key.partition(".")[0] for key in stored_keys())
+    unasked = Counter({name: count for name, count in stored.items() if name not in names})
+    if not unasked:
+        return
+    few = ", ".join(f"{name} ({count})" for name, count in unasked.most_common(_MOST_NAMED))
+    logger.warning(
+        "%d of the %d stored tensors are not loaded, because no rank asks for their names: %s%s. "
+        "If this is meant, pass strict='raise_unexpected'; strict='raise_all' makes it an error",
+        unasked.total(),
+        stored.total(),
+        few,
+        ", ..." if len(unasked) > _MOST_NAMED else "",
+    )
+
+
+@contextmanager
+def noting_filled(wanted: WantedTable) -> Iterator[None]:
+    """Note on an error of the body which given tensors it may have filled."""
+    try:
+        yield
+    except CheckpointingException as error:
+        pairs = zip(wanted.keys, wanted.data, strict=True)
+        given = sorted({key for key, data in pairs if data is not None})
+        if given:
+            error.add_note(
+                f"The given tensors of {len(given)} keys may be partly filled: "
+                f"{', '.join(given[:20])}{', ...' if len(given) > 20 else ''}"
+            )
+        raise

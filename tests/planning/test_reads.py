@@ -17,15 +17,20 @@ from hypothesis import strategies as st
 
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
-from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadTable, plan_load, resharding
-from dist_checkpointing.planning.resharding import WantedShard
 from reference_reads import planned_by_item
 
 Ints = tuple[int, ...]
 Array = npt.NDArray[np.int64]
 Part = tuple[Box, tuple[int, int] | None]
 INT64 = tensor_memory.from_name("int64")
+
+
+def shard_of(tensor: StoredTensor, box: Box, flat: tuple[int, int] | None = None) -> ShardedTensor:
+    """What wants a box of a tensor, or some of its elements; it may stick out."""
+    shape = tuple(map(max, tensor.global_shape, box.stop))
+    return ShardedTensor.of_box(replace(tensor, global_shape=shape), box, flat)
 
 
 def numbered(shape: Ints) -> Array:
@@ -96,7 +101,7 @@ def view(buffer: Array, window: Window) -> Array:
     return part
 
 
-def carried_out(tensor: StoredTensor, shard: WantedShard, items: ReadTable) -> Array:
+def carried_out(tensor: StoredTensor, shard: ShardedTensor, items: ReadTable) -> Array:
     """What ends up in the wanted shard's memory; -9 where nothing was read."""
     size = shard.box.num_elements
     if shard.flat_range is not None:
@@ -104,7 +109,7 @@ def carried_out(tensor: StoredTensor, shard: WantedShard, items: ReadTable) -> A
     memory = np.full(size, -9, dtype=np.int64)
     for item in items:
         assert item.lengths == item.storage.box.shape
-        assert item.dest_index == MetadataIndex("w", shard.box.offset, shard.source)
+        assert item.dest_index == MetadataIndex("w", shard.box.offset, 0)
         target = view(memory, item.dest)
         assert (target == -9).all(), "read twice"
         target[...] = view(buffer_of(tensor, item.storage_index), item.storage)
@@ -121,8 +126,9 @@ def test_any_part_from_any_chunks(tensor: StoredTensor, data: st.DataObject) -> 
         edges = st.integers(0, box.num_elements)
         start, stop = sorted((data.draw(edges), data.draw(edges)))
         flat, expected = (start, stop), expected[start:stop]
-    shard = WantedShard("w", box, flat, data.draw(st.integers(0, 3)))
-    items, findings = plan_load(Index.of([tensor]), [shard])
+    index = Index.of([tensor])
+    shard = shard_of(index["w"], box, flat)
+    items, findings = plan_load(index, [shard])
     assert findings == []
     assert LoadPlan(items).num_elements == expected.size
     assert carried_out(tensor, shard, items).tolist() == expected.tolist()
@@ -144,10 +150,10 @@ def test_what_is_not_stored_is_found(data: st.DataObject) -> None:
     holed = Index.of([StoredTensor("w", INT64, shape, None, pieces)])
     box = data.draw(boxes(shape))
     needs_it = bool(np.isin(full[box.slices()], lost_elements).any())
-    _, findings = plan_load(holed, [WantedShard("w", box, None, 0)])
+    _, findings = plan_load(holed, [shard_of(holed["w"], box)])
     assert bool(findings) == needs_it
     assert all(finding.key == "w" for finding in findings)
-    assert plan_load(Index.of([tensor]), [WantedShard("w", box, None, 0)])[1] == []
+    assert plan_load(Index.of([tensor]), [shard_of(holed["w"], box)])[1] == []
 
 
 def test_a_piece_twice_does_not_hide_another_that_is_lost() -> None:
@@ -156,7 +162,7 @@ def test_a_piece_twice_does_not_hide_another_that_is_lost() -> None:
     for cut in ([first, first], [second, second]):
         pieces = Pieces.of(1, [(box, None) for box in cut])
         index = Index.of([StoredTensor("w", INT64, (4,), None, pieces)])
-        _, findings = plan_load(index, [WantedShard("w", Box((0,), (4,)), None, 0)])
+        _, findings = plan_load(index, [shard_of(index["w"], Box((0,), (4,)))])
         assert findings
 
 
@@ -182,10 +188,10 @@ def checkpoints(draw: st.DrawFn) -> Index:
 
 
 @st.composite
-def wanted_shards(draw: st.DrawFn, index: Index) -> list[WantedShard]:
+def wanted_shards(draw: st.DrawFn, index: Index) -> list[ShardedTensor]:
     """Shards of any tensors, some of them out of bounds, some as stored, some flattened."""
     shards = []
-    for source in range(draw(st.integers(0, 6))):
+    for _ in range(draw(st.integers(0, 6))):
         tensor = index[draw(st.sampled_from(sorted(index)))]
         shape = tensor.global_shape
         box = draw(boxes(tuple(extent + 2 for extent in shape)))
@@ -199,21 +205,18 @@ def wanted_shards(draw: st.DrawFn, index: Index) -> list[WantedShard]:
             edges = st.integers(0, box.num_elements)
             start, stop = sorted((draw(edges), draw(edges)))
             flat = (start, stop)
-        shards.append(WantedShard(tensor.key, box, flat, source))
+        shards.append(shard_of(tensor, box, flat))
     return shards
 
 
-@pytest.mark.parametrize("few", [64, 0])
 @settings(deadline=None)
 @given(data=st.data())
-def test_the_same_reads_as_item_by_item(few: int, data: st.DataObject) -> None:
-    """All shards at once, in order, with and without the short cuts for many pieces."""
+def test_the_same_reads_as_item_by_item(data: st.DataObject) -> None:
+    """All shards at once, in order, few pieces at a time or many."""
     index = data.draw(checkpoints())
     shards = data.draw(wanted_shards(index))
-    with (
-        mock.patch.object(resharding, "_FEW", few),
-        mock.patch.object(resharding, "_MOST_PAIRS", data.draw(st.sampled_from([1, 7, 1 << 20]))),
-    ):
+    most = data.draw(st.sampled_from([1, 7, 1 << 20]))
+    with mock.patch.object(resharding, "_MOST_PAIRS", most):
         table, findings = plan_load(index, shards)
     items, expected = planned_by_item(index, shards)
     assert list(table) == items
@@ -238,16 +241,18 @@ def test_items_to_a_table_and_back(data: st.DataObject) -> None:
 
 def test_other_axes_than_stored_are_found() -> None:
     index = Index.of([StoredTensor("w", INT64, (4,), (3,))])
-    table, (finding,) = plan_load(index, [WantedShard("w", Box((0, 0), (4, 1)), None, 0)])
+    other = StoredTensor("w", INT64, (4, 1), (4, 1))
+    table, (finding,) = plan_load(index, [shard_of(other, Box((0, 0), (4, 1)))])
     assert (len(table), finding.key, finding.expected, finding.found) == (0, "w", 2, 1)
 
 
-def grid_shards(shape: Ints, counts: Ints) -> Iterator[WantedShard]:
+def grid_shards(index: Index, counts: Ints) -> Iterator[ShardedTensor]:
     """A regular grid of shards of a tensor, one a rank."""
+    shape = index["w"].global_shape
     extents = tuple(n // c for n, c in zip(shape, counts, strict=True))
     for cell in np.ndindex(*counts):
         offset = tuple(i * e for i, e in zip(cell, extents, strict=True))
-        yield WantedShard("w", Box(offset, extents), None, 0)
+        yield shard_of(index["w"], Box(offset, extents))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +265,7 @@ def test_thousands_of_ranks_that_do_not_exist(stored: Ints, wanted: Ints) -> Non
     chunk = tuple(n // c for n, c in zip(shape, stored, strict=True))
     index = Index.of([StoredTensor("w", tensor_memory.from_name("bfloat16"), shape, chunk)])
     planned = needed = 0
-    for shard in list(grid_shards(shape, wanted))[::16]:
+    for shard in list(grid_shards(index, wanted))[::16]:
         items, findings = plan_load(index, [shard])
         assert not findings
         planned += LoadPlan(items).num_elements
@@ -273,7 +278,7 @@ def test_a_whole_tensor_larger_than_any_memory() -> None:
     shape = (2**25, 2**24)
     index = Index.of([StoredTensor("w", tensor_memory.from_name("float16"), shape, (2**10, 2**10))])
     corner = Box((2**25 - 5, 2**24 - 7), (5, 7))
-    items, findings = plan_load(index, [WantedShard("w", corner, None, 0)])
+    items, findings = plan_load(index, [shard_of(index["w"], corner)])
     assert not findings
     (item,) = items
     assert item.storage_index.offset == (2**25 - 2**10, 2**24 - 2**10)

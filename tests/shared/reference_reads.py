@@ -10,8 +10,8 @@ import numpy as np
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Window, split_flat_range
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning import LoadItemType, MetadataIndex, ReadItem
-from dist_checkpointing.planning.resharding import WantedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ def _pieces(key: str, pieces: Pieces, box: Box) -> Iterator[tuple[MetadataIndex,
 
 
 def planned_by_item(
-    index: Index, wanted: Sequence[WantedShard]
+    index: Index, wanted: Sequence[ShardedTensor]
 ) -> tuple[list[ReadItem], list[Finding]]:
     """The reads that fill every wanted shard, and the shards that nothing stored fills."""
     items: list[ReadItem] = []
     findings: list[Finding] = []
-    for shard in wanted:
+    for source_leaf, shard in enumerate(wanted):
         tensor = index[shard.key]
-        dest_index = MetadataIndex(shard.key, shard.box.offset, shard.source)
+        dest_index = MetadataIndex(shard.key, shard.box.offset, source_leaf)
         whole = Box.whole(tensor.global_shape)
         needed = found = 0
         seen: set[tuple[int, Box]] = set()

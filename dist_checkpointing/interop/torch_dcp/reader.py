@@ -41,7 +41,6 @@ from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
@@ -292,20 +291,12 @@ class DCPReader(dcp_storage.StorageReader):
 
         Raises:
             CheckpointNotFoundError: if the folder holds no committed checkpoint.
-            UnsupportedFormatError: if the strategy cannot be a DCP storage.
             CorruptCheckpointError: if something is missing or damaged.
         """
         self._folder = data_folder(self.path)
-        found = open_checkpoint(self._folder, self._backend)
+        found = open_checkpoint(self._folder, self._backend, trusted=self.trusted)
         sharded, common = found.sharded, found.common
-        if self.trusted:
-            sharded, common = sharded.trusting(), common.trusting()
-        if not isinstance(sharded, PlannedLoadStrategy):
-            finding = Finding(
-                "DCP needs a PlannedLoadStrategy", found=type(sharded).__name__, path=str(self.path)
-            )
-            raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
-        self._found = LoadStrategies(found.config, sharded, common)
+        self._found = found
         self._reader = sharded.make_reader(self._folder)
         self._index = self._reader.read_metadata()
         state = common.load_common(self._folder)
@@ -386,7 +377,6 @@ class DCPReader(dcp_storage.StorageReader):
             elif name in self._objects:
                 objects[name] = self._objects[name].without_data()
         strategy = self._found.sharded
-        assert isinstance(strategy, PlannedLoadStrategy)
         own_objects: dict[str, ShardedObject] = objects if handles_objects(strategy) else {}
         for leaf in own_objects.values():
             leaves[(Position(len(leaves)),)] = leaf

@@ -13,6 +13,7 @@ import torch
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import location as store
 from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.filesystem.ranged_reads import READ_WHOLE_BYTES
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -21,7 +22,6 @@ from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, Re
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.chunk_reads import (
-    READ_WHOLE_BYTES,
     ChunkReads,
     Extent,
     Filler,

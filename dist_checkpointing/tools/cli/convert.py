@@ -206,10 +206,10 @@ def _report(done: Conversion, destination: Path, *, dry_run: bool) -> Report:
 
 def _add_recipe(report: Report, made: Derivation) -> None:
     """What is lost by the rules, or does nothing; a dry run shows it by key."""
-    idle, of_source = counted(len(made.idle), "rule"), "of the source"
+    idle, of_source = counted(len(made.unused_rules), "rule"), "of the source"
     rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
     for count, text in (
-        (len(made.idle), f"{idle} of {len(made.counts)} matched nothing"),
+        (len(made.unused_rules), f"{idle} of {len(made.counts)} matched nothing"),
         (rounded, f"values rounded in {counted(rounded, 'tensor')}"),
         (len(made.cut), f"{counted(len(made.cut), 'tensor')} {of_source} used in part"),
         (len(made.left_out), f"{counted(len(made.left_out), 'tensor')} {of_source} not used"),
