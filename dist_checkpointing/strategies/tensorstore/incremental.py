@@ -42,11 +42,15 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     """Where values of the same box lie in the base, and values in which others may lie."""
     same_box = np.flatnonzero(base.same_box)
     names = database.keys_to_write(table.take(same_box), base.index)
-    sizes = [_stored_bytes(base, table, index, row) for row in same_box.tolist()]
+    columns = (same_box.tolist(), table.is_object[same_box], table.num_bytes[same_box].tolist())
+    sizes = [
+        _ANY if is_object else _stored_bytes(base, table, index, row, num_bytes)
+        for row, is_object, num_bytes in zip(*columns, strict=True)
+    ]
     entries = [*zip(same_box.tolist(), [0] * len(names), sizes, names, strict=True)]
     entries += _nested(base, table, index)
-    columns = [entry[:3] for entry in entries]
-    rows, begins, expected = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    numbers = np.array([entry[:3] for entry in entries], dtype=np.int64).reshape(-1, 3)
+    rows, begins, expected = numbers.T
     is_nested = np.arange(len(rows)) >= len(same_box)
     values = Tree(base.folder).find([name for *_, name in entries])
     file, offset, length = values.extents
@@ -54,8 +58,9 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     files = [base.seal.files[name] for name in in_data if name in base.seal.files]
     number_of = {sealed.name: number for number, sealed in enumerate(files)}
     # The last of the numbers is that of -1 and -2: of what does not lie in a file.
-    numbers = np.array([*(number_of.get(name, -1) for name in in_data), -1, -1], dtype=np.int64)
-    number = numbers[file]
+    number = np.array([*(number_of.get(name, -1) for name in in_data), -1, -1], dtype=np.int64)[
+        file
+    ]
     ends = np.array([*(sealed.num_bytes for sealed in files), 0], dtype=np.int64)
     is_good = (number >= 0) & (length > 0) & (offset + length <= ends[number])
     is_good &= (expected == _ANY) | (expected == length)
@@ -64,14 +69,14 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     return Candidates(rows, files, extents, is_nested).take(is_good)
 
 
-def _stored_bytes(base: BaseParts, table: ShardTable, index: Index, row: int) -> int:
+def _stored_bytes(
+    base: BaseParts, table: ShardTable, index: Index, row: int, num_bytes: int
+) -> int:
     """Bytes that the value of a row must have in the base to be what would be written."""
-    if table.is_object[row]:
-        return _ANY
     key = table.key(row)
     chunk = index.chunk_shape(key)
     if chunk is None or math.prod(chunk) == math.prod(table.box(row).shape):
-        return int(table.num_bytes[row])
+        return num_bytes
     # At the edge of a tensor it is padded, and the padding depends on the chunk.
     if tuple(chunk) != tuple(base.index.chunk_shape(key) or ()):
         return 0
