@@ -57,10 +57,9 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     in_data = [name if name.startswith(f"{DATA_FOLDER}/") else "" for name in values.files]
     files = [base.seal.files[name] for name in in_data if name in base.seal.files]
     number_of = {sealed.name: number for number, sealed in enumerate(files)}
-    # The last of the numbers is that of -1 and -2: of what does not lie in a file.
-    number = np.array([*(number_of.get(name, -1) for name in in_data), -1, -1], dtype=np.int64)[
-        file
-    ]
+    # The last two are those of -1 and -2: of what does not lie in a file.
+    number_in_files = [*(number_of.get(name, -1) for name in in_data), -1, -1]
+    number = np.array(number_in_files, dtype=np.int64)[file]
     ends = np.array([*(sealed.num_bytes for sealed in files), 0], dtype=np.int64)
     is_good = (number >= 0) & (length > 0) & (offset + length <= ends[number])
     is_good &= (expected == _ANY) | (expected == length)
@@ -182,19 +181,13 @@ def _copy(
     ends = offsets + lengths
     firsts = np.flatnonzero(np.r_[True, offsets[1:] != ends[:-1]])
     lasts = np.r_[firsts[1:], len(offsets)] - 1
-    read = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        write = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            for begin, end in zip(offsets[firsts].tolist(), ends[lasts].tolist(), strict=True):
-                if not copy_range(read, begin, end - begin, write):
-                    _copy_here(read, begin, end, write)
-            if durability is Durability.FSYNC:
-                os.fsync(write)
-        finally:
-            os.close(write)
-    finally:
-        os.close(read)
+    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", 0) as read, target.open("xb", 0) as write:
+        for begin, end in zip(offsets[firsts].tolist(), ends[lasts].tolist(), strict=True):
+            if not copy_range(read.fileno(), begin, end - begin, write.fileno()):
+                _copy_here(read.fileno(), begin, end, write.fileno())
+        if durability is Durability.FSYNC:
+            os.fsync(write.fileno())
 
 
 def _copy_here(read: int, begin: int, end: int, write: int) -> None:
