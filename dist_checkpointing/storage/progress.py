@@ -116,8 +116,7 @@ class Meter:
 
     def expect(self, num_bytes: int) -> None:
         """Say how many bytes this phase will move."""
-        with self._lock:
-            self._total = num_bytes
+        self._total = num_bytes
         self._report()
 
     def add(self, num_bytes: int) -> None:

@@ -256,7 +256,11 @@ class StagingBuffers:
         for row, (start, size, tensor) in enumerate(zip(starts, sizes, tensors, strict=False)):
             view = self._views[row]
             if view is None or view.shape != tensor.shape or view.dtype is not tensor.dtype:
-                view = self._view(start, size, tensor)
+                if tensor.nbytes == size:
+                    memory = self._memory[start : start + size]
+                    view = memory.view(tensor.dtype).view(tensor.shape)
+                else:
+                    view = torch.empty(tensor.shape, dtype=tensor.dtype)
                 self._views[row] = view
             streams.copy(tensor, view)
             copies.append(view)
@@ -272,11 +276,6 @@ class StagingBuffers:
             pinned = torch.cuda.is_available() if self._pinned is None else self._pinned
             self._memory = torch.empty(0, dtype=torch.uint8)  # never both at once
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
-
-    def _view(self, start: int, size: int, like: torch.Tensor) -> torch.Tensor:
-        if like.nbytes != size:
-            return torch.empty(like.shape, dtype=like.dtype)
-        return self._memory[start : start + size].view(like.dtype).view(like.shape)
 
 
 class PlannedData(SavePlanner):
@@ -361,12 +360,9 @@ class ChangeDetector:
             CheckpointingException: naming the keys.
         """
         after = self._versions()
+        remedy = "Call handle.captured.wait(), or handle.fence(optimizer), before the step."
         findings = [
-            Finding(
-                "changed while it was being captured",
-                key,
-                remedy="Call handle.captured.wait(), or handle.fence(optimizer), before the step.",
-            )
+            Finding("changed while it was being captured", key, remedy=remedy)
             for key, versions in self._before.items()
             if versions != after[key]
         ]

@@ -69,12 +69,9 @@ class DataFiles:
         self.length: array[int] = array("q")
 
     def put(self, value: Any, num_bytes: int, reported: int) -> None:
-        """Add a value, which is written soon and must stay as it is until then.
+        """Add a value, an array or bytes, which must stay as it is until it is written soon.
 
-        Args:
-            value: a contiguous array, or bytes.
-            num_bytes: its size.
-            reported: how many of them count as written.
+        Of its bytes those in ``reported`` count as written.
         """
         self._place(num_bytes)
         if num_bytes == 0:
@@ -89,12 +86,7 @@ class DataFiles:
             self.flush()
 
     def put_memory(self, addresses: Int64s, lengths: Int64s) -> None:
-        """Add values that are somewhere in memory, and write them at once.
-
-        Args:
-            addresses: of the first byte of each.
-            lengths: bytes of each.
-        """
+        """Add values at some addresses in memory, and write them at once."""
         self.flush()
         first = 0
         while first < len(lengths):
@@ -213,12 +205,7 @@ def write_shares(
 ) -> list[tuple[Files, list[SealedFile]]]:
     """Write each share to files of its own, on a thread; all stop when one has failed.
 
-    Args:
-        shares: what each thread writes.
-        open_files: makes the files of a share, which report what is written.
-        fill: writes a share to its files.
-        report: is told the bytes that were written.
-        threads: at most so many.
+    ``open_files`` makes the files of a share, which report what is written.
     """
     is_cancelled = False
 

@@ -253,6 +253,7 @@ class PlanDigests:
         self.known: Bools = np.zeros(len(plan.table), dtype=np.bool_)
         self.columns: npt.NDArray[np.uint64] = np.zeros((len(plan.table), 2), dtype=np.uint64)
         self._table, self._options = plan.table, options
+        self._is_object = plan.table.is_object.tolist()
         self._plan, self._planner = plan, planner
 
     @cached_property
@@ -283,7 +284,7 @@ class PlanDigests:
     def _digest(self, row: int) -> bytes | None:
         """The digest of a row; None if its values must be copied from elsewhere first."""
         data = self._data_of(row)
-        if self._table.is_object[row]:
+        if self._is_object[row]:
             value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
             return digest_of(value, len(value))
         array = tensor_memory.fillable(data.detach().contiguous(), data.dtype)
@@ -397,6 +398,7 @@ def _are_same(
 ) -> Bools:
     """Which candidates hold what the rows of the plan hold."""
     rows, is_nested = candidates.rows, candidates.is_nested
+    sizes, itemsizes = table.num_bytes[rows], table.itemsizes[rows]
 
     def extent(at: int) -> Extent:
         file, offset, length = candidates.extents[at].tolist()
@@ -404,13 +406,12 @@ def _are_same(
 
     def has_head(at: int) -> bool:
         """Whether a candidate begins like the row, as nearly all that differ do not."""
-        whole, row = extent(at), int(rows[at])
-        size = int(table.itemsizes[row])
+        whole, row, size = extent(at), int(rows[at]), int(itemsizes[at])
         most = min(whole.num_bytes, _HEAD_BYTES // size * size)
         return digests.begins_with(row, read_extent(replace(whole, num_bytes=most), table.key(row)))
 
     # What begins otherwise need not be hashed before it is written; padding is left out.
-    sizes, is_same = table.num_bytes[rows], np.ones(len(rows), dtype=np.bool_)
+    is_same = np.ones(len(rows), dtype=np.bool_)
     is_large = (sizes >= _LARGE_BYTES) & (candidates.extents[:, 2] == sizes)
     compared = np.flatnonzero(is_nested | is_large).tolist() if unpack is None else []
     is_same[compared] = in_threads(has_head, compared, options.threads)
@@ -419,20 +420,27 @@ def _are_same(
     is_same &= is_nested | (wanted == base.digests[rows]).all(axis=1)
     is_read = is_same if options.base_check is BaseCheck.CONTENTS else is_same & is_nested
     read = np.flatnonzero(is_read).tolist()
-    stored = in_threads(
-        lambda at: _digest_in_base(base, table, int(rows[at]), extent(at), unpack),
-        read,
-        options.threads,
-    )
+
+    def stored_digest(at: int) -> bytes:
+        row, values = int(rows[at]), (int(sizes[at]), int(itemsizes[at]))
+        return _digest_in_base(base, table, row, *values, extent(at), unpack)
+
+    stored = in_threads(stored_digest, read, options.threads)
     is_same[read] = (columns_of(stored) == wanted[read]).all(axis=1)
     return is_same
 
 
 def _digest_in_base(
-    base: BaseParts, table: ShardTable, row: int, extent: Extent, unpack: Unpack | None
+    base: BaseParts,
+    table: ShardTable,
+    row: int,
+    num_bytes: int,
+    itemsize: int,
+    extent: Extent,
+    unpack: Unpack | None,
 ) -> bytes:
     """The digest of the values in an extent of the base, as they are now."""
-    key, num_bytes, itemsize = table.key(row), int(table.num_bytes[row]), int(table.itemsizes[row])
+    key = table.key(row)
     if unpack is None and not extent.num_bytes > num_bytes > 0:
         digest, end = Digest(), extent.offset + extent.num_bytes
         for begin in range(extent.offset, end, _READ_BYTES):

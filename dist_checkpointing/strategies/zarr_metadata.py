@@ -46,38 +46,27 @@ def chunk_keys(
     Offsets are those of the chunks, or of the boxes of the pieces, ``[chunks, axes]``; the start of
     a flattened range is -1 where there is none.
     """
-    place, width = keys.tolist(), offsets.shape[1]
-    used = np.flatnonzero(np.bincount(keys, minlength=len(names)))
-    is_all = len(used) == len(names)
-    used_names = names if is_all else [names[position] for position in used.tolist()]
+    width, used = offsets.shape[1], np.flatnonzero(np.bincount(keys, minlength=len(names)))
+    used_names = [names[number] for number in used.tolist()]
     _, chunk_shapes = index.shapes_of(used_names)
-    shapes = [shape or () for shape in chunk_shapes]
     chunks = np.ones((len(names), width), dtype=np.int64)
-    chunks[used] = padded_rows(shapes, 1, width)[:, :width]
+    chunks[used] = padded_rows([shape or () for shape in chunk_shapes], 1, width)[:, :width]
     has_grid = np.zeros(len(names), dtype=np.bool_)
     has_grid[used] = [shape is not None for shape in chunk_shapes]
-    own_names = disk_names(used_names)
-    folders = own_names if is_all else dict(zip(used.tolist(), own_names, strict=True))
-    on_grid = has_grid[keys]
-    numbers = offsets // chunks[keys]
+    folders = dict(zip(used.tolist(), disk_names(used_names), strict=True))
+    on_grid, numbers = has_grid[keys], offsets // chunks[keys]
     is_first = on_grid & ~numbers.any(axis=1)
-    first_names = ["/" + chunk_name((0,) * axes) for axes in range(int(ndim.max(initial=0)) + 1)]
-    if len(set(ndim.tolist())) == 1:
-        end = first_names[-1]
-        found = [folders[tensor] + end for tensor in place]
-    else:
-        found = [
-            folders[tensor] + first_names[axes]
-            for tensor, axes in zip(place, ndim.tolist(), strict=True)
-        ]
+    ends = ["/" + chunk_name((0,) * axes) for axes in range(int(ndim.max(initial=0)) + 1)]
+    rows = zip(keys.tolist(), ndim.tolist(), strict=True)
+    found = [folders[key] + ends[axes] for key, axes in rows]
     for row in np.flatnonzero(~is_first).tolist():
-        folder, axes = folders[place[row]], int(ndim[row])
+        folder, axes = folders[int(keys[row])], int(ndim[row])
         if on_grid[row]:
             found[row] = f"{folder}/{chunk_name(tuple(numbers[row, :axes].tolist()))}"
         else:
             start = int(flat_starts[row])
             name = piece_name(offsets[row, :axes].tolist(), start)
-            found[row] = f"{folder}/{name}{first_names[axes] if start < 0 else '/c.0'}"
+            found[row] = f"{folder}/{name}{ends[axes] if start < 0 else '/c.0'}"
     return found
 
 

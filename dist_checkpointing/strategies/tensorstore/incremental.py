@@ -42,20 +42,24 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     """Where values of the same box lie in the base, and values in which others may lie."""
     same_box = np.flatnonzero(base.same_box)
     names = database.keys_to_write(table.take(same_box), base.index)
-    sizes = [_stored_bytes(base, table, index, row) for row in same_box.tolist()]
+    columns = (same_box.tolist(), table.is_object[same_box], table.num_bytes[same_box].tolist())
+    sizes = [
+        _ANY if is_object else _stored_bytes(base, table, index, row, num_bytes)
+        for row, is_object, num_bytes in zip(*columns, strict=True)
+    ]
     entries = [*zip(same_box.tolist(), [0] * len(names), sizes, names, strict=True)]
     entries += _nested(base, table, index)
-    columns = [entry[:3] for entry in entries]
-    rows, begins, expected = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    numbers = np.array([entry[:3] for entry in entries], dtype=np.int64).reshape(-1, 3)
+    rows, begins, expected = numbers.T
     is_nested = np.arange(len(rows)) >= len(same_box)
     values = Tree(base.folder).find([name for *_, name in entries])
     file, offset, length = values.extents
     in_data = [name if name.startswith(f"{DATA_FOLDER}/") else "" for name in values.files]
     files = [base.seal.files[name] for name in in_data if name in base.seal.files]
     number_of = {sealed.name: number for number, sealed in enumerate(files)}
-    # The last of the numbers is that of -1 and -2: of what does not lie in a file.
-    numbers = np.array([*(number_of.get(name, -1) for name in in_data), -1, -1], dtype=np.int64)
-    number = numbers[file]
+    # The last two are those of -1 and -2: of what does not lie in a file.
+    number_in_files = [*(number_of.get(name, -1) for name in in_data), -1, -1]
+    number = np.array(number_in_files, dtype=np.int64)[file]
     ends = np.array([*(sealed.num_bytes for sealed in files), 0], dtype=np.int64)
     is_good = (number >= 0) & (length > 0) & (offset + length <= ends[number])
     is_good &= (expected == _ANY) | (expected == length)
@@ -64,14 +68,14 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     return Candidates(rows, files, extents, is_nested).take(is_good)
 
 
-def _stored_bytes(base: BaseParts, table: ShardTable, index: Index, row: int) -> int:
+def _stored_bytes(
+    base: BaseParts, table: ShardTable, index: Index, row: int, num_bytes: int
+) -> int:
     """Bytes that the value of a row must have in the base to be what would be written."""
-    if table.is_object[row]:
-        return _ANY
     key = table.key(row)
     chunk = index.chunk_shape(key)
     if chunk is None or math.prod(chunk) == math.prod(table.box(row).shape):
-        return int(table.num_bytes[row])
+        return num_bytes
     # At the edge of a tensor it is padded, and the padding depends on the chunk.
     if tuple(chunk) != tuple(base.index.chunk_shape(key) or ()):
         return 0
@@ -177,19 +181,13 @@ def _copy(
     ends = offsets + lengths
     firsts = np.flatnonzero(np.r_[True, offsets[1:] != ends[:-1]])
     lasts = np.r_[firsts[1:], len(offsets)] - 1
-    read = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        write = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            for begin, end in zip(offsets[firsts].tolist(), ends[lasts].tolist(), strict=True):
-                if not copy_range(read, begin, end - begin, write):
-                    _copy_here(read, begin, end, write)
-            if durability is Durability.FSYNC:
-                os.fsync(write)
-        finally:
-            os.close(write)
-    finally:
-        os.close(read)
+    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", 0) as read, target.open("xb", 0) as write:
+        for begin, end in zip(offsets[firsts].tolist(), ends[lasts].tolist(), strict=True):
+            if not copy_range(read.fileno(), begin, end - begin, write.fileno()):
+                _copy_here(read.fileno(), begin, end, write.fileno())
+        if durability is Durability.FSYNC:
+            os.fsync(write.fileno())
 
 
 def _copy_here(read: int, begin: int, end: int, write: int) -> None:

@@ -43,16 +43,9 @@ class Body:
 
     def varint(self, most: int) -> int:
         """One unsigned integer of variable length."""
-        value = shift = 0
-        for byte in self.data[self.position : self.position + _MOST_VARINT_BYTES]:
-            self.position += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                if value > most:
-                    raise Malformed(f"the integer {value} is above {most}")
-                return value
-        raise Malformed("an integer has no end")
+        if self.position == len(self.data):
+            raise Malformed("an integer has no end")
+        return int(self.wide_varints(1, most)[0])
 
     def varints(self, count: int, most: int = MOST_I64) -> I64:
         """A column of unsigned integers of at most 63 bits."""
@@ -349,13 +342,12 @@ def read_files(body: Body, folder: str) -> list[FileRef]:
     shared = np.concatenate([[0], body.varints(count - 1, MOST_U16)]) if count else np.zeros(0, int)
     rest = body.varints(count, MOST_U16)
     base = body.varints(count, MOST_U16)
-    lengths = _checked_lengths(shared, rest, "paths")
+    paths = _strings(shared, rest, body, b"", "paths")
     # Where a path shares more than the base of its neighbour, it must have the same base.
-    if (base > lengths).any() or (
+    if (base > shared + rest).any() or (
         (shared[1:] > np.minimum(base[1:], base[:-1])) & (base[1:] != base[:-1])
     ).any():
         raise Malformed("the lengths of base paths do not fit")
-    paths = _strings(shared, rest, body, b"")
     files = []
     for path, cut in zip(paths, base.tolist(), strict=True):
         try:
@@ -375,20 +367,18 @@ def files_table(paths: Sequence[str]) -> bytes:
     return b"".join([*map(encoded, columns), *rests])
 
 
-def _checked_lengths(shared: I64, rest: I64, what: str) -> I64:
-    """The lengths of strings told by what they share with the one before."""
+def _strings(shared: I64, rest: I64, body: Body, first: bytes, what: str) -> list[bytes]:
+    """Strings told by what each shares with the one before; their rests come next in the body.
+
+    The first one begins with ``first``.
+    """
     lengths = shared + rest
     if (shared[1:] > lengths[:-1]).any():
         raise Malformed(f"{what} share more than there is")
     total(lengths, MOST_BODY_BYTES, what)
     if len(lengths) and int(lengths.max()) > MOST_U16:
         raise Malformed(f"{what} are longer than {MOST_U16} bytes")
-    return lengths
-
-
-def _strings(shared: I64, rest: I64, body: Body, first: bytes) -> list[bytes]:
-    """The strings whose rests come next; the first one begins with ``first``."""
-    rests = body.take(total(rest, MOST_BODY_BYTES, "strings"))
+    rests = body.take(int(rest.sum()))
     strings = []
     string, start = first, 0
     for kept, length in zip(shared.tolist(), rest.tolist(), strict=True):
@@ -415,14 +405,14 @@ def decode_node(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf 
     shared = np.concatenate([[0], body.varints(count - 1, MOST_U16)]) + len(prefix)
     rest = body.varints(count, MOST_U16)
     prefixes = body.varints(count, MOST_U16) + len(prefix) if height else np.zeros(count, int)
-    key_bytes = int(_checked_lengths(shared, rest, "keys").sum())
+    keys = _strings(shared, rest, body, prefix, "keys")
     if (prefixes > shared + rest).any():
         raise Malformed("the keys below a child share more than its lower bound")
-    keys = _strings(shared, rest, body, prefix)
     if not all(map(operator.lt, keys, islice(keys, 1, None))):
         raise Malformed("its keys do not rise")
     path_bytes = sum(len(file.path) for file in files)
-    num_bytes = len(body.data) + key_bytes + path_bytes + _OBJECT_BYTES * (count + len(files))
+    num_bytes = len(body.data) + int((shared + rest).sum()) + path_bytes
+    num_bytes += _OBJECT_BYTES * (count + len(files))
     if height:
         extents = _extents(body, count, files)
         num_keys = body.varints(count)

@@ -6,7 +6,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, Final
@@ -64,12 +63,6 @@ Array = npt.NDArray[Any]
 class RowWriter:
     """Writes the values of rows of a plan to data files.
 
-    Args:
-        plan: what this rank writes.
-        planner: answers for its data.
-        known: digests of its rows, as far as they have been made; gets the others.
-        has_checksums: whether digests are wanted.
-
     Attributes:
         has_checksums: Whether digests are wanted.
         digests: ``[rows, 2]``, upper halves and checksums of the rows that were written, and of
@@ -77,36 +70,22 @@ class RowWriter:
     """
 
     def __init__(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        known: PlanDigests,
-        *,
-        has_checksums: bool,
+        self, plan: SavePlan, planner: SavePlanner, known: PlanDigests, *, has_checksums: bool
     ) -> None:
-        table, index = plan.table, plan.index
-        assert index is not None
+        assert plan.index is not None
+        self._table, self._index = plan.table, plan.index
         self.has_checksums = has_checksums
         self.digests = known.columns
         # What a planner makes once more may be something else.
         self._known = None if planner.makes_data or not known.known.any() else known
-        self._table = table
-        self._index = index
         self._data_of = planner.data_of(plan)
-        is_edge = _edges(table, index)
-        self._is_object = table.is_object.tolist()
-        self._is_edge = is_edge.tolist()
-        self._sizes = table.num_bytes
-        self._is_simple = ~table.is_object & ~is_edge & (self._sizes < LARGE_BYTES)
+        is_object, is_edge = plan.table.is_object, _edges(plan.table, plan.index)
+        self._is_object, self._is_edge = is_object.tolist(), is_edge.tolist()
+        self._sizes = plan.table.num_bytes
+        self._is_simple = ~is_object & ~is_edge & (self._sizes < LARGE_BYTES)
 
     def write(self, rows: Int64s, files: DataFiles, most_bytes: int) -> None:
-        """Write some rows; several threads may do so.
-
-        Args:
-            rows: to write.
-            files: get the values.
-            most_bytes: memory for copies of tensors on GPUs.
-        """
+        """Write some rows, with so much memory for copies; several threads may do so."""
         for begin, end, is_simple in self._batches(rows, min(most_bytes, MOST_PENDING_BYTES)):
             data: list[object] = []
             if is_simple:
@@ -175,24 +154,21 @@ class RowWriter:
     def _put(self, row: int, array: Array, files: DataFiles) -> bytes:
         """Add a chunk and give its digest."""
         size, is_edge = array.nbytes, self._is_edge[row]
-        known = NO_DIGEST if not self.has_checksums else None
-        if known is None and self._known is not None:
-            known = self._known.digest(row)
-        if size >= LARGE_BYTES and not is_edge:
-            if known is not None:
-                files.put_large(array, size, None)
-                return known
-            digest = Digest()
-            files.put_large(array, size, digest)
-            return digest.digest()
-        checksum = known or digest_of(array, size)
+        digest = None if self.has_checksums else NO_DIGEST
+        if digest is None and self._known is not None:
+            digest = self._known.digest(row)
+        if digest is None and size >= LARGE_BYTES and not is_edge:
+            hashed = Digest()
+            files.put_large(array, size, hashed)
+            return hashed.digest()
+        digest = digest or digest_of(array, size)
         if is_edge:
             array = self._padded(row, array)
         if array.nbytes >= LARGE_BYTES:
             files.put_large(array, size, None)
         else:
             files.put(array, array.nbytes, size)
-        return checksum
+        return digest
 
     def _write_copies(
         self,
@@ -321,24 +297,22 @@ class TensorStoreWriter(StorageWriter):
         has_checksums = self.options.checksum is Checksum.XXH3
         rows = RowWriter(plan, planner, known, has_checksums=has_checksums)
 
-        def open_files(share: _Share, report: Callable[[int], None]) -> DataFiles:
-            folder = f"{database.DATA_FOLDER}/{database.DATA_GROUPS[share.group]}"
-            location.make_folder(self.checkpoint_dir / folder)
-            stem = f"{folder}/{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}"
-            return DataFiles(self.checkpoint_dir, stem, self.options, most_pending, report)
+        def open_files(share: tuple[str, Int64s], report: Callable[[int], None]) -> DataFiles:
+            location.make_folder(self.checkpoint_dir / share[0].rpartition("/")[0])
+            return DataFiles(self.checkpoint_dir, share[0], self.options, most_pending, report)
 
         written = write_shares(
             shares,
             open_files,
-            lambda share, files: rows.write(share.rows, files, most_pending),
+            lambda share, files: rows.write(share[1], files, most_pending),
             self.report,
             min(_MOST_THREADS, self.options.threads),
         )
         extents = Extents(*np.empty((3, len(table)), dtype=np.int64))
         names: list[str] = []
-        for share, (files, _) in zip(shares, written, strict=True):
-            extents.file[share.rows] = np.array(files.file) + len(names)
-            extents.offset[share.rows], extents.length[share.rows] = files.offset, files.length
+        for (_, own), (files, _) in zip(shares, written, strict=True):
+            extents.file[own] = np.array(files.file) + len(names)
+            extents.offset[own], extents.length[own] = files.offset, files.length
             names += files.names
         file, offset, length = reused.extents.T
         extents.file[reused.rows] = file + len(names)
@@ -355,8 +329,11 @@ class TensorStoreWriter(StorageWriter):
         )
         return done(results)  # type: ignore[arg-type]
 
-    def _shares(self, table: ShardTable, reused: SharedParts) -> Iterator[_Share]:
-        """The work, of each data group on one thread, or on several of about the same bytes."""
+    def _shares(self, table: ShardTable, reused: SharedParts) -> Iterator[tuple[str, Int64s]]:
+        """How the names of data files begin, and the rows in them.
+
+        Each is work for a thread: a data group, or several parts of it of about the same bytes.
+        """
         # What has not changed may stay so: in files of its own it can be shared the next time.
         age = np.zeros(len(table), dtype=np.int64)
         age[reused.steady], age[reused.rows] = 1, 2
@@ -373,7 +350,9 @@ class TensorStoreWriter(StorageWriter):
             count = max(1, min(count, int(sizes[large].sum()) // _LEAST_BYTES_A_THREAD))
             for number, rows in enumerate(balanced(large, sizes, count)):
                 # Large values first: these begin at the beginning of a page more often.
-                yield _Share(group, number, rows if number else np.concatenate([rows, small]))
+                folder = f"{database.DATA_FOLDER}/{database.DATA_GROUPS[group]}"
+                stem = f"{folder}/{self._rank}.{number}-{uuid.uuid4().hex[:8]}"
+                yield stem, rows if number else np.concatenate([rows, small])
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> list[SealedFile]:
         stored = [result.storage_data for of_rank in results for result in of_rank]
@@ -388,18 +367,3 @@ class TensorStoreWriter(StorageWriter):
         with paused_collector():
             tree = write_tree(folder, *merged_values(parts, metadata), durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What one thread writes.
-
-    Attributes:
-        group: Data group that all of it belongs to.
-        number: Number of the share in its group.
-        rows: Rows of the plan.
-    """
-
-    group: int
-    number: int
-    rows: Int64s

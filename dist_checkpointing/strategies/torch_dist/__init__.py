@@ -93,29 +93,29 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
-        metadata = read_dcp_metadata(root)
-        kept = metadata.without_tensors(key_prefix)
+        _, kept, unused = _parted(root, key_prefix)
         # Once it does not name them they are unreachable; files of nothing else are freed then.
         local_folder.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
-        unused = _unused_files(root, metadata, kept)
         local_folder.remove_all([root / file for file in unused], root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
-        root = Path(checkpoint_dir)
-        metadata = read_dcp_metadata(root)
-        kept = metadata.without_tensors(key_prefix)
-        in_use = {place.file for place in kept.places.values()}
-        shared: dict[str, int] = {}
+        metadata, kept, unused = _parted(Path(checkpoint_dir), key_prefix)
+        shared, gone = dict[str, int](), set(unused)
         for at, place in metadata.places.items():
-            if at not in kept.places and place.file in in_use:
+            if at not in kept.places and place.file not in gone:
                 shared[place.file] = shared.get(place.file, 0) + place.length
         keys = tuple(sorted(set(metadata.tensors) - set(kept.tensors)))
-        unused = _unused_files(root, metadata, kept)
         return PlannedRemoval(keys, tuple(unused), shared, is_unfinished=bool(unused and not keys))
 
 
-def _unused_files(root: Path, before: DcpMetadata, kept: DcpMetadata) -> list[str]:
-    """Files of values that are kept no more, and those that a removal cut off has left."""
+def _parted(root: Path, key_prefix: str) -> tuple[DcpMetadata, DcpMetadata, list[str]]:
+    """What is stored, what stays, and the files that hold nothing of that.
+
+    Among these are files that a removal cut off has left.
+    """
+    metadata = read_dcp_metadata(root)
+    kept = metadata.without_tensors(key_prefix)
     in_use = {place.file for place in kept.places.values()}
     left = {path.name for path in root.iterdir() if _DATA_FILE.fullmatch(path.name)}
-    return sorted(left.union(place.file for place in before.places.values()) - in_use)
+    unused = left.union(place.file for place in metadata.places.values()) - in_use
+    return metadata, kept, sorted(unused)

@@ -31,7 +31,6 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, tensor_memory
 from dist_checkpointing.planning import (
-    Destinations,
     LoadPlan,
     LoadPlanner,
     MetadataIndex,
@@ -468,7 +467,25 @@ class TorchDistReader(StorageReader):
         table = _ending_at_the_edge(plan.table, self._index)
         limits = self.files.limits
         filler = Filler(plan, planner, self._index, limits, table=table)
-        destinations = planner.destinations(plan)
+        destinations, is_object = planner.destinations(plan), table.is_object.tolist()
+
+        def read_record(file: OpenFile, number: int) -> None:
+            place, rows = self._index.place(number), by_record[number]
+            chunk = table.chunk(rows[0])
+            try:
+                record = OpenRecord(file, place)
+                if is_object[rows[0]]:
+                    value = read_object(record, self._where(place), trusted=self.trusted)
+                    for row in rows:
+                        destinations.apply_bytes(row, value)
+                    return
+                tensor = self._index[chunk.fqn]
+                values = RecordValues(record, tensor, _stored_shape(tensor, chunk))
+                for row in rows:
+                    self.report(values.fill(row, filler))
+            except (BadRecord, EOFError) as error:
+                problem = f"a record cannot be read: {error}"
+                raise damaged(self._where(place), chunk.fqn, problem) from error
 
         def read_batch(batch: tuple[str, list[int]]) -> None:
             name, records = batch
@@ -479,7 +496,7 @@ class TorchDistReader(StorageReader):
                 if len(records) > 1 or 2 * int(wanted.sum()) > span:
                     file.expect(begin.offset, span)
                 for record in records:
-                    self._read_record(file, record, by_record[record], filler, destinations)
+                    read_record(file, record)
 
         in_threads(read_batch, batches, limits.threads)
         return done(None)
@@ -517,30 +534,6 @@ class TorchDistReader(StorageReader):
             if file in missing
         ]
         raise CorruptCheckpointError("the checkpoint is damaged", findings)
-
-    def _read_record(
-        self,
-        file: OpenFile,
-        number: int,
-        rows: Sequence[int],
-        filler: Filler,
-        destinations: Destinations,
-    ) -> None:
-        place, chunk = self._index.place(number), filler.table.chunk(rows[0])
-        try:
-            record = OpenRecord(file, place)
-            if filler.table.is_object[rows[0]]:
-                value = read_object(record, self._where(place), trusted=self.trusted)
-                for row in rows:
-                    destinations.apply_bytes(row, value)
-                return
-            tensor = self._index[chunk.fqn]
-            values = RecordValues(record, tensor, _stored_shape(tensor, chunk))
-            for row in rows:
-                self.report(values.fill(row, filler))
-        except (BadRecord, EOFError) as error:
-            problem = f"a record cannot be read: {error}"
-            raise damaged(self._where(place), chunk.fqn, problem) from error
 
 
 def _ending_at_the_edge(table: ReadTable, index: Index) -> ReadTable:

@@ -115,21 +115,18 @@ class _Described:
     """Pickles like a contiguous tensor of a dtype and shape."""
 
     def __init__(self, dtype: torch.dtype, shape: Ints) -> None:
-        count, stride = math.prod(shape), contiguous_stride(shape)
-        typed = STORAGE_CLASSES.get(dtype)
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        if typed is None:
-            storage = _Storage("storage", torch.UntypedStorage, "0", "cpu", count * dtype.itemsize)
-            rest: tuple[Any, ...] = (dtype,)
-            self._rebuild: Any = torch._utils._rebuild_tensor_v3  # noqa: SLF001 - the name in the files
-        else:
-            storage = _Storage("storage", typed, "0", "cpu", count)
-            rest = ()
-            self._rebuild = torch._utils._rebuild_tensor_v2  # noqa: SLF001
-        self._args = (storage, 0, shape, stride, False, hooks, *rest)
+        self._dtype, self._shape = dtype, shape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._rebuild, self._args
+        count, stride = math.prod(self._shape), contiguous_stride(self._shape)
+        if self._dtype in STORAGE_CLASSES:
+            cls, size, rest = STORAGE_CLASSES[self._dtype], count, []
+            rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the name in the files
+        else:
+            cls, size, rest = torch.UntypedStorage, count * self._dtype.itemsize, [self._dtype]
+            rebuild = torch._utils._rebuild_tensor_v3  # noqa: SLF001
+        storage = _Storage("storage", cls, "0", "cpu", size)
+        return rebuild, (storage, 0, self._shape, stride, False, OrderedDict(), *rest)
 
 
 class _TensorPickler(pickle.Pickler):
@@ -228,13 +225,7 @@ def file_name(rank: int, number: int, prefix: str = "") -> str:
 class RecordFile(DataFiles):
     """A file of records, each begun at a multiple of the alignment; see ``DataFiles``.
 
-    Args:
-        root: the checkpoint.
-        name: of the file.
-        options: whether the file must be durable.
-        buffer_bytes: memory for what cannot be written in place.
-        report: called with the bytes of tensors that were written since the last call.
-        with_crc: whether records get a CRC-32.
+    What cannot be written in place takes ``buffer_bytes``.
 
     Attributes:
         rows: What has been written.

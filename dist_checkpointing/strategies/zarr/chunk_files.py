@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.filesystem import file_writer, location
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem import location as store
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import bytes_of, columns_of, digest_of_array
@@ -30,6 +32,7 @@ from dist_checkpointing.format.index import (
     require_backing,
     size_of_files,
 )
+from dist_checkpointing.format.leftovers import PlannedRemoval, noted_removal
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
@@ -59,7 +62,8 @@ from dist_checkpointing.strategies.incremental import (
     SharedParts,
     share_parts,
 )
-from dist_checkpointing.strategies.zarr.compression import Codec, unpacked
+from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
+from dist_checkpointing.strategies.zarr.compression import Codec, make_codec, unpacked
 from dist_checkpointing.threads import in_threads
 
 Array = npt.NDArray[Any]
@@ -149,16 +153,16 @@ FileContent = tuple[str, bytes]
 
 
 class ZarrFolderWriter(StorageWriter):
-    """Writes chunk files and the files that describe the arrays."""
+    """Writes chunk files and the files that describe the arrays.
+
+    Attributes:
+        codec_name: How chunks are compressed; None for raw bytes.
+    """
 
     gathers_results: ClassVar[bool] = False
     shares_files: ClassVar[bool] = True
 
-    def __init__(self, checkpoint_dir: Path) -> None:
-        super().__init__(checkpoint_dir)
-        self._rank, self._world_size = 0, 1
-        self._codec_name: str | None = None
-        self._codec: Codec | None = None
+    codec_name: str | None = None
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -193,7 +197,7 @@ class ZarrFolderWriter(StorageWriter):
         sizes = table.num_bytes
         with_checksums = self.options.checksum is Checksum.XXH3
         digests = PlanDigests(plan, planner, self.options)
-        shared, codec = SharedParts(), self._codec
+        shared, codec = SharedParts(), make_codec(self.codec_name)
         if self.base is not None and len(table):
             shared = share_parts(
                 self,
@@ -253,7 +257,7 @@ class ZarrFolderWriter(StorageWriter):
     def _files_in_base(self, base: BaseParts, table: ShardTable, index: Index) -> Candidates:
         """The rows that fill a chunk file of the same shape in the base, and that file."""
         rows, files = [], []
-        is_readable = base.index.codec == self._codec_name
+        is_readable = base.index.codec == self.codec_name
         same = np.flatnonzero(base.same_box & is_readable)
         names = self.chunk_files(table.take(same), index)
         for row, name in zip(same.tolist(), names, strict=True):
@@ -282,9 +286,7 @@ class ZarrFolderWriter(StorageWriter):
 class ZarrFolderReader(StorageReader):
     """Reads windows of chunk files, straight into the destination where that is possible."""
 
-    def __init__(self, checkpoint_dir: Path) -> None:
-        super().__init__(checkpoint_dir)
-        self._index = Index.of([])
+    _index: Index = Index.of([])
 
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size
@@ -298,10 +300,9 @@ class ZarrFolderReader(StorageReader):
         return str(self.checkpoint_dir / self.chunk_names(reads_of([chunk], self._index))[0])
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
-        is_encoded = self.codec() is not None
         table = reads_of(chunks, self._index)
+        names, is_encoded = self.chunk_names(table), self._index.codec is not None
         sizes = stored_bytes(table, self._index).tolist()
-        names = self.chunk_names(table)
         if is_encoded:
             sizes = [self.files.size_of(name) or 0 for name in names]
         return [
@@ -322,12 +323,8 @@ class ZarrFolderReader(StorageReader):
 
         require_backing(claims, files_of)
 
-    def codec(self) -> Codec | None:
-        """How the chunk files are encoded."""
-        return None
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        codec, table = self.codec(), plan.table
+        codec, table = make_codec(self._index.codec), plan.table
         names = self.chunk_names(table)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
@@ -355,3 +352,48 @@ class ZarrFolderReader(StorageReader):
         threads = max(self.options.threads, min(limits.threads, fitting))
         in_threads(read_file, of_files, threads)
         return done(None)
+
+
+class ZarrFolderLoadStrategy(PlannedLoadStrategy):
+    """Loads arrays that are folders of chunk files, and removes them.
+
+    Attributes:
+        file_names: Matches the names of the files of an array. Others in its folder stay: a
+            ShardedObject, or another tensor, may live in a folder below.
+    """
+
+    reader_type: ClassVar[type[ZarrFolderReader]]
+    file_names: ClassVar[re.Pattern[str]]
+
+    @abstractmethod
+    def folders_of(self, tensor: StoredTensor) -> Iterable[str]:
+        """The folders, relative to the checkpoint, in which the files of a tensor lie."""
+
+    def stored_and_removed(
+        self, root: Path, key_prefix: str
+    ) -> tuple[Index, dict[str, tuple[str, ...]]]:
+        """What is stored, and the folders of the tensors to remove.
+
+        Among these are the tensors that a removal cut off has left.
+        """
+        index = self.reader_type(root).read_metadata()
+        removed = {key: names for key, names in noted_removal(root).items() if key not in index}
+        for key in index:
+            if key.startswith(key_prefix):
+                removed[key] = tuple(self.folders_of(index[key]))
+        return index, removed
+
+    def files_of(self, root: Path, removed: Mapping[str, Iterable[str]]) -> Iterator[Path]:
+        """The files of tensors to remove."""
+        for folder in (root / name for names in removed.values() for name in names):
+            if local_folder.is_real_folder(folder, root):
+                for path in sorted(folder.iterdir()):
+                    if self.file_names.fullmatch(path.name) and path.is_file():
+                        yield path
+
+    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+        root = Path(checkpoint_dir)
+        index, removed = self.stored_and_removed(root, key_prefix)
+        files = tuple(path.relative_to(root).as_posix() for path in self.files_of(root, removed))
+        keys = tuple(key for key in index if key in removed)
+        return PlannedRemoval(keys, files, is_unfinished=bool(noted_removal(root)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import numcodecs
@@ -78,10 +77,10 @@ def _blosc_size(data: bytes) -> int:
 
 
 # The level and the other parameters matter to the writer only; any reader decodes all of them.
-_MAKERS: dict[str, Callable[[], Any]] = {
-    "zstd": lambda: numcodecs.Zstd(level=3),
-    "gzip": lambda: numcodecs.GZip(level=5),
-    "blosc": lambda: numcodecs.Blosc(cname="zstd", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE),
+_CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {
+    "zstd": {"level": 3, "checksum": False},
+    "gzip": {"level": 5},
+    "blosc": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
 }
 
 
@@ -89,26 +88,22 @@ def make_codec(name: str | None) -> Codec | None:
     """The codec with this zarr v3 name; None for raw bytes."""
     if name is None:
         return None
-    try:
-        return _MAKERS[name]()  # type: ignore[no-any-return]
-    except KeyError:
-        finding = Finding("unknown codec", expected=", ".join(_MAKERS), found=repr(name))
-        raise UnsupportedFormatError("cannot store or read chunks this way", [finding]) from None
+    if name not in _CONFIGURATIONS:
+        expected = ", ".join(_CONFIGURATIONS)
+        finding = Finding("unknown codec", expected=expected, found=repr(name))
+        raise UnsupportedFormatError("cannot store or read chunks this way", [finding])
+    configuration = {"id": name} | _CONFIGURATIONS[name]
+    if name == "blosc":
+        configuration["shuffle"] = numcodecs.Blosc.SHUFFLE
+    codec: Codec = numcodecs.get_codec(configuration)
+    return codec
 
 
 def codec_json(name: str | None, itemsize: int) -> list[dict[str, Any]]:
     """The bytes-to-bytes codecs of an array's ``zarr.json``."""
     if name is None:
         return []
-    configurations: dict[str, dict[str, Any]] = {
-        "zstd": {"level": 3, "checksum": False},
-        "gzip": {"level": 5},
-        "blosc": {
-            "cname": "zstd",
-            "clevel": 5,
-            "shuffle": "shuffle",
-            "typesize": itemsize,
-            "blocksize": 0,
-        },
-    }
-    return [{"name": name, "configuration": configurations[name]}]
+    configuration = _CONFIGURATIONS[name]
+    if name == "blosc":
+        configuration = configuration | {"typesize": itemsize, "blocksize": 0}
+    return [{"name": name, "configuration": configuration}]

@@ -29,7 +29,6 @@ from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import Box, Ints, values_of_part
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
 from dist_checkpointing.format.leftovers import (
-    PlannedRemoval,
     end_removal,
     leftovers,
     note_removal,
@@ -41,12 +40,10 @@ from dist_checkpointing.planning import ReadTable, SavePlan
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.interface import WriteResult
-from dist_checkpointing.strategies.planned_strategies import (
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
-)
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import (
     FileContent,
+    ZarrFolderLoadStrategy,
     ZarrFolderReader,
     ZarrFolderWriter,
     chunk_array,
@@ -186,18 +183,18 @@ class ZarrV2Reader(ZarrFolderReader):
         damaged: list[Finding] = []
         going = noted_removal(root)
 
-        def parse(key: str) -> StoredTensor | None:
+        def parse(key: str) -> list[StoredTensor]:
             try:
-                return _parse(root / key, key)
+                return [_parse(root / key, key)]
             except CorruptCheckpointError as error:
                 damaged.extend(error.findings)
-                return None
+                return []
 
         keys = [key for key in _array_folders(root) if key not in going]
-        found = in_threads(parse, keys, self.files.limits.run_threads)
-        tensors = [tensor for tensor in found if tensor is not None]
+        parsed = in_threads(parse, keys, self.files.limits.run_threads)
         if damaged:
             raise CorruptCheckpointError("arrays have no readable metadata", damaged)
+        tensors = [tensor for tensors in parsed for tensor in tensors]
         return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
@@ -237,39 +234,32 @@ def _parse(folder: Location, key: str) -> StoredTensor:
         content = location.read_json(path, _MAX_METADATA_BYTES)
         shape = tuple(ints_from_json(content["shape"]))
         chunks = tuple(ints_from_json(content["chunks"]))
-        options = {k: content.get(k) for k in _REQUIRED}
         if len(shape) != len(chunks) or 0 in chunks:
             raise ValueError(f"shape {shape} with chunks {chunks}")
-        name = content["dtype"]
+        dtype_name = content["dtype"]
     findings = [
-        Finding(
-            f"{option} is not supported",
-            key,
-            expected=expected,
-            found=options[option],
-            path=str(path),
-        )
-        for option, expected in _REQUIRED.items()
-        if options[option] not in (expected, *_ALSO_FINE.get(option, ()))
+        Finding(f"{name} is not supported", key, expected=expected, found=found, path=str(path))
+        for name, (expected, *others) in _REQUIRED.items()
+        if (found := content.get(name)) not in (expected, *others)
     ]
     if findings:
         raise UnsupportedFormatError("an array is stored in a way Megatron never does", findings)
     try:
-        dtype = tensor_memory.from_zarr_v2(name)
+        dtype = tensor_memory.from_zarr_v2(dtype_name)
     except UnsupportedFormatError as error:
         findings = [replace(f, key=key, path=str(path)) for f in error.findings]
         raise UnsupportedFormatError(error.message, findings) from error
     return StoredTensor(key, dtype, shape, chunks)
 
 
-_REQUIRED: dict[str, Any] = {
-    "zarr_format": 2,
-    "compressor": None,
-    "filters": None,
-    "order": "C",
-    "dimension_separator": ".",
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "zarr_format": (2,),
+    "compressor": (None,),
+    "filters": (None, []),
+    "order": ("C",),
+    "dimension_separator": (".", None),
 }
-_ALSO_FINE: dict[str, tuple[Any, ...]] = {"filters": ([],), "dimension_separator": (None,)}
+"""Options of an array -> the value that Megatron writes, and others that mean the same."""
 
 
 class ZarrSaveShardedStrategy(PlannedSaveStrategy):
@@ -284,7 +274,7 @@ class ZarrSaveShardedStrategy(PlannedSaveStrategy):
     writes: ClassVar[tuple[str, int]] = ("zarr", 1)
 
 
-class ZarrLoadShardedStrategy(PlannedLoadStrategy):
+class ZarrLoadShardedStrategy(ZarrFolderLoadStrategy):
     """Loads ("zarr", 1).
 
     Example:
@@ -295,47 +285,25 @@ class ZarrLoadShardedStrategy(PlannedLoadStrategy):
 
     reader_type: ClassVar[type[ZarrV2Reader]] = ZarrV2Reader
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("zarr", 1)})
+    file_names: ClassVar[re.Pattern[str]] = re.compile(rf"\.zarray|{_CHUNK_NAME.pattern}")
+
+    def folders_of(self, tensor: StoredTensor) -> Iterable[str]:
+        return [tensor.key]
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
-        going = _going(root, key_prefix)
-        if not going:
+        _, removed = self.stored_and_removed(root, key_prefix)
+        if not removed:
             return
         # From here on they are not listed, all at once; what follows may be cut off anywhere.
-        note_removal(root, {key: (key,) for key in going})
-        places = (root / key for key in going)
-        folders = [folder for folder in places if local_folder.is_real_folder(folder, root)]
+        note_removal(root, removed)
+        folders = [root / key for key in removed if local_folder.is_real_folder(root / key, root)]
         # Readers that know nothing of removals must never see an array without its chunks.
         for folder in folders:
             (folder / _METADATA_NAME).unlink(missing_ok=True)
             local_folder.fsync_folder(folder)
-        local_folder.remove_all([path for folder in folders for path in _chunk_files(folder)], root)
+        local_folder.remove_all(self.files_of(root, removed), root)
         for folder in filter(local_folder.is_folder, folders):
-            # A ShardedObject, or another tensor, may live in a folder below.
             if not any(folder.iterdir()):
                 local_folder.remove(folder, root)
         end_removal(root)
-
-    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
-        root = Path(checkpoint_dir)
-        keys = tuple(
-            key for key in ZarrV2Reader(root).read_metadata() if key.startswith(key_prefix)
-        )
-        files = []
-        for key in _going(root, key_prefix):
-            described = root / key / _METADATA_NAME
-            found = [*([described] if described.exists() else []), *_chunk_files(root / key)]
-            files += [path.relative_to(root).as_posix() for path in found]
-        return PlannedRemoval(keys, tuple(files), is_unfinished=bool(noted_removal(root)))
-
-
-def _going(root: Path, prefix: str) -> list[str]:
-    """The tensors to remove, and those that a removal cut off has left."""
-    stored = ZarrV2Reader(root).read_metadata()
-    left = [name for names in noted_removal(root).values() for name in names]
-    return [*left, *(key for key in stored if key.startswith(prefix))]
-
-
-def _chunk_files(folder: Path) -> list[Path]:
-    named = [folder / name for name in local_folder.names_in(folder) if _CHUNK_NAME.fullmatch(name)]
-    return [path for path in named if path.is_file()]

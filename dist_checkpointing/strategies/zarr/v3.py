@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from os import PathLike
@@ -23,7 +23,6 @@ from zarr.core.dtype.common import DataTypeValidationError, HasEndianness, HasIt
 from zarr.core.dtype.wrapper import ZDType
 from zarr.dtype import data_type_registry
 
-from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
@@ -32,30 +31,26 @@ from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
 from dist_checkpointing.format.leftovers import (
-    PlannedRemoval,
     end_removal,
     note_removal,
     noted_removal,
 )
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
-from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
+from dist_checkpointing.planning import ReadTable, SavePlan
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import ShardTable
-from dist_checkpointing.storage.interface import WriteResult
-from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.planned_strategies import (
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
-)
+from dist_checkpointing.storage.interface import StorageWriter, WriteResult
+from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import (
     FileContent,
+    ZarrFolderLoadStrategy,
     ZarrFolderReader,
     ZarrFolderWriter,
     chunk_array,
     write_chunk,
 )
-from dist_checkpointing.strategies.zarr.compression import Codec, codec_json, make_codec
+from dist_checkpointing.strategies.zarr.compression import codec_json, make_codec
 from dist_checkpointing.strategies.zarr_metadata import (
     METADATA_NAME,
     array_json,
@@ -144,7 +139,6 @@ for _row in DTYPES:
 
 
 _MAX_METADATA_BYTES = 1 << 32
-_CHUNK_NAME = re.compile(r"c(\.\d+)*")
 
 
 def _root_json(index: Index) -> bytes:
@@ -174,11 +168,6 @@ class ZarrV3Writer(ZarrFolderWriter):
     layout: RowBlockLayout = RowBlockLayout()
     uses_object_stores: ClassVar[bool] = True
 
-    def __init__(self, checkpoint_dir: Path, codec: str | None = None) -> None:
-        super().__init__(checkpoint_dir)
-        self._codec_name = codec
-        self._codec = make_codec(codec)
-
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         return [*super().created_names(index, world_size=world_size), METADATA_NAME]
 
@@ -186,11 +175,11 @@ class ZarrV3Writer(ZarrFolderWriter):
         name = disk_name(tensor.key)
         if tensor.chunk_shape is not None and name == tensor.key:
             data = _plain_node(
-                tensor.global_shape, tensor.chunk_shape, tensor.dtype, self._codec_name
+                tensor.global_shape, tensor.chunk_shape, tensor.dtype, self.codec_name
             )
             yield f"{name}/{METADATA_NAME}", data
             return
-        codecs = codec_json(self._codec_name, tensor.dtype.itemsize)
+        codecs = codec_json(self.codec_name, tensor.dtype.itemsize)
         for path, content in nodes_of(tensor, codecs).items():
             data = json.dumps(content, indent=2).encode()
             yield f"{path}/{METADATA_NAME}", data
@@ -201,12 +190,13 @@ class ZarrV3Writer(ZarrFolderWriter):
         names = chunk_keys_to_write(table, index)
         self.make_folders({name.rpartition("/")[0] for name in names})
         # Chunks are stored at full size, also where they stick out of the tensor.
-        chunk_shapes = {name: index.chunk_shape(name) for name in set(table.key_column)}
+        chunk_shapes = {key: index.chunk_shape(key) for key in set(table.key_column)}
         full = [chunk_shapes[key] for key in table.key_column]
+        codec = make_codec(self.codec_name)
 
         def write(row: int, data: torch.Tensor) -> list[SealedFile]:
             array = chunk_array(data, tuple(full[row] or data.shape))
-            return [write_chunk(self.checkpoint_dir, names[row], array, self._codec)]
+            return [write_chunk(self.checkpoint_dir, names[row], array, codec)]
 
         return write
 
@@ -220,7 +210,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile] | None:
         del results
-        metadata = replace(metadata, codec=self._codec_name)
+        metadata = replace(metadata, codec=self.codec_name)
         durability = self.options.durability
         root = _root_json(metadata)
         location.write_content(self.checkpoint_dir / METADATA_NAME, root, durability)
@@ -238,9 +228,6 @@ class ZarrV3Reader(ZarrFolderReader):
     def read_metadata(self) -> Index:
         index = read_index(self.checkpoint_dir)
         return rebuild_index(self.checkpoint_dir) if index is None else index
-
-    def codec(self) -> Codec | None:
-        return make_codec(self._index.codec)
 
     def array_folder(self, key: str) -> Path:
         return self.checkpoint_dir / disk_name(key)
@@ -270,12 +257,7 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         if unlisted:
             raise ValueError(f"it does not list these arrays: {', '.join(unlisted[:20])}")
         tensors = [parse(name, node) for name, node in nodes.items() if "/" not in name]
-        codecs = {
-            name
-            for node in nodes.values()
-            if node["node_type"] == "array"
-            for name in [_codec_name(node)]
-        }
+        codecs = {_codec_name(node) for node in nodes.values() if node["node_type"] == "array"}
         if len(codecs) > 1:
             raise ValueError(f"arrays with different codecs: {codecs}")
         index = replace(Index.of(tensors), codec=codecs.pop() if codecs else None)
@@ -301,23 +283,6 @@ def _codec_name(node: Mapping[str, Any]) -> str | None:
     return names[0] if names else None
 
 
-def _going(root: Path, index: Index, prefix: str) -> dict[str, tuple[str, ...]]:
-    """The folders of the tensors to remove, and of those that a removal cut off has left."""
-    left = {key: names for key, names in noted_removal(root).items() if key not in index}
-    return left | {key: tuple(nodes_of(index[key])) for key in index if key.startswith(prefix)}
-
-
-def _files_of(root: Path, going: Mapping[str, Iterable[str]]) -> Iterator[Path]:
-    """The files of tensors; a ShardedObject may live in a folder below one, and stays."""
-    for folder in (root / name for names in going.values() for name in names):
-        if not local_folder.is_real_folder(folder, root):
-            continue
-        for path in folder.iterdir():
-            is_chunk = _CHUNK_NAME.fullmatch(path.name) is not None
-            if path.is_file() and (path.name == METADATA_NAME or is_chunk):
-                yield path
-
-
 class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
     """Saves as ("zarr", 2).
 
@@ -326,9 +291,7 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         version: always 2.
         codec: "zstd", "gzip" or "blosc" to compress chunks; None (the default) for raw bytes,
             which are faster to write and can be read in part.
-        planner: used instead of DefaultSavePlanner.
-        comm: the ranks that save together when ``save`` is called directly.
-        options: knobs of the I/O.
+        **options: see PlannedSaveStrategy.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
@@ -344,21 +307,20 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         version: int | None = None,
         *,
         codec: str | None = None,
-        planner: SavePlanner | None = None,
-        comm: Comm | None = None,
-        options: StorageOptions | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(backend, version, planner=planner, comm=comm, options=options)
+        super().__init__(backend, version, **options)
         make_codec(codec)  # an unknown name is an error here and now
         self.codec = codec
 
-    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
-        writer = ZarrV3Writer(checkpoint_dir, self.codec)
-        writer.options = self.options
+    def make_writer(self, checkpoint_dir: Any) -> StorageWriter:
+        writer = super().make_writer(checkpoint_dir)
+        assert isinstance(writer, ZarrV3Writer)
+        writer.codec_name = self.codec
         return writer
 
 
-class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
+class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
     """Loads ("zarr", 2).
 
     Example:
@@ -369,25 +331,20 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
 
     reader_type: ClassVar[type[ZarrV3Reader]] = ZarrV3Reader
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("zarr", 2)})
+    file_names: ClassVar[re.Pattern[str]] = re.compile(r"zarr\.json|c(\.\d+)*")
+
+    def folders_of(self, tensor: StoredTensor) -> Iterable[str]:
+        return nodes_of(tensor)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
-        index = ZarrV3Reader(root).read_metadata()
-        going = _going(root, index, key_prefix)
-        kept = index.without(going)
-        if going:
-            note_removal(root, going)
+        index, removed = self.stored_and_removed(root, key_prefix)
+        kept = index.without(removed)
+        if removed:
+            note_removal(root, removed)
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         write_index(kept, root)
         local_folder.fsync_folder(root / OWN_FOLDER)
         local_folder.write_atomic(root / METADATA_NAME, _root_json(kept))
-        local_folder.remove_all(_files_of(root, going), root)
+        local_folder.remove_all(self.files_of(root, removed), root)
         end_removal(root)
-
-    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
-        root = Path(checkpoint_dir)
-        index = ZarrV3Reader(root).read_metadata()
-        going = _going(root, index, key_prefix)
-        files = [path.relative_to(root).as_posix() for path in _files_of(root, going)]
-        keys = tuple(key for key in index if key in going)
-        return PlannedRemoval(keys, tuple(files), is_unfinished=bool(noted_removal(root)))
