@@ -192,9 +192,8 @@ class ShardTable:
     @property
     def is_object(self) -> Bools:
         """Which rows are objects."""
-        if OBJECT not in self.names:
-            return np.zeros(len(self), dtype=np.bool_)
-        mask: Bools = self.dtypes == self.names.index(OBJECT)
+        number = self.names.index(OBJECT) if OBJECT in self.names else -1
+        mask: Bools = self.dtypes == number
         return mask
 
     @property

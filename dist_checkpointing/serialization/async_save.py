@@ -339,8 +339,8 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 
 _KEPT_AS: Final = "async saver"
 _EXIT_PATIENCE_SECONDS: Final = 1.0
-_kept: weakref.WeakKeyDictionary[AsyncSaver, int] = weakref.WeakKeyDictionary()
-"""Savers to close, and the process that made each."""
+_kept: weakref.WeakSet[AsyncSaver] = weakref.WeakSet()
+"""Savers to close at the end of the process."""
 
 
 def async_save(
@@ -404,7 +404,7 @@ def _saver_for(comm: Comm) -> AsyncSaver:
         saver: AsyncSaver | None = comm.kept.get(_KEPT_AS)
         if saver is None or not saver.is_here:
             saver = comm.kept[_KEPT_AS] = AsyncSaver(comm=comm)
-            _kept[saver] = os.getpid()
+            _kept.add(saver)
         saver.use_comm(comm)
     return saver
 
@@ -412,6 +412,6 @@ def _saver_for(comm: Comm) -> AsyncSaver:
 @atexit.register
 def _close_kept() -> None:
     # Saves under way have been waited for by now, see ``background``.
-    for saver, owner in list(_kept.items()):
-        if owner == os.getpid():  # and not one forked from it, which has none of its threads
+    for saver in list(_kept):
+        if saver.is_here:  # a forked process has none of its threads
             saver.close_alone(_EXIT_PATIENCE_SECONDS)
