@@ -118,8 +118,9 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
         CheckpointingException: if a gloo group is needed, and not all processes make this call.
     """
     mine = None
-    if isinstance(group, dist.ProcessGroup) and group not in _beside and not _has_cpu(group):
-        mine = tuple(dist.get_process_group_ranks(group))
+    if isinstance(group, dist.ProcessGroup) and group not in _beside:
+        has_cpu = "cpu:" in dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl" has
+        mine = None if has_cpu else tuple(dist.get_process_group_ranks(group))
     # All processes have to make all groups, in the same order. (torch also lets only the members
     # make one, but then hangs if they have been in different numbers of groups.)
     wanted = sorted({ranks for ranks in everybody.all_gather(mine) if ranks is not None})
@@ -147,11 +148,6 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
     if group in _beside:
         return TorchComm(_beside[group], seconds, tensor_group=group)
     return TorchComm(group, seconds)
-
-
-def _has_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether a group can carry tensors on the CPU; "cpu:gloo,cuda:nccl" can."""
-    return "cpu:" in dist.get_backend_config(group)
 
 
 def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
