@@ -1,5 +1,4 @@
-"""The tree of exceptions, findings in them, and the words that messages share: "did you mean",
-sizes in bytes.
+"""The tree of exceptions, findings in them, and words that messages share: "did you mean".
 
 ::
 

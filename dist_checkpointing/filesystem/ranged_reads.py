@@ -341,14 +341,7 @@ class FolderReads:
 def reads_below(
     folder: Location, threads: int, buffer_bytes: int, maps_files: Callable[[Path], bool]
 ) -> FolderReads:
-    """How the files of a folder are read.
-
-    Args:
-        folder: of the files.
-        threads: of this process that read local files at a time.
-        buffer_bytes: memory for what cannot be read in place.
-        maps_files: whether files of a local folder are mapped.
-    """
+    """How the files of a folder are read, with so many threads and so much memory at a time."""
     if isinstance(folder, Path):
         most_bytes = max(1, buffer_bytes // threads)
         return FolderReads(

@@ -15,12 +15,12 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -30,7 +30,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
 )
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, make_own_folder
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, Durability, make_own_folder
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
@@ -46,6 +46,7 @@ from dist_checkpointing.format.leftovers import (
     refuse_foreign,
 )
 
+Place = TypeVar("Place", Path, ObjectPath)
 logger: logging.Logger = logging.getLogger(__name__)
 COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
@@ -63,6 +64,12 @@ class CheckpointingConfig:
     sharded_backend_version: int = 1
     common_backend: str = "torch"
     common_backend_version: int = 1
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> CheckpointingConfig:
+        """The config of these fields; others are passed over."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in content.items() if name in known})
 
 
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
@@ -113,15 +120,13 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
     if location.is_there(folder):
         message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
-    finding = Finding(problem, path=str(folder))
-    raise CheckpointNotFoundError(message, [finding]) from missing
+    raise CheckpointNotFoundError(message, [Finding(problem, path=str(folder))]) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
     with local_folder.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
         content = location.read_json(path, _MAX_CONFIG_BYTES)
-        known = {f.name for f in fields(CheckpointingConfig)}
-        config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
+        config = CheckpointingConfig.of(content)
         for field in fields(config):
             kind = str if field.name.endswith("backend") else int
             if type(getattr(config, field.name)) is not kind:
@@ -142,11 +147,8 @@ def _not_committed(folder: Location) -> CheckpointNotFoundError:
         remedy = (
             "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
         )
-    finding = Finding(
-        "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
-        path=str(folder / CONFIG_FNAME),
-        remedy=remedy,
-    )
+    problem = "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing"
+    finding = Finding(problem, path=str(folder / CONFIG_FNAME), remedy=remedy)
     return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
 
 
@@ -173,6 +175,11 @@ class Attempt:
     """One try to write a checkpoint; only rank 0 has one.
 
     It holds the lock of the folder, which tells a live save from a leftover.
+
+    Attributes:
+        id: Name of the attempt.
+        folder: Where the files of the save lie.
+        creates: Relative names of the files and folders that the save makes.
     """
 
     def __init__(
@@ -180,13 +187,13 @@ class Attempt:
         folder: Path,
         lock: FolderLock,
         creates: tuple[str, ...],
-        durability: local_folder.Durability,
+        durability: Durability,
         name: str | None = None,
     ) -> None:
         self.id: str = uuid.uuid4().hex if name is None else name
-        self._folder = folder
+        self.folder = folder
+        self.creates = creates
         self._lock = lock
-        self._creates = creates
         self._durability = durability
         self._may_be_committed = False
         self._above: list[Path] = []
@@ -198,7 +205,7 @@ class Attempt:
         creates: Iterable[str],
         *,
         overwrite: bool = False,
-        durability: local_folder.Durability = local_folder.Durability.FSYNC,
+        durability: Durability = Durability.FSYNC,
         name: str | None = None,
     ) -> Attempt:
         """Claim the folder and clear away what an uncommitted attempt left in it.
@@ -219,15 +226,11 @@ class Attempt:
         """
         folder = as_local_folder(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-
-        def is_ours() -> bool:
-            return attempt_of(folder) is not None
-
-        refuse_committed(folder, is_ours, overwrite=overwrite)
+        refuse_committed(folder, attempt_of, overwrite=overwrite)
         lock, made = _locked(folder)
         try:
             # Another save may have ended between the first look and the lock.
-            refuse_committed(folder, is_ours, overwrite=overwrite)
+            refuse_committed(folder, attempt_of, overwrite=overwrite)
             is_new = make_own_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
@@ -237,33 +240,19 @@ class Attempt:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
                 clear(folder, left)
-            note_attempt(
-                folder,
-                attempt.id,
-                names,
-                local_folder.Durability.PAGE_CACHE if is_new else durability,
-            )
+            noted = Durability.PAGE_CACHE if is_new else durability
+            note_attempt(folder, attempt.id, names, noted)
         except BaseException:
             lock.release()
             raise
         return attempt
 
-    @property
-    def folder(self) -> Path:
-        """Where the files of the save lie."""
-        return self._folder
-
-    @property
-    def creates(self) -> tuple[str, ...]:
-        """Relative names of the files and folders that the save makes."""
-        return self._creates
-
     def secure(self) -> None:
         """Make the record of what is about to be created durable, before anything is."""
-        if self._durability is local_folder.Durability.FSYNC:
-            local_folder.fsync_file(self._folder / ATTEMPT_NAME)
-            local_folder.fsync_folder(self._folder / OWN_FOLDER)
-            local_folder.fsync_folder(self._folder)
+        if self._durability is Durability.FSYNC:
+            local_folder.fsync_file(self.folder / ATTEMPT_NAME)
+            local_folder.fsync_folder(self.folder / OWN_FOLDER)
+            local_folder.fsync_folder(self.folder)
             for folder in self._above:
                 # One that may not be listed cannot be synced.
                 with suppress(PermissionError):
@@ -276,11 +265,11 @@ class Attempt:
         ``.dckpt``, where most of the last files are.
         """
         content = json.dumps(asdict(config)).encode()
-        if self._durability is local_folder.Durability.FSYNC:
-            local_folder.fsync_folder(self._folder / OWN_FOLDER)
-            local_folder.fsync_folder(self._folder)
+        if self._durability is Durability.FSYNC:
+            local_folder.fsync_folder(self.folder / OWN_FOLDER)
+            local_folder.fsync_folder(self.folder)
         self._may_be_committed = True
-        local_folder.write_atomic(self._folder / CONFIG_FNAME, content, self._durability)
+        local_folder.write_atomic(self.folder / CONFIG_FNAME, content, self._durability)
         self._lock.release()
 
     def abandon(self) -> None:
@@ -288,30 +277,30 @@ class Attempt:
         if not self._lock.is_held:
             return  # committed, or let go: what is here is no longer this attempt's to judge
         try:
-            if self._may_be_committed or is_committed(self._folder):
-                end_commit(self._folder)
+            if self._may_be_committed or is_committed(self.folder):
+                end_commit(self.folder)
         except OSError as error:
             logger.warning(
                 "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
-                self._folder / CONFIG_FNAME,
+                self.folder / CONFIG_FNAME,
                 error,
             )
             self._lock.release()
             return
         left = []
-        names = [self._folder / name for name in self._creates]
-        for name in reversed(self._creates):
+        names = [self.folder / name for name in self.creates]
+        for name in reversed(self.creates):
             try:
-                local_folder.remove(self._folder / name, self._folder)
+                local_folder.remove(self.folder / name, self.folder)
             except OSError as error:
                 logger.warning("could not remove %s of a failed save: %s", name, error)
                 left.append(name)
         # What is gone is no longer ours: the next file of that name may be somebody else's.
-        self._creates = tuple(left)
+        self.creates = tuple(left)
         try:
-            if self._durability is local_folder.Durability.FSYNC:
-                local_folder.fsync_removal(names, self._folder)
-            note_attempt(self._folder, self.id, self._creates, self._durability)
+            if self._durability is Durability.FSYNC:
+                local_folder.fsync_removal(names, self.folder)
+            note_attempt(self.folder, self.id, self.creates, self._durability)
             self.secure()
         except OSError as error:
             logger.warning("could not note what a failed save left: %s", error)
@@ -330,8 +319,12 @@ def check_distinct(names: Sequence[str]) -> None:
         raise InvalidShardingError("keys of the state dict clash", findings)
 
 
-def refuse_committed(folder: Location, is_ours: Callable[[], bool], *, overwrite: bool) -> None:
+def refuse_committed(
+    folder: Place, save_of: Callable[[Place], object | None], *, overwrite: bool
+) -> None:
     """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours.
+
+    What ``save_of`` gives is None for a checkpoint that no save of this library made.
 
     Raises:
         CheckpointExistsError: saying which of the two.
@@ -339,25 +332,24 @@ def refuse_committed(folder: Location, is_ours: Callable[[], bool], *, overwrite
     if not is_committed(folder):
         return
     if not overwrite:
-        finding = Finding(
-            "a committed checkpoint is here",
-            path=str(folder),
-            remedy="Save to another place, or pass overwrite=True to replace this one.",
+        problem = "a committed checkpoint is here"
+        remedy = "Save to another place, or pass overwrite=True to replace this one."
+        message = f"{folder} already holds a checkpoint"
+    elif save_of(folder) is None:
+        problem = (
+            "it was copied to here, or another program wrote it: nothing says which files are ours"
         )
-        raise CheckpointExistsError(f"{folder} already holds a checkpoint", [finding])
-    if not is_ours():
-        finding = Finding(
-            "it was copied to here, or another program wrote it: nothing says which files are ours",
-            path=str(folder),
-            remedy="Delete it by hand, or save to another place.",
-        )
-        raise CheckpointExistsError(f"{folder} cannot be overwritten", [finding])
+        remedy = "Delete it by hand, or save to another place."
+        message = f"{folder} cannot be overwritten"
+    else:
+        return
+    raise CheckpointExistsError(message, [Finding(problem, path=str(folder), remedy=remedy)])
 
 
 def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
     """The lock of a folder, which is made if it is missing, and the folders that may be new."""
     while True:
-        above = takewhile(lambda path: not local_folder.is_there(path), folder.parents)
+        above = takewhile(lambda path: not location.is_there(path), folder.parents)
         made = [folder, *above]
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -427,14 +419,8 @@ def read_commit(folder: Location) -> Commit | None:
             if "attempt" in outcome:  # the others have been ended before they could commit
                 if not _ATTEMPT.fullmatch(outcome["attempt"]):
                     raise ValueError(f"{outcome['attempt']!r} is no name of a save")
-                known = {field.name for field in fields(CheckpointingConfig)}
-                config = {k: v for k, v in outcome["config"].items() if k in known}
-                return Commit(
-                    number,
-                    outcome["attempt"],
-                    CheckpointingConfig(**config),
-                    str(outcome["seal"]),
-                )
+                config = CheckpointingConfig.of(outcome["config"])
+                return Commit(number, outcome["attempt"], config, str(outcome["seal"]))
     return None
 
 

@@ -1,5 +1,4 @@
-"""Boxes, flat ranges, chunk grids, and the irregular pieces of a tensor without a grid: all index
-arithmetic.
+"""Boxes, flat ranges, chunk grids, and the pieces of tensors without one: all index arithmetic.
 
 The pieces of all tensors are one set of arrays, so that what is done with all of them takes no
 Python for each. A distributed optimizer has one piece a rank and a parameter.
@@ -337,10 +336,6 @@ class Pieces:
             text = f"flat range {start[row]}:{stop[row]} of a box of shape {shapes[row]}"
             raise ValueError(text)
         return cls(offsets, shapes, flat)
-
-    def are_inside(self, shape: Sequence[int]) -> bool:
-        """Whether all pieces lie in a tensor of this shape."""
-        return bool((self.offsets + self.shapes <= np.array(shape, dtype=np.int64)).all())
 
     def __getitem__(self, row: int) -> tuple[Box, tuple[int, int] | None]:
         start, stop = self.flat[row].tolist()

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem import local_folder, object_store_locks
+from dist_checkpointing.filesystem import object_store_locks
+from dist_checkpointing.filesystem.local_folder import Durability
+from dist_checkpointing.filesystem.location import is_file
 from dist_checkpointing.filesystem.object_store import (
     Location,
     ObjectPath,
@@ -51,9 +53,11 @@ class StoreAttempt:
     """
 
     def __init__(self, location: ObjectPath, claim: HeldClaim, creates: tuple[str, ...]) -> None:
+        self.id: str = claim.claim.attempt
+        self.folder: ObjectPath = location / DATA / self.id
+        self.creates = creates
         self._location = location
         self._claim = claim
-        self._creates = creates
         self._replaces: Commit | None = None
 
     @classmethod
@@ -63,40 +67,33 @@ class StoreAttempt:
         creates: Iterable[str],
         *,
         overwrite: bool = False,
-        durability: local_folder.Durability = local_folder.Durability.FSYNC,
         period: float = PERIOD,
     ) -> StoreAttempt:
         """Claim a prefix, and clear away what saves without a commit left below it.
 
-        Args:
-            location: of the checkpoint.
-            creates: relative names of all files that the save will make.
-            overwrite: replace a committed checkpoint when this save commits.
-            durability: makes no difference: an answered put is durable.
-            period: seconds from one heartbeat to the next.
+        With ``overwrite``, a committed checkpoint is replaced when this save commits.
 
         Raises:
             CheckpointExistsError: if a checkpoint is there (without ``overwrite``), or a live save.
             UnsupportedFormatError: if the store ignores conditional puts.
             OSError: if the store does not answer.
         """
-        del durability
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         require_conditions(location)
-        refuse_committed(location, lambda: read_commit(location) is not None, overwrite=overwrite)
+        refuse_committed(location, read_commit, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.store.list_folder((location / DATA).prefix)[0]
-        claim = HeldClaim.take(location, period)
+        claim = HeldClaim.acquire(location, period)
         attempt = cls(location, claim, names)
         try:
             commit = read_commit(location)
-            is_there = _is_there(location / CONFIG_FNAME)
-            if commit is not None and not is_there:  # cut off after the commit
+            is_complete = is_file(location / CONFIG_FNAME)
+            if commit is not None and not is_complete:  # cut off after the commit
                 claim.require_held()  # it may have been removed since it was read
                 _publish(location, commit.attempt, commit.config)
                 logger.warning("%s: a save had committed here: it is a checkpoint now", location)
-            if commit is not None or is_there:
-                refuse_committed(location, lambda: commit is not None, overwrite=overwrite)
+            if commit is not None or is_complete:
+                refuse_committed(location, lambda _: commit, overwrite=overwrite)
             note = json.dumps({"attempt": attempt.id, "creates": names}, separators=(",", ":"))
             path = attempt.folder / ATTEMPT_NAME
             path.store.put(path.key, note.encode())
@@ -109,21 +106,6 @@ class StoreAttempt:
             claim.stop()
             raise
         return attempt
-
-    @property
-    def id(self) -> str:
-        """Name of the attempt."""
-        return self._claim.claim.attempt
-
-    @property
-    def creates(self) -> tuple[str, ...]:
-        """Relative names of the files that the save makes."""
-        return self._creates
-
-    @property
-    def folder(self) -> ObjectPath:
-        """Where the files of the save lie."""
-        return self._location / DATA / self.id
 
     def secure(self) -> None:
         """Do nothing: what was put is durable."""
@@ -176,7 +158,7 @@ class StoreAttempt:
 def begin_attempt(
     folder: Location,
     creates: Iterable[str],
-    durability: local_folder.Durability,
+    durability: Durability,
     *,
     overwrite: bool,
 ) -> Attempt | StoreAttempt:
@@ -193,14 +175,16 @@ def finish_commit(folder: Location) -> None:
         CheckpointExistsError: if a save or a removal is going on there.
         OSError: if the store does not answer.
     """
-    if not isinstance(folder, ObjectPath) or _is_there(folder / CONFIG_FNAME):
+    if not isinstance(folder, ObjectPath) or is_file(folder / CONFIG_FNAME):
         return
     if read_commit(folder) is None:
         return
-    claim = HeldClaim.take(folder, PERIOD)  # a removal deletes this file first, and the commit next
+    claim = HeldClaim.acquire(
+        folder, PERIOD
+    )  # a removal deletes this file first, and the commit next
     try:
         commit = read_commit(folder)
-        if commit is not None and not _is_there(folder / CONFIG_FNAME):
+        if commit is not None and not is_file(folder / CONFIG_FNAME):
             _publish(folder, commit.attempt, commit.config)
     finally:
         with _tolerant("a look was not noted as ended: the next save waits for a while"):
@@ -212,10 +196,6 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
 
     ``metadata.json`` goes first, then the commit, then the data: a crash in between leaves either
     the whole, which the next save makes a checkpoint again, or an uncommitted save.
-
-    Args:
-        location: of the checkpoint.
-        period: seconds from one heartbeat to the next.
 
     Raises:
         CheckpointExistsError: if a save is writing there.
@@ -229,20 +209,18 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
     # Before the claim: nothing that a later save writes is in these lists.
     found = store.list_folder((location / DATA).prefix)[0]
     beats = [info.key for info in store.list_below((location / BEATS).prefix)]
-    claim = HeldClaim.take(location, period)
+    claim = HeldClaim.acquire(location, period)
     try:
         commit = read_commit(location)
         claims, decided = object_store_locks.numbers_in(location)
-        fences = object_store_locks.fences_of(location)
+        fences = object_store_locks.fence_numbers(location)
         claim.require_held()
         store.delete([(location / CONFIG_FNAME).key])
         last = set() if commit is None else {commit.number}
-        for some in (
-            {*decided} - last - fences,
-            last,
-        ):  # an older commit must not come to light again
+        # The last one goes last: an older commit must not come to light again.
+        for some in ({*decided} - last - fences, last):
             store.delete([(location / f"{COMMITS}/{number}.json").key for number in some])
-        _clear(location, {*found, *([] if commit is None else [commit.attempt])})
+        _clear(location, {*found} if commit is None else {*found, commit.attempt})
         earlier = [(location / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
         store.delete([*earlier, *beats])
         claim.forget()
@@ -253,10 +231,6 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
         raise
     finally:
         claim.stop()
-
-
-def _is_there(path: ObjectPath) -> bool:
-    return path.store.head(path.key) is not None
 
 
 def _publish(location: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:

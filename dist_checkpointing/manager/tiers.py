@@ -61,9 +61,6 @@ class NearStore(ObjectStore):
     folder: Path = Path()
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
-    def __reduce__(self) -> tuple[type[ObjectStore], tuple[Any, ...]]:
-        return ObjectStore, ObjectStore.__getstate__(self)  # another process reads the bucket
-
     def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
         size = self._size(key)
         if size is not None:

@@ -22,7 +22,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import (
     as_local_folder,
     as_location,
@@ -171,9 +171,9 @@ class Disks:
         """Make the names of what is on each disk durable, where rank 0 cannot do it. Collective."""
         with comm.agreed("securing every disk"):
             if part is not None and comm.rank and durability is Durability.FSYNC:
-                names = [name for name, _ in local_folder.files_below(part.folder, part.folder)]
-                local_folder.fsync_folders([part.folder / name for name in names], part.folder)
-                local_folder.fsync_folder(part.folder)
+                names = [name for name, _ in location.files_below(part.folder, part.folder)]
+                location.fsync_folders([part.folder / name for name in names], part.folder)
+                location.fsync_folder(part.folder)
 
     def commit_part(
         self, part: Attempt | None, config: CheckpointingConfig, durability: Durability, comm: Comm
