@@ -68,7 +68,8 @@ class Channel:
 
     def total(self, number: int, deadline: float) -> int:
         """The sum of a number over all ranks, modulo 2**64."""
-        return self._reduced([_signed(number)], dist.ReduceOp.SUM, deadline)[0] % _MODULUS
+        signed = (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+        return self._reduced([signed], dist.ReduceOp.SUM, deadline)[0] % _MODULUS
 
     def maxima(self, numbers: Sequence[int], deadline: float) -> list[int]:
         """The highest of each number over all ranks."""
@@ -180,11 +181,6 @@ class Channel:
                 raise ContactLostError("it took too long")
             if self._is_flagged():
                 raise ContactLostError("another rank has lost contact")
-
-
-def _signed(number: int) -> int:
-    """The signed number with the same 64 bits."""
-    return (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2
 
 
 def _options(kind: Callable[[], Any], deadline: float, **fields: Any) -> Any:

@@ -11,14 +11,14 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from dist_checkpointing.comm.interface import Comm, SingleProcess
-from dist_checkpointing.comm.rank_failures import absent_rank, merge_failures
+from dist_checkpointing.comm.rank_failures import absent_error, contact_lost
 from dist_checkpointing.comm.timeouts import StoreSilentError, asked, forked_error, store_error
 from dist_checkpointing.comm.torch_distributed import (
     TorchComm,
     default_timeout_seconds,
     require_timeout,
 )
-from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+from dist_checkpointing.errors import CheckpointingException, Finding
 
 _ANSWER_SECONDS: Final = 5.0
 """How much longer than its own timeout a store may take to report the timeout."""
@@ -164,19 +164,13 @@ def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
     except (StoreSilentError, dist.DistError) as error:
         raise store_error(step, error, world_size, range(world_size)) from error
     if absent:
-        failures = {rank: absent_rank(rank, step, timeout_seconds) for rank in absent}
-        raise merge_failures(step, failures, world_size, range(world_size))
+        raise absent_error(absent, step, timeout_seconds, world_size, range(world_size))
     try:
         group: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=timeout_seconds)
         )
     except RuntimeError as error:
-        finding = Finding(
-            f"lost contact at {step}: {error}",
-            ranks=(dist.get_rank(),),
-            remedy="A process or the network probably failed; see the logs of all ranks.",
-        )
-        raise RankFailedError("a collective failed", [finding]) from error
+        raise contact_lost(step, error, [dist.get_rank()]) from error
     return group
 
 

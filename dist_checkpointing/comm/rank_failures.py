@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -129,6 +129,30 @@ def merge_failures(
 def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
     problem = f"did not reach '{step}' within {timeout_seconds:g} s: dead, hung or far behind"
     return Failure(RankFailedError("", [Finding(problem=problem, ranks=(rank,))]), problem, "")
+
+
+def absent_error(
+    ranks: Iterable[int],
+    step: str,
+    timeout_seconds: float,
+    world_size: int,
+    global_ranks: Sequence[int] | None = None,
+) -> CheckpointingException:
+    """The error of all others if some ranks do not come."""
+    failures = {rank: absent_rank(rank, step, timeout_seconds) for rank in sorted(ranks)}
+    return merge_failures(step, failures, world_size, global_ranks)
+
+
+def contact_lost(step: str, problem: object, global_ranks: Iterable[int]) -> RankFailedError:
+    """The error of a collective that does not end."""
+    finding = Finding(
+        f"lost contact at {step}: {problem}",
+        ranks=tuple(sorted(global_ranks)),
+        remedy="A process or the network probably failed; see the logs of all ranks.",
+    )
+    error = RankFailedError("a collective failed", [finding])
+    error.names_global_ranks = True
+    return error
 
 
 def different_calls(

@@ -13,12 +13,11 @@ from dist_checkpointing.comm.rank_failures import (
     GATHER,
     Failure,
     Outcome,
-    absent_rank,
+    absent_error,
     agreement,
     collection,
     described,
     different_calls,
-    merge_failures,
     step_of,
 )
 
@@ -160,6 +159,5 @@ class ThreadComm(Comm):
         values, absent = self._rendezvous.meet(self.rank, value)
         if absent:
             step, seconds = step_of(label), self._rendezvous.timeout_seconds
-            failures = {rank: absent_rank(rank, step, seconds) for rank in sorted(absent)}
-            raise merge_failures(step, failures, self.world_size, self.global_ranks)
+            raise absent_error(absent, step, seconds, self.world_size, self.global_ranks)
         return values

@@ -28,7 +28,8 @@ from dist_checkpointing.comm.rank_failures import (
     Record,
     State,
     Verdict,
-    absent_rank,
+    absent_error,
+    contact_lost,
     decide,
     described,
     different_calls,
@@ -128,8 +129,9 @@ class RankNotes:
                     return number - 1, last
             now = time.monotonic()
             if now >= min(next_look, back_by + own_turn):
+                here = [r for r in range(self._world_size) if self.store.check([f"at/{r}"])]
                 found = decide(
-                    self._records(),
+                    {rank: self._read(f"at/{rank}") for rank in here},
                     step,
                     self._world_size,
                     has_payload=has_payload,
@@ -176,10 +178,6 @@ class RankNotes:
             self.store.delete_key(key)
         self._written = [old for old in self._written if old >= number]
         self._verdicts = [old for old in self._verdicts if old >= number]
-
-    def _records(self) -> dict[int, Record]:
-        ranks = [r for r in range(self._world_size) if self.store.check([f"at/{r}"])]
-        return {rank: self._read(f"at/{rank}") for rank in ranks}
 
     def _await(self, keys: Sequence[str], timeout_seconds: float) -> bool:
         if not timeout_seconds or not keys:
@@ -286,7 +284,7 @@ class Steps:
             gone = self._asked(absent, _patience(self.timeout_seconds), step)
             if gone:
                 raise self._absent_error(gone, step) from error
-            raise self._contact_lost(step, str(error), [self._rank]) from error
+            raise contact_lost(step, error, [self._global_ranks[self._rank]]) from error
         return f"{first:x}.{second:x}"
 
     def clear(self) -> None:
@@ -465,7 +463,8 @@ class Steps:
             raise self._absent_error(verdict.absent, verdict.label)
         if verdict.is_lost:
             problem = "some ranks have what others lack"
-            raise self._contact_lost(verdict.label, problem, verdict.present)
+            present = (self._global_ranks[rank] for rank in verdict.present)
+            raise contact_lost(verdict.label, problem, present)
         return found
 
     def _asked(self, question: Callable[[], T], timeout_seconds: float, label: str) -> T:
@@ -484,20 +483,9 @@ class Steps:
     def _note(self, record: Record) -> None:
         self._answered(record.label, lambda: self._notes.note(record))
 
-    def _absent_error(self, absent: list[int] | tuple[int, ...], label: str) -> Exception:
-        label = step_of(label)
-        failures = {rank: absent_rank(rank, label, self.timeout_seconds) for rank in absent}
-        return merge_failures(label, failures, self._world_size, self._global_ranks)
-
-    def _contact_lost(self, label: str, problem: str, ranks: Sequence[int]) -> RankFailedError:
-        finding = Finding(
-            problem=f"lost contact at {label}: {problem}",
-            ranks=tuple(sorted(self._global_ranks[rank] for rank in ranks)),
-            remedy="A process or the network probably failed; see the logs of all ranks.",
-        )
-        error = RankFailedError("a collective failed", [finding])
-        error.names_global_ranks = True
-        return error
+    def _absent_error(self, absent: Sequence[int], label: str) -> Exception:
+        seconds, step = self.timeout_seconds, step_of(label)
+        return absent_error(absent, step, seconds, self._world_size, self._global_ranks)
 
 
 def store_error(

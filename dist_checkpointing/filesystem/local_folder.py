@@ -44,8 +44,9 @@ def status_of(path: Path, *, follows: bool = True) -> os.stat_result | None:
     try:
         return path.stat(follow_symlinks=follows)
     except OSError as error:
-        raise_unless_gone(error)
-        return None
+        if error.errno in NOT_THERE:
+            return None
+        raise
 
 
 def is_folder(path: Path) -> bool:

@@ -21,7 +21,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -111,9 +111,7 @@ class Holder:
             holder = cls(**{**content, "kind": Kind(content["kind"])})
         except (ValueError, KeyError, TypeError):
             return None
-        texts = (holder.token, holder.host, holder.boot, holder.pid_space)
-        numbers = (holder.pid, holder.started)
-        if [*map(type, texts)] != [str] * 4 or [*map(type, numbers)] != [int] * 2:
+        if [*map(type, astuple(holder))] != [str, Kind, str, str, str, int, int]:
             return None
         # Any other number would mean a group of processes to the kernel.
         return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None

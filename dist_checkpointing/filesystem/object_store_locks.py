@@ -169,10 +169,8 @@ class HeldClaim:
         claim = Claim(max([0, *numbers, *decided]) + 1, Holder.own(Kind.FILE), period)
         for earlier in undecided:
             decide(folder, earlier, {"ended_by": claim.attempt})
-        path = _claim_path(folder, claim.number)
-        mine = claim.to_json()
-        theirs = put_if_absent(path, mine)
-        if theirs != mine:
+        path, mine = _claim_path(folder, claim.number), claim.to_json()
+        if (theirs := put_if_absent(path, mine)) != mine:
             raise _in_use(folder, Claim.parsed(theirs, claim.number, path))
         held = cls(folder, claim)
         # A removal between the list and the put may have made the numbers begin again.

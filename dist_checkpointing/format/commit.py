@@ -1,9 +1,13 @@
-"""Claiming a folder for a save, ``metadata.json``, the commit, and where committed data lies.
+"""Claiming a place for a save, the commit, and where committed data lies.
 
-``metadata.json`` is the commit: written last, and without it there is no checkpoint. Before the
-first byte, ``.dckpt/attempt.json`` names what the save is about to create; a later save into the
-same folder deletes exactly that, and nothing else. Data is never deleted while ``metadata.json``
-may be there.
+In a folder ``metadata.json`` is the commit: written last, and without it there is no checkpoint.
+Before the first byte, ``.dckpt/attempt.json`` names what the save is about to create; a later save
+into the same folder deletes exactly that, and nothing else. Data is never deleted while
+``metadata.json`` may be there.
+
+In an object store everything that a save writes lies below ``data/<attempt>/``, a name that is
+never used again. The commit is ``.dckpt/commits/<n>.json``; ``metadata.json`` follows it. See
+docs/design/011-object-store-commit.md for each point where a save may be cut off.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -24,21 +28,34 @@ from typing import Any, Final, TypeVar
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
+    CheckpointingException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
     InvalidShardingError,
 )
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import local_folder, location, object_store_locks
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, Durability, make_own_folder
-from dist_checkpointing.filesystem.location import as_local_folder, as_location
+from dist_checkpointing.filesystem.location import as_local_folder, as_location, is_file
 from dist_checkpointing.filesystem.locks import FolderLock
-from dist_checkpointing.filesystem.object_store import Location, ObjectPath
-from dist_checkpointing.filesystem.object_store_locks import CLAIMS, COMMITS
+from dist_checkpointing.filesystem.object_store import (
+    Location,
+    ObjectPath,
+    put_surely,
+    require_conditions,
+)
+from dist_checkpointing.filesystem.object_store_locks import (
+    BEATS,
+    CLAIMS,
+    COMMITS,
+    PERIOD,
+    HeldClaim,
+)
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
     DCP_METADATA_NAME,
+    attempt_json,
     attempt_of,
     clear,
     leftovers,
@@ -51,6 +68,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
 _MAX_CONFIG_BYTES = 1 << 20
+DATA: Final = "data"
+_ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
+_MAX_COMMIT_BYTES: Final = 1 << 20
+_SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +211,7 @@ class Attempt:
         durability: Durability,
         name: str | None = None,
     ) -> None:
-        self.id: str = uuid.uuid4().hex if name is None else name
+        self.id: str = name or uuid.uuid4().hex
         self.folder = folder
         self.creates = creates
         self._lock = lock
@@ -208,16 +229,11 @@ class Attempt:
         durability: Durability = Durability.FSYNC,
         name: str | None = None,
     ) -> Attempt:
-        """Claim the folder and clear away what an uncommitted attempt left in it.
+        """Claim the folder, made if missing, and clear away what an uncommitted attempt left.
 
-        Nothing may be written before ``secure``, which waits for the disk.
-
-        Args:
-            checkpoint_dir: made if missing.
-            creates: relative names of all files and folders that the save will make.
-            overwrite: give up a committed checkpoint that is in the way, from here on.
-            durability: of the attempt's own files.
-            name: of the attempt, where it has begun on another disk already.
+        A committed checkpoint that is in the way is given up from here on, with ``overwrite``.
+        Nothing may be written before ``make_durable``, which waits for the disk. The attempt has a
+        ``name`` already where it has begun on another disk.
 
         Raises:
             CheckpointExistsError: if the folder holds a committed checkpoint (without
@@ -247,7 +263,7 @@ class Attempt:
             raise
         return attempt
 
-    def secure(self) -> None:
+    def make_durable(self) -> None:
         """Make the record of what is about to be created durable, before anything is."""
         if self._durability is Durability.FSYNC:
             local_folder.fsync_file(self.folder / ATTEMPT_NAME)
@@ -301,7 +317,7 @@ class Attempt:
             if self._durability is Durability.FSYNC:
                 local_folder.fsync_removal(names, self.folder)
             note_attempt(self.folder, self.id, self.creates, self._durability)
-            self.secure()
+            self.make_durable()
         except OSError as error:
             logger.warning("could not note what a failed save left: %s", error)
         self._lock.release()
@@ -372,11 +388,6 @@ def end_commit(folder: Path) -> None:
     local_folder.fsync_folder(folder)
 
 
-DATA: Final = "data"
-_ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
-_MAX_COMMIT_BYTES: Final = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class Commit:
     """A save that has committed in an object store.
@@ -440,3 +451,208 @@ def data_folder(checkpoint_dir: str | os.PathLike[str]) -> Location:
     # A removal begins with this file, and a commit is complete with it.
     is_complete = commit is not None and location.is_file(root / CONFIG_FNAME)
     return root / commit.data if commit is not None and is_complete else root
+
+
+class StoreAttempt:
+    """One try to write a checkpoint into an object store; only rank 0 has one.
+
+    It has the life of ``commit.Attempt``. A checkpoint that it overwrites stays loadable until it
+    commits.
+    """
+
+    def __init__(self, root: ObjectPath, claim: HeldClaim, creates: tuple[str, ...]) -> None:
+        self.id: str = claim.claim.attempt
+        self.folder: ObjectPath = root / DATA / self.id
+        self.creates = creates
+        self._root = root
+        self._claim = claim
+        self._replaces: Commit | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        root: ObjectPath,
+        creates: Iterable[str],
+        *,
+        overwrite: bool = False,
+        period: float = PERIOD,
+    ) -> StoreAttempt:
+        """Claim a prefix, and clear away what saves without a commit left below it.
+
+        With ``overwrite``, a committed checkpoint is replaced when this save commits.
+
+        Raises:
+            CheckpointExistsError: if a checkpoint is there (without ``overwrite``), or a live save.
+            UnsupportedFormatError: if the store ignores conditional puts.
+            OSError: if the store does not answer.
+        """
+        names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
+        require_conditions(root)
+        refuse_committed(root, read_commit, overwrite=overwrite)
+        # Before the claims are read: a save claims first, then writes.
+        found = root.store.list_folder((root / DATA).prefix)[0]
+        claim = HeldClaim.acquire(root, period)
+        attempt = cls(root, claim, names)
+        try:
+            commit = read_commit(root)
+            is_complete = is_file(root / CONFIG_FNAME)
+            if commit is not None and not is_complete:  # cut off after the commit
+                claim.require_held()  # it may have been removed since it was read
+                _publish(root, commit.attempt, commit.config)
+                logger.warning("%s: a save had committed here: it is a checkpoint now", root)
+            if commit is not None or is_complete:
+                refuse_committed(root, lambda _: commit, overwrite=overwrite)
+            location.write(attempt.folder / ATTEMPT_NAME, attempt_json(attempt.id, names))
+            attempt._replaces = commit
+            _clear(root, {*found} - {commit.attempt if commit else ""})
+        except Exception:
+            attempt.release()
+            raise
+        except BaseException:
+            claim.stop()
+            raise
+        return attempt
+
+    def make_durable(self) -> None:
+        """Do nothing: what was put is durable."""
+
+    def commit(self, config: CheckpointingConfig) -> None:
+        """Turn what was written into the checkpoint. Everything else must have been put by now.
+
+        Raises:
+            CheckpointExistsError: if another save has taken over, because no heartbeat was seen.
+            CheckpointingException: if it cannot be found out whether the save has committed.
+            OSError: if the store does not answer.
+        """
+        own = self._claim.claim.number
+        self._claim.require_held()
+        outcome = {"attempt": self.id, "config": asdict(config), "seal": self._seal_checksum()}
+        if object_store_locks.decide(self._root, own, outcome) != outcome:
+            raise self._claim.lost()
+        _publish(self._root, self.id, config)
+        self._claim.stop()
+        with _tolerant("what a save has replaced was not deleted"):
+            self._claim.forget()
+            if self._replaces is not None:
+                _clear(self._root, {self._replaces.attempt})
+
+    def _seal_checksum(self) -> str:
+        seal = self.folder / OWN_FOLDER / "seal.json"
+        start = location.read_own_start(seal, _SEAL_START_BYTES)
+        return "" if start is None else start[-33:-1].decode(errors="replace")
+
+    def abandon(self) -> None:
+        """Free what was written. What cannot be deleted now, the next save deletes."""
+        if not self._claim.is_held:
+            return
+        with _tolerant("what a failed save wrote was not deleted"):
+            if self._claim.end().get("attempt") != self.id:
+                object_store_locks.delete_below(self.folder)
+            else:
+                logger.warning("%s: the failed save is a checkpoint after all", self._root)
+
+    def release(self) -> None:
+        """Let go of the prefix as it is; the next save clears away what has not committed."""
+        if self._claim.is_held:
+            with _tolerant("a save was not noted as ended: the next one waits for a while"):
+                self._claim.end()
+
+
+def begin_attempt(
+    folder: Location,
+    creates: Iterable[str],
+    durability: Durability,
+    *,
+    overwrite: bool,
+) -> Attempt | StoreAttempt:
+    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
+    if isinstance(folder, ObjectPath):
+        return StoreAttempt.begin(folder, creates, overwrite=overwrite)
+    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
+
+
+def finish_commit(folder: Location) -> None:
+    """Put the ``metadata.json`` of a commit that was cut off before it; does nothing on a disk.
+
+    Raises:
+        CheckpointExistsError: if a save or a removal is going on there.
+        OSError: if the store does not answer.
+    """
+    if not isinstance(folder, ObjectPath) or is_file(folder / CONFIG_FNAME):
+        return
+    if read_commit(folder) is None:
+        return
+    claim = HeldClaim.acquire(
+        folder, PERIOD
+    )  # a removal deletes this file first, and the commit next
+    try:
+        commit = read_commit(folder)
+        if commit is not None and not is_file(folder / CONFIG_FNAME):
+            _publish(folder, commit.attempt, commit.config)
+    finally:
+        with _tolerant("a look was not noted as ended: the next save waits for a while"):
+            claim.end()
+
+
+def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
+    """Delete a checkpoint, and what unfinished saves left below its prefix.
+
+    ``metadata.json`` goes first, then the commit, then the data: a crash in between leaves either
+    the whole, which the next save makes a checkpoint again, or an uncommitted save.
+
+    Raises:
+        CheckpointExistsError: if a save is writing there.
+        CheckpointingException: if no save of this library wrote there.
+        OSError: if the store does not answer; what is left is as after a crash.
+    """
+    store = root.store
+    if not object_store_locks.numbers_in(root)[0]:
+        finding = Finding("no save of this library claimed this prefix", path=str(root))
+        raise CheckpointingException(f"{root} is not deleted", [finding])
+    # Before the claim: nothing that a later save writes is in these lists.
+    found = store.list_folder((root / DATA).prefix)[0]
+    beats = [info.key for info in store.list_below((root / BEATS).prefix)]
+    claim = HeldClaim.acquire(root, period)
+    try:
+        commit = read_commit(root)
+        claims, decided = object_store_locks.numbers_in(root)
+        fences = object_store_locks.fence_numbers(root)
+        claim.require_held()
+        store.delete([(root / CONFIG_FNAME).key])
+        last = set() if commit is None else {commit.number}
+        # The last one goes last: an older commit must not come to light again.
+        for some in ({*decided} - last - fences, last):
+            store.delete([(root / f"{COMMITS}/{number}.json").key for number in some])
+        _clear(root, {*found} if commit is None else {*found, commit.attempt})
+        earlier = [(root / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
+        store.delete([*earlier, *beats])
+        claim.forget()
+        store.delete([(root / f"{CLAIMS}/{claim.claim.number}.json").key])
+    except Exception:
+        with _tolerant("a removal was not noted as ended: the next save waits for a while"):
+            claim.end()
+        raise
+    finally:
+        claim.stop()
+
+
+def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
+    # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
+    for folder in (root / DATA / attempt, root):
+        put_surely(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
+
+
+def _clear(root: ObjectPath, attempts: Iterable[str]) -> None:
+    """Delete the data of saves that cannot commit any more, or were replaced."""
+    for attempt in attempts:
+        object_store_locks.delete_below(root / DATA / attempt)
+        root.store.delete([(root / f"{BEATS}/{attempt}").key])
+
+
+@contextmanager
+def _tolerant(what: str) -> Iterator[None]:
+    """Log errors of the store: the work is done, or its error is told already."""
+    try:
+        yield
+    except (OSError, CheckpointingException) as error:
+        logger.warning("%s: %s", what, error)

@@ -403,18 +403,13 @@ class PieceColumns(Mapping[str, Pieces]):
         """The pieces of all of these together; no two may hold the same tensor."""
         width = max((table.offsets.shape[1] for table in tables), default=0)
         counts = [np.diff(table.starts) for table in tables]
-        pad = [((0, 0), (0, width - table.offsets.shape[1])) for table in tables]
-        offsets = [np.pad(table.offsets, p) for table, p in zip(tables, pad, strict=True)]
-        shapes = [
-            np.pad(table.shapes, p, constant_values=1) for table, p in zip(tables, pad, strict=True)
-        ]
         none = np.empty((0, width), dtype=np.int64)
         return cls(
             [*itertools.chain.from_iterable(table.keys_column for table in tables)],
             np.cumsum(np.concatenate([[0], *counts]), dtype=np.int64),
             np.concatenate([none[:, :0].ravel(), *(table.ndim for table in tables)]),
-            np.concatenate([none, *offsets]),
-            np.concatenate([none, *shapes]),
+            np.concatenate([none, *(padded(table.offsets, width, 0) for table in tables)]),
+            np.concatenate([none, *(padded(table.shapes, width, 1) for table in tables)]),
             np.concatenate([np.empty((0, 2), dtype=np.int64), *(table.flat for table in tables)]),
         )
 

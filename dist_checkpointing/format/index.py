@@ -110,13 +110,6 @@ def _parsed_rows(text: bytes) -> Int64s:
     return rows_from_lists(local_folder.parse_json(text))
 
 
-def pieces_of_json(content: Any, tables: Sequence[Pieces]) -> PieceColumns:
-    """The pieces of all tensors, of what ``without_pieces`` has left and found."""
-    if not isinstance(content, dict) or [*content.values()] != [*range(len(tables))]:
-        raise ValueError("expected pieces by key")
-    return PieceColumns.of(dict(zip(content, tables, strict=True)))
-
-
 def strings(values: Any) -> list[str]:
     """A list of strings, checked."""
     if not isinstance(values, list) or not {str}.issuperset(map(type, values)):
@@ -430,12 +423,15 @@ class Index(Mapping[str, StoredTensor]):
             keys, codec = strings(content["keys"]), content["codec"]
             if codec is not None and not isinstance(codec, str):
                 raise ValueError(f"expected a string, found {codec!r}")
+            pieces = content["pieces"]
+            if not isinstance(pieces, dict) or [*pieces.values()] != [*range(len(tables))]:
+                raise ValueError("expected pieces by key")
             index = cls(
                 keys,
                 strings(content["dtypes"]),
                 shapes(keys, content["global_shapes"]),
                 shapes(keys, content["chunk_shapes"], optional=True),
-                pieces_of_json(content["pieces"], tables),
+                PieceColumns.of(dict(zip(pieces, tables, strict=True))),
                 {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
                 codec,
                 fingerprints_of_json(keys, content.get("fingerprints")),

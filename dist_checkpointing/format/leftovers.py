@@ -1,10 +1,7 @@
 """What a failed save or a removal that was cut off left behind, and its cleaning up.
 
-A format whose index is one file stops naming the tensors in one step. What else there is to delete
-is noted before, so that a removal that was cut off is brought to its end by the next one.
-
 ``.dckpt/attempt.json`` names it. Nothing else is deleted, and nothing of it is looked into: it may
-be cut off anywhere.
+be cut off anywhere. A removal notes what there is to delete beside what an index names.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ def end_removal(folder: Path) -> None:
     """Forget what was written down."""
     path = folder / REMOVAL_NAME
     if location.is_there(path):
-        local_folder.remove(path, folder)
-        local_folder.fsync_folder(path.parent if local_folder.is_folder(path.parent) else folder)
+        local_folder.remove_all([path], folder)
 
 
 def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
@@ -105,12 +101,14 @@ def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     return attempt, frozenset(names)
 
 
+def attempt_json(attempt: str, names: Sequence[str]) -> bytes:
+    return json.dumps({"attempt": attempt, "creates": names}, separators=(",", ":")).encode()
+
+
 def note_attempt(folder: Path, attempt: str, names: Sequence[str], durability: Durability) -> None:
-    content = {"attempt": attempt, "creates": names}
-    data = json.dumps(content, separators=(",", ":")).encode()
     make_own_folder(folder)
     # As a whole: names that are lost would be files that nobody deletes.
-    local_folder.write_content(folder / ATTEMPT_NAME, data, durability)
+    local_folder.write_content(folder / ATTEMPT_NAME, attempt_json(attempt, names), durability)
 
 
 def leftovers(folder: Location) -> frozenset[str]:

@@ -22,7 +22,14 @@ from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS
-from dist_checkpointing.format.commit import data_folder, end_commit, is_committed, read_config
+from dist_checkpointing.format.commit import (
+    StoreAttempt,
+    data_folder,
+    end_commit,
+    is_committed,
+    read_config,
+    remove_from_store,
+)
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -31,7 +38,6 @@ from dist_checkpointing.format.leftovers import (
     is_spent,
     leftovers,
 )
-from dist_checkpointing.format.object_store_commit import StoreAttempt, remove_from_store
 from dist_checkpointing.format.seal import SEAL_NAME, read_seal
 from dist_checkpointing.threads import in_threads
 
