@@ -1,5 +1,4 @@
-"""The tree of exceptions, findings in them, and the words that messages share: "did you mean",
-sizes in bytes.
+"""The tree of exceptions, findings in them, and words that messages share: "did you mean".
 
 ::
 
@@ -22,6 +21,7 @@ import difflib
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 _MAX_PRINTED_FINDINGS = 50
@@ -51,12 +51,8 @@ class Finding:
 
     def __str__(self) -> str:
         parts = [f"{self.key!r}: {self.problem}" if self.key is not None else self.problem]
-        if self.expected is not None:
-            parts.append(f"expected {self.expected}")
-        if self.found is not None:
-            parts.append(f"found {self.found}")
-        if self.path is not None:
-            parts.append(f"file {self.path}")
+        values = {"expected": self.expected, "found": self.found, "file": self.path}
+        parts += [f"{name} {value}" for name, value in values.items() if value is not None]
         if self.ranks:
             parts.append(ranks_text(self.ranks, len(self.ranks)))
         text = "; ".join(parts)
@@ -220,5 +216,4 @@ def _distance(name: str, other: str) -> int:
 
 def _num_alike(a: str, b: str) -> int:
     """How many characters they begin with alike."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

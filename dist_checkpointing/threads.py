@@ -1,6 +1,4 @@
-"""Thread pools, background threads that finish before the interpreter ends, forked processes, and
-pauses of the garbage collector.
-"""
+"""Thread pools, background threads, forked processes, and pauses of the garbage collector."""
 
 from __future__ import annotations
 
@@ -46,18 +44,25 @@ class Ownership:
         Raises:
             CheckpointingException: there.
         """
-        if self.is_here:
-            return
-        finding = Finding(
-            "its threads run in the process from which this one was forked",
-            expected=f"process {self._process}",
-            found=f"process {os.getpid()}",
-            remedy="Use it there, and make another one here.",
-        )
-        raise CheckpointingException(f"{self._what} belongs to another process", [finding])
+        if not self.is_here:
+            finding = Finding(
+                "its threads run in the process from which this one was forked",
+                expected=f"process {self._process}",
+                found=f"process {os.getpid()}",
+                remedy="Use it there, and make another one here.",
+            )
+            raise CheckpointingException(f"{self._what} belongs to another process", [finding])
 
 
-_running: set[threading.Thread] = set()
+_running: set[Thread] = set()
+
+
+def fill(future: Future[T], work: Callable[[], T]) -> None:
+    """Give a future what ``work()`` returns or raises."""
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - the future is how it gets out
+        future.set_exception(error)
 
 
 def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
@@ -68,19 +73,12 @@ def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
     had, the work is done before this returns: other ranks count on it.
     """
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the future is how it gets out
-            future.set_exception(error)
-
-    worker = threading.Thread(target=run, name=name, daemon=True)
+    worker = Thread(target=fill, args=(future, work), name=name, daemon=True)
     try:
         worker.start()
     except RuntimeError as error:
         logger.warning("%s is done in the foreground: %s", name, error)
-        run()
+        fill(future, work)
         return future
     # Until it is gone: a thread that frees tensors while the interpreter ends aborts the process.
     _running.difference_update([other for other in list(_running) if not other.is_alive()])

@@ -68,7 +68,8 @@ class Channel:
 
     def total(self, number: int, deadline: float) -> int:
         """The sum of a number over all ranks, modulo 2**64."""
-        return self._reduced([_signed(number)], dist.ReduceOp.SUM, deadline)[0] % _MODULUS
+        signed = (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+        return self._reduced([signed], dist.ReduceOp.SUM, deadline)[0] % _MODULUS
 
     def maxima(self, numbers: Sequence[int], deadline: float) -> list[int]:
         """The highest of each number over all ranks."""
@@ -76,44 +77,36 @@ class Channel:
 
     def _reduced(self, numbers: Sequence[int], operation: Any, deadline: float) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = operation
-        options.timeout = _left(deadline)
+        options = _options(dist.AllreduceOptions, deadline, reduceOp=operation)
         self._end(lambda: self._group.allreduce([tensor], options), deadline, tensor.nbytes)
         found: list[int] = tensor.tolist()
         return found
 
     def gather(self, payload: bytes, longest: int, deadline: float) -> list[bytes]:
-        """The payload of every rank.
-
-        Args:
-            payload: payload of this rank.
-            longest: number of bytes of the longest payload.
-            deadline: deadline on the monotonic clock.
-        """
-        own = torch.zeros(_LENGTH_BYTES + longest, dtype=torch.uint8)
-        data = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
-        own.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = torch.empty(self._world_size, len(own), dtype=torch.uint8)
-        self._gather_into(self._group, list(rows.unbind()), own, deadline)
+        """The payload of every rank, of which the longest has ``longest`` bytes."""
+        sent = _with_length(payload, longest)
+        rows = torch.empty(self._world_size, len(sent), dtype=torch.uint8)
+        received, options = [list(rows.unbind())], _options(AllgatherOptions, deadline)
+        self._end(
+            lambda: self._group.allgather(received, [sent], options),
+            deadline,
+            rows.nbytes + sent.nbytes,
+        )
         return [_without_length(row) for row in rows.numpy()]
 
     def gather_at_rank0(self, payload: bytes, deadline: float, *, has_rest: bool) -> list[bytes]:
         """The payload of every rank on rank 0; nothing on the others.
 
-        Args:
-            payload: payload of this rank.
-            deadline: deadline on the monotonic clock.
-            has_rest: whether the payload of any rank has more than ``HEAD_BYTES`` bytes.
+        ``has_rest`` says whether the payload of any rank has more than ``HEAD_BYTES`` bytes.
         """
-        own = _head(payload)
-        rows = torch.empty(self._world_size if self._rank == 0 else 0, len(own), dtype=torch.uint8)
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        options.timeout = _left(deadline)
+        head = _with_length(payload, HEAD_BYTES)
+        rows = torch.empty(self._world_size if self._rank == 0 else 0, len(head), dtype=torch.uint8)
+        options = _options(dist.GatherOptions, deadline, rootRank=0)
         tensors = [list(rows.unbind())] if self._rank == 0 else []
         self._end(
-            lambda: self._group.gather(tensors, [own], options), deadline, rows.nbytes + own.nbytes
+            lambda: self._group.gather(tensors, [head], options),
+            deadline,
+            rows.nbytes + head.nbytes,
         )
         heads = [_without_length(row) for row in rows.numpy()]
         if not has_rest:
@@ -124,7 +117,13 @@ class Channel:
         sent[0] = max(0, len(payload) - HEAD_BYTES)
         if self._rank == 0:
             received = [max(0, _length(row) - HEAD_BYTES) for row in rows.numpy()]
-        rests = self._all_to_all(rest[: sent[0]], sent, received, deadline)
+        rest, rests = rest[: sent[0]], rest.new_empty(sum(received))
+        all_to_all = _options(dist.AllToAllOptions, deadline)
+        self._end(
+            lambda: self._group.alltoall_base(rests, rest, received, sent, all_to_all),
+            deadline,
+            rest.nbytes + rests.nbytes,
+        )
         stops = np.cumsum(received).tolist()
         return [
             head + rests.numpy()[stop - size : stop].tobytes()
@@ -133,7 +132,7 @@ class Channel:
 
     def broadcast(self, payload: bytes, deadline: float) -> bytes:
         """The payload of rank 0."""
-        head = _head(payload)
+        head = _with_length(payload, HEAD_BYTES)
         self._broadcast(self._group, head, 0, deadline)
         found = _without_length(head.numpy())
         length = _length(head.numpy())
@@ -149,39 +148,11 @@ class Channel:
         """Fill ``tensor`` with that of rank ``source``."""
         self._broadcast(self._tensor_group, tensor, source, deadline)
 
-    def _all_to_all(
-        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], deadline: float
-    ) -> torch.Tensor:
-        result = tensor.new_empty(sum(received))
-        options = dist.AllToAllOptions()
-        options.timeout = _left(deadline)
-
-        def start() -> Any:
-            return self._group.alltoall_base(result, tensor, list(received), list(sent), options)
-
-        self._end(start, deadline, tensor.nbytes + result.nbytes)
-        return result
-
     def _broadcast(
         self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int, deadline: float
     ) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        options.rootTensor = 0
-        options.timeout = _left(deadline)
+        options = _options(dist.BroadcastOptions, deadline, rootRank=source, rootTensor=0)
         self._end(lambda: group.broadcast([tensor], options), deadline, tensor.nbytes)
-
-    def _gather_into(
-        self,
-        group: dist.ProcessGroup,
-        tensors: list[torch.Tensor],
-        own: torch.Tensor,
-        deadline: float,
-    ) -> None:
-        options = AllgatherOptions()
-        options.timeout = _left(deadline)
-        num_bytes = (len(tensors) + 1) * own.nbytes
-        self._end(lambda: group.allgather([tensors], [own], options), deadline, num_bytes)
 
     def _end(self, start: Callable[[], Any], deadline: float, num_bytes: int) -> None:
         work = None
@@ -212,21 +183,21 @@ class Channel:
                 raise ContactLostError("another rank has lost contact")
 
 
-def _signed(number: int) -> int:
-    """The signed number with the same 64 bits."""
-    return (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+def _options(kind: Callable[[], Any], deadline: float, **fields: Any) -> Any:
+    """Options of a collective that times out at the deadline."""
+    options = kind()
+    fields["timeout"] = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
 
 
-def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-
-
-def _head(payload: bytes) -> torch.Tensor:
+def _with_length(payload: bytes, room: int) -> torch.Tensor:
     """The length of a payload and its first bytes: as many bytes for every payload."""
-    head = torch.zeros(_LENGTH_BYTES + HEAD_BYTES, dtype=torch.uint8)
-    data = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:HEAD_BYTES]
-    head.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
-    return head
+    tensor = torch.zeros(_LENGTH_BYTES + room, dtype=torch.uint8)
+    data = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:room]
+    tensor.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+    return tensor
 
 
 def _length(row: Row) -> int:

@@ -11,14 +11,14 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from dist_checkpointing.comm.interface import Comm, SingleProcess
-from dist_checkpointing.comm.rank_failures import absent_rank, merge_failures
+from dist_checkpointing.comm.rank_failures import absent_error, contact_lost
 from dist_checkpointing.comm.timeouts import StoreSilentError, asked, forked_error, store_error
 from dist_checkpointing.comm.torch_distributed import (
     TorchComm,
     default_timeout_seconds,
     require_timeout,
 )
-from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+from dist_checkpointing.errors import CheckpointingException, Finding
 
 _ANSWER_SECONDS: Final = 5.0
 """How much longer than its own timeout a store may take to report the timeout."""
@@ -118,8 +118,9 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
         CheckpointingException: if a gloo group is needed, and not all processes make this call.
     """
     mine = None
-    if isinstance(group, dist.ProcessGroup) and group not in _beside and not _has_cpu(group):
-        mine = tuple(dist.get_process_group_ranks(group))
+    if isinstance(group, dist.ProcessGroup) and group not in _beside:
+        has_cpu = "cpu:" in dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl" has
+        mine = None if has_cpu else tuple(dist.get_process_group_ranks(group))
     # All processes have to make all groups, in the same order. (torch also lets only the members
     # make one, but then hangs if they have been in different numbers of groups.)
     wanted = sorted({ranks for ranks in everybody.all_gather(mine) if ranks is not None})
@@ -149,11 +150,6 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
     return TorchComm(group, seconds)
 
 
-def _has_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether a group can carry tensors on the CPU; "cpu:gloo,cuda:nccl" can."""
-    return "cpu:" in dist.get_backend_config(group)
-
-
 def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
     """A CPU group of the world.
 
@@ -168,19 +164,13 @@ def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
     except (StoreSilentError, dist.DistError) as error:
         raise store_error(step, error, world_size, range(world_size)) from error
     if absent:
-        failures = {rank: absent_rank(rank, step, timeout_seconds) for rank in absent}
-        raise merge_failures(step, failures, world_size, range(world_size))
+        raise absent_error(absent, step, timeout_seconds, world_size, range(world_size))
     try:
         group: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=timeout_seconds)
         )
     except RuntimeError as error:
-        finding = Finding(
-            f"lost contact at {step}: {error}",
-            ranks=(dist.get_rank(),),
-            remedy="A process or the network probably failed; see the logs of all ranks.",
-        )
-        raise RankFailedError("a collective failed", [finding]) from error
+        raise contact_lost(step, error, [dist.get_rank()]) from error
     return group
 
 

@@ -53,11 +53,7 @@ class Comm(ABC):
 
     @abstractmethod
     def all_same(self, number: int | None) -> bool:
-        """Whether every rank passes the same number, and no rank passes None.
-
-        Args:
-            number: from 0 to 2**62 - 1.
-        """
+        """Whether every rank passes the same number (0 to 2**62 - 1), and no rank passes None."""
 
     @abstractmethod
     def duplicate(self) -> Comm:
@@ -71,14 +67,10 @@ class Comm(ABC):
         """The failures of all ranks in ``step``; an absent rank counts as failed."""
 
     def agree(self, step: str, error: Exception | None) -> None:
-        """Raise the same error on every rank if any rank passes one.
+        """Raise the same error on every rank if any rank passes one; ``step`` is named in it.
 
         If all failed ranks have a CheckpointingException of one class, the error has that class and
         the findings of all ranks. Otherwise it is a RankFailedError with the tracebacks as text.
-
-        Args:
-            step: name of the step, for the message.
-            error: the error of this rank, or None.
         """
         failures = self._all_failures(step, None if error is None else Failure.of(error))
         if failures:
@@ -102,12 +94,9 @@ class Comm(ABC):
     ) -> list[T]:
         """``produce()`` of every rank, in rank order; if one fails, all raise the same error.
 
-        Args:
-            step: name of the step, for the message.
-            produce: gives what this rank brings.
-            number_of: gives a number that stands for what a rank brings, from 0 to 2**62 - 1. If
-                all ranks have the same one, nothing travels, and each gets its own value for that
-                of every rank. None stands for nothing.
+        ``number_of`` gives a number that stands for a value, from 0 to 2**62 - 1. If all ranks have
+        the same one, nothing travels, and each gets its own value for that of every rank. None
+        stands for nothing.
         """
         return self._collected(step, produce, number_of, everywhere=True)
 
@@ -120,24 +109,19 @@ class Comm(ABC):
     ) -> T:
         """``produce()`` of rank 0 alone, on all ranks; if it fails, all raise the same error.
 
-        Args:
-            step: name of the step, for the message.
-            produce: called on rank 0 when all ranks have come, and none with an error.
-            after: what this rank has done before, which may have failed. It is agreed on with this
-                step, so that ranks wait for each other once and not twice.
+        It is called when all ranks have come, and none with an error. ``after`` is what this rank
+        has done before. It is agreed on with this step, so that ranks wait for each other once.
         """
         if after is None:
             self.agree(step, None)
         else:
             self.agree(after.step, after.error)
-        own: Outcome[Any] | None = None
-        told: tuple[Failure | None, Any] = (None, None)
+        outcome: Outcome[Any] = Outcome(step, None, None)
         if self.rank == 0:
-            own = Outcome.of(step, lambda: self._pack(produce()))
-            told = own.failure, own.result
-        failure, packed = self._told(step, told)
+            outcome = Outcome.of(step, lambda: self._pack(produce()))
+        failure, packed = self._broadcast_agreed(step, (outcome.failure, outcome.result))
         if failure is not None:
-            self._raise(step, {0: failure}, None if own is None else own.error)
+            self._raise(step, {0: failure}, outcome.error)
         result: T = self._unpack(packed)
         return result
 
@@ -157,12 +141,12 @@ class Comm(ABC):
             number = None if number_of is None else number_of(value)
             return self._pack(value)
 
-        own = Outcome.of(step, packed)
-        failures, values = self._all_outcomes(own, number, everywhere=everywhere)
+        outcome = Outcome.of(step, packed)
+        failures, values = self._all_outcomes(outcome, number, everywhere=everywhere)
         if failures:
-            self._raise(step, failures, own.error)
-        if number is not None and all(value is own.result for value in values):
-            return [self._unpack(own.result)] * len(values)
+            self._raise(step, failures, outcome.error)
+        if number is not None and all(value is outcome.result for value in values):
+            return [self._unpack(outcome.result)] * len(values)
         return [self._unpack(value) for value in values]
 
     def _raise(
@@ -174,21 +158,19 @@ class Comm(ABC):
         raise merged from error
 
     def _all_outcomes(
-        self, own: Outcome[Any], number: int | None, *, everywhere: bool
+        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool
     ) -> tuple[Mapping[int, Failure], list[Any]]:
         """The failures of all ranks, see ``_all_failures``; without any, the results of all ranks.
 
-        Args:
-            own: the outcome of this rank.
-            number: see ``exchange``; those who do not look at it gather the results.
-            everywhere: whether every rank needs the results; else only rank 0 does.
+        Those who do not look at ``number``, see ``exchange``, gather the results. If not
+        ``everywhere``, only rank 0 needs them.
         """
         del number
-        failures = self._all_failures(own.step, own.failure)
-        values = [] if failures else self.all_gather(own.result)
+        failures = self._all_failures(outcome.step, outcome.failure)
+        values = [] if failures else self.all_gather(outcome.result)
         return failures, values if everywhere or self.rank == 0 else []
 
-    def _told(self, step: str, value: T) -> T:
+    def _broadcast_agreed(self, step: str, value: T) -> T:
         """``value`` of rank 0, right after an agreement."""
         del step
         return self.broadcast(value)

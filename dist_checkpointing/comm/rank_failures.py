@@ -1,5 +1,4 @@
-"""How the errors of some ranks become one error of all: what each rank reports, and
-RankFailedError.
+"""How the errors of some ranks become one error of all, and what each rank reports for that.
 
 A collective does not tell which rank it waits for. So each rank writes into the key-value store of
 torch.distributed which step it enters, and one rank concludes from these records for all.
@@ -9,7 +8,8 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Generic, TypeVar
@@ -49,11 +49,10 @@ class Failure:
             text = "".join(traceback.format_tb(error.__traceback__))
             summary = f"{type(error).__name__} (which cannot be printed)"
         if isinstance(error, CheckpointingException):
-            try:
+            # A subclass that cannot be pickled goes as text.
+            with suppress(Exception):
                 pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-            except Exception:  # noqa: BLE001 - a subclass that cannot be pickled goes as text
-                return cls(None, summary, text)
-            return cls(error, summary, text)
+                return cls(error, summary, text)
         return cls(None, summary, text)
 
 
@@ -91,21 +90,14 @@ def merge_failures(
     world_size: int,
     global_ranks: Sequence[int] | None = None,
 ) -> CheckpointingException:
-    """The one error that all ranks raise for these failures.
-
-    Args:
-        step: name of the step that failed.
-        failures: failure of each failed rank, by rank in the group.
-        world_size: number of ranks in the group.
-        global_ranks: see ``Comm.global_ranks``.
-    """
+    """The one error that all ranks raise for these failures, given by rank in the group."""
     errors = {rank: failure.error for rank, failure in sorted(failures.items())}
     classes = {type(error) for error in errors.values()}
     first = next(iter(errors.values()))
+    findings: list[Finding] = []
     if first is not None and len(classes) == 1 and not isinstance(first, RankFailedError):
         if world_size == 1 and global_ranks is None:
             return first
-        findings = []
         for rank, error in errors.items():
             assert error is not None
             own = (_global(rank, global_ranks),)
@@ -116,7 +108,6 @@ def merge_failures(
             ]
         merged = type(first)(first.message, merge_findings(findings))
         return _marked(merged, global_ranks)
-    findings = []
     for rank, failure in sorted(failures.items()):
         if isinstance(failure.error, RankFailedError):
             findings += _findings(failure.error, global_ranks)
@@ -126,16 +117,13 @@ def merge_failures(
     whole = str(world_size)
     if global_ranks is not None and [*global_ranks] != [*range(world_size)]:
         whole = f"the {world_size} of its group"
-    merged = RankFailedError(
-        f"{step} failed on rank {ranks} of {whole}",
-        merge_findings(findings),
-        {
-            _global(rank, global_ranks): failure.traceback
-            for rank, failure in failures.items()
-            if failure.traceback
-        },
-    )
-    return _marked(merged, global_ranks)
+    tracebacks = {
+        _global(rank, global_ranks): failure.traceback
+        for rank, failure in failures.items()
+        if failure.traceback
+    }
+    message = f"{step} failed on rank {ranks} of {whole}"
+    return _marked(RankFailedError(message, merge_findings(findings), tracebacks), global_ranks)
 
 
 def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
@@ -143,15 +131,34 @@ def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
     return Failure(RankFailedError("", [Finding(problem=problem, ranks=(rank,))]), problem, "")
 
 
+def absent_error(
+    ranks: Iterable[int],
+    step: str,
+    timeout_seconds: float,
+    world_size: int,
+    global_ranks: Sequence[int] | None = None,
+) -> CheckpointingException:
+    """The error of all others if some ranks do not come."""
+    failures = {rank: absent_rank(rank, step, timeout_seconds) for rank in sorted(ranks)}
+    return merge_failures(step, failures, world_size, global_ranks)
+
+
+def contact_lost(step: str, problem: object, global_ranks: Iterable[int]) -> RankFailedError:
+    """The error of a collective that does not end."""
+    finding = Finding(
+        f"lost contact at {step}: {problem}",
+        ranks=tuple(sorted(global_ranks)),
+        remedy="A process or the network probably failed; see the logs of all ranks.",
+    )
+    error = RankFailedError("a collective failed", [finding])
+    error.names_global_ranks = True
+    return error
+
+
 def different_calls(
     calls: Mapping[int, str], global_ranks: Sequence[int] | None = None
 ) -> CheckpointingException:
-    """The error that all ranks raise when they do not make the same call.
-
-    Args:
-        calls: what each rank calls, by rank in the group.
-        global_ranks: see ``Comm.global_ranks``.
-    """
+    """The error that all ranks raise when they do not make the same call, given by rank."""
     remedy = "Every rank must make the same calls, in the same order."
     findings = [
         Finding(call, ranks=(_global(rank, global_ranks),), remedy=remedy)
@@ -177,20 +184,16 @@ def call_site() -> str | None:
 
 
 def described(label: str, failure: str | None = None) -> str:
-    """What this rank is doing, as text for an error.
-
-    Args:
-        label: label of the step.
-        failure: what failed in it on this rank.
-    """
+    """What this rank is doing, and what failed in it, as text for an error."""
     site = call_site()
     text = f"calls {site}, and is at {label}" if site is not None else f"is at {label}"
     return f"{text}, which failed: {failure}" if failure is not None else text
 
 
 def _global(rank: int, global_ranks: Sequence[int] | None) -> int:
-    is_known = global_ranks is not None and 0 <= rank < len(global_ranks)
-    return global_ranks[rank] if is_known and global_ranks is not None else rank
+    if global_ranks is None or not 0 <= rank < len(global_ranks):
+        return rank
+    return global_ranks[rank]
 
 
 def _findings(
@@ -292,7 +295,7 @@ class Verdict:
         return sorted(self.values)
 
 
-def conclude(
+def decide(
     records: Mapping[int, Record],
     step: Record,
     world_size: int,

@@ -13,12 +13,11 @@ from dist_checkpointing.comm.rank_failures import (
     GATHER,
     Failure,
     Outcome,
-    absent_rank,
+    absent_error,
     agreement,
     collection,
     described,
     different_calls,
-    merge_failures,
     step_of,
 )
 
@@ -52,7 +51,7 @@ class ThreadComm(Comm):
             self.kept: list[dict[str, Any]] = [{} for _ in range(world_size)]
             self._changed = threading.Condition()
             self._round = 0
-            self._brought: dict[int, Any] = {}
+            self._values: dict[int, Any] = {}
             self._last_round: list[Any] = []
             self._gone: set[int] = set()
             self._given_up: set[int] = set()
@@ -73,10 +72,10 @@ class ThreadComm(Comm):
                 if self._given_up:
                     return [], self._given_up
                 this_round = self._round
-                self._brought[rank] = value
-                if len(self._brought) == self.world_size:
-                    self._last_round = [self._brought[r] for r in range(self.world_size)]
-                    self._brought = {}
+                self._values[rank] = value
+                if len(self._values) == self.world_size:
+                    self._last_round = [self._values[r] for r in range(self.world_size)]
+                    self._values = {}
                     self._round += 1
                     self._changed.notify_all()
                     return self._last_round, set()
@@ -84,7 +83,7 @@ class ThreadComm(Comm):
                     lambda: (
                         self._round != this_round
                         or self._given_up
-                        or self._gone - self._brought.keys()
+                        or self._gone - self._values.keys()
                     ),
                     self.timeout_seconds,
                 )
@@ -93,7 +92,7 @@ class ThreadComm(Comm):
                     return self._last_round, set()
                 if not self._given_up:
                     # A rank that comes too late must not meet ranks that went on without it.
-                    self._given_up = set(range(self.world_size)) - self._brought.keys()
+                    self._given_up = set(range(self.world_size)) - self._values.keys()
                     self._changed.notify_all()
                 return [], self._given_up
 
@@ -137,17 +136,17 @@ class ThreadComm(Comm):
         return {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
 
     def _all_outcomes(
-        self, own: Outcome[Any], number: int | None, *, everywhere: bool
+        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool
     ) -> tuple[Mapping[int, Failure], list[Any]]:
         del number  # values pass by reference, so there is nothing to save
-        failure = own.failure
-        met = self._meet(collection(own.step), (failure, own.result), failure)
+        failure = outcome.failure
+        met = self._meet(collection(outcome.step), (failure, outcome.result), failure)
         failures = {rank: failed for rank, (failed, _) in enumerate(met) if failed is not None}
         return failures, [value for _, value in met] if everywhere or self.rank == 0 else []
 
-    def _told(self, step: str, value: T) -> T:
-        told: T = self._meet(step, value)[0]
-        return told
+    def _broadcast_agreed(self, step: str, value: T) -> T:
+        result: T = self._meet(step, value)[0]
+        return result
 
     def _meet(self, label: str, value: Any, failure: Failure | None = None) -> list[Any]:
         met = self._met(label, (label, value))
@@ -160,6 +159,5 @@ class ThreadComm(Comm):
         values, absent = self._rendezvous.meet(self.rank, value)
         if absent:
             step, seconds = step_of(label), self._rendezvous.timeout_seconds
-            failures = {rank: absent_rank(rank, step, seconds) for rank in sorted(absent)}
-            raise merge_failures(step, failures, self.world_size, self.global_ranks)
+            raise absent_error(absent, step, seconds, self.world_size, self.global_ranks)
         return values

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import pickle
+import sys
 import threading
 import time
 import uuid
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -26,8 +28,9 @@ from dist_checkpointing.comm.rank_failures import (
     Record,
     State,
     Verdict,
-    absent_rank,
-    conclude,
+    absent_error,
+    contact_lost,
+    decide,
     described,
     different_calls,
     is_agreement,
@@ -35,6 +38,7 @@ from dist_checkpointing.comm.rank_failures import (
     step_of,
 )
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+from dist_checkpointing.threads import fill
 
 T = TypeVar("T")
 _FLAG: Final = "broken"
@@ -47,20 +51,15 @@ class StoreSilentError(Exception):
     """The store did not answer in time."""
 
 
-class Board:
-    """The notes of one comm.
+class RankNotes:
+    """Where each rank of a comm is, in a key-value store that nothing else uses.
 
     A store whose host is frozen never answers. So a thread asks, and the caller waits for it only
     for a limited time.
-
-    Args:
-        store: key-value store of all ranks, over a connection that nothing else uses.
-        rank: rank of this process.
-        world_size: number of ranks.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._store = store
+        self.store = store
         self._rank = rank
         self._world_size = world_size
         self._question: Future[bool] | None = None
@@ -70,12 +69,12 @@ class Board:
 
     def note(self, record: Record) -> None:
         """Write where this rank is; the store sends no answer to this."""
-        self._set(f"at/{self._rank}", record)
+        self.store.set(f"at/{self._rank}", _text(record))
 
     def is_flagged(self) -> bool:
         """Whether a rank has reported that the group is broken; does not wait for the answer."""
         if self._question is None:
-            self._question = _in_thread(lambda: bool(self._store.check([_FLAG])))
+            self._question = _in_thread(lambda: bool(self.store.check([_FLAG])))
         elif self._question.done():
             question, self._question = self._question, None
             return question.result()
@@ -93,16 +92,16 @@ class Board:
 
     def raise_flag(self) -> None:
         """Let ranks that wait in a collective know that it will not end."""
-        self._store.set(_FLAG, "1")
+        self.store.set(_FLAG, "1")
 
     def put_payload(self, number: int, payload: bytes) -> None:
         """Write the payload of this rank in a step."""
-        self._store.set(f"{number}/value/{self._rank}", payload.decode("latin-1"))
+        self.store.set(f"{number}/value/{self._rank}", payload.decode("latin-1"))
         self._written.append(number)
 
     def payload(self, number: int, rank: int) -> bytes:
         """The payload of a rank in a step."""
-        found: bytes = self._store.get(f"{number}/value/{rank}").decode().encode("latin-1")
+        found: bytes = self.store.get(f"{number}/value/{rank}").decode().encode("latin-1")
         return found
 
     def verdict(
@@ -110,11 +109,7 @@ class Board:
     ) -> tuple[int, Verdict]:
         """The verdict of all ranks on a step or on the one before it, with the number of that step.
 
-        Args:
-            step: the record that this rank has written.
-            deadline: when the time of the other ranks to come ends, on the monotonic clock.
-            patience: how many seconds they have to come back.
-            has_payload: see ``conclude``.
+        Other ranks have until ``deadline`` to come, and ``patience`` seconds to come back.
         """
         number = step.number
         # From now on no rank waits in a collective for longer than it takes to see the flag.
@@ -134,8 +129,9 @@ class Board:
                     return number - 1, last
             now = time.monotonic()
             if now >= min(next_look, back_by + own_turn):
-                found = conclude(
-                    self._records(),
+                here = [r for r in range(self._world_size) if self.store.check([f"at/{r}"])]
+                found = decide(
+                    {rank: self._read(f"at/{rank}") for rank in here},
                     step,
                     self._world_size,
                     has_payload=has_payload,
@@ -143,7 +139,7 @@ class Board:
                     is_too_late=now > back_by + own_turn,
                 )
                 if found is not None:
-                    self._store.compare_set(f"{number}/verdict", "", _text(found))
+                    self.store.compare_set(f"{number}/verdict", "", _text(found))
                     continue
                 next_look = time.monotonic() + interval
             if self._rank == 0:
@@ -152,64 +148,48 @@ class Board:
     def acknowledge(self, number: int, verdict: Verdict, timeout_seconds: float) -> None:
         """Write that this rank has read a verdict and the payloads that it needs.
 
-        Args:
-            number: number of the step.
-            verdict: the verdict on it.
-            timeout_seconds: how long rank 0 waits until the others have read it.
+        Rank 0 waits for ``timeout_seconds`` until the others have read it.
         """
         self._acknowledged = number
         self._verdicts.append(number)
         if self._rank:
-            self._store.set(f"{number}/heard/{self._rank}", "1")
+            self.store.set(f"{number}/heard/{self._rank}", "1")
         else:
             # Rank 0 may hold the store: it must not end before all ranks have read the verdict.
             keys = [f"{number}/heard/{rank}" for rank in verdict.present if rank]
             self._await(keys, timeout_seconds)
         if not verdict.absent:
-            self._forget_before(number)
+            self._delete_before(number)
 
     def clear(self) -> None:
         """Delete the keys of this rank, once no rank will read them."""
-        keys = [f"at/{self._rank}", *(f"{number}/value/{self._rank}" for number in self._written)]
-        if self._rank == 0:
-            keys.append(_FLAG)
-            keys += [key for number in self._verdicts for key in self._verdict_keys(number)]
-        for key in keys:
-            self._store.delete_key(key)
+        for key in (f"at/{self._rank}", *([_FLAG] if self._rank == 0 else [])):
+            self.store.delete_key(key)
+        self._delete_before(sys.maxsize)
 
-    def _verdict_keys(self, number: int) -> list[str]:
-        heard = [f"{number}/heard/{rank}" for rank in range(1, self._world_size)]
-        return [f"{number}/verdict", *heard]
-
-    def _forget_before(self, number: int) -> None:
+    def _delete_before(self, number: int) -> None:
         """Delete the keys of earlier steps: all ranks have come to this one."""
-        for old in [old for old in self._written if old < number]:
-            self._store.delete_key(f"{old}/value/{self._rank}")
-        self._written = [old for old in self._written if old >= number]
+        keys = [f"{old}/value/{self._rank}" for old in self._written if old < number]
         if self._rank == 0:
-            for old in [old for old in self._verdicts if old < number]:
-                for key in self._verdict_keys(old):
-                    self._store.delete_key(key)
-            self._verdicts = [number]
-
-    def _records(self) -> dict[int, Record]:
-        keys = {rank: f"at/{rank}" for rank in range(self._world_size)}
-        return {rank: self._read(key) for rank, key in keys.items() if self._store.check([key])}
+            others = range(1, self._world_size)
+            for old in (old for old in self._verdicts if old < number):
+                keys += [f"{old}/verdict", *(f"{old}/heard/{rank}" for rank in others)]
+        for key in keys:
+            self.store.delete_key(key)
+        self._written = [old for old in self._written if old >= number]
+        self._verdicts = [old for old in self._verdicts if old >= number]
 
     def _await(self, keys: Sequence[str], timeout_seconds: float) -> bool:
         if not timeout_seconds or not keys:
-            return not keys or bool(self._store.check(list(keys)))
+            return not keys or bool(self.store.check(list(keys)))
         try:
-            self._store.wait(list(keys), timedelta(seconds=timeout_seconds))
+            self.store.wait(list(keys), timedelta(seconds=timeout_seconds))
         except dist.DistStoreError:
             return False
         return True
 
-    def _set(self, key: str, value: object) -> None:
-        self._store.set(key, _text(value))
-
     def _read(self, key: str) -> Any:
-        return pickle.loads(self._store.get(key).decode().encode("latin-1"))  # noqa: S301 - by our own ranks
+        return pickle.loads(self.store.get(key).decode().encode("latin-1"))  # noqa: S301 - by our own ranks
 
 
 def asked(question: Callable[[], T], timeout_seconds: float) -> T:
@@ -236,14 +216,9 @@ def _text(value: object) -> str:
 
 def _in_thread(question: Callable[[], T]) -> Future[T]:
     answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(question())
-        except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="asking the store", daemon=True).start()
+    threading.Thread(
+        target=fill, args=(answer, question), name="asking the store", daemon=True
+    ).start()
     return answer
 
 
@@ -256,14 +231,8 @@ _LONGEST_PATIENCE_SECONDS: Final = 30.0
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
-class Settled(NamedTuple):
-    """A step that was ended through the store.
-
-    Attributes:
-        number: Number of the step.
-        verdict: Verdict on the step.
-        payloads: Payloads of the ranks that passed one.
-    """
+class Decision(NamedTuple):
+    """What was decided through the store: the step, its verdict, and the payloads passed."""
 
     number: int
     verdict: Verdict
@@ -271,13 +240,7 @@ class Settled(NamedTuple):
 
 
 class Steps:
-    """The steps of one comm. Creating one is collective.
-
-    Args:
-        group: process group of the ranks, with a CPU (gloo) backend.
-        tensor_group: process group that carries tensors.
-        timeout_seconds: how long a step waits for the slowest rank, this first one included.
-    """
+    """The steps of one comm. Creating one is a step too, and collective over ``group`` (gloo)."""
 
     def __init__(
         self, group: dist.ProcessGroup, tensor_group: dist.ProcessGroup, timeout_seconds: float
@@ -298,13 +261,12 @@ class Steps:
         # A connection of its own: a thread that waits for a key blocks all users of its connection.
         store = self._answered(_MAKING, lambda: asked(default_store.clone, timeout_seconds))
         self._arrivals = dist.distributed_c10d.PrefixStore(name, store)
-        self._board = Board(self._arrivals, self._rank, self._world_size)
-        self.channel = Channel(group, tensor_group, self._board.is_flagged)
-        own = dist.distributed_c10d.PrefixStore(self._drawn_name(), self._arrivals)
-        self._board = Board(own, self._rank, self._world_size)
-        self.channel = Channel(group, tensor_group, self._board.is_flagged)
+        self._notes = RankNotes(self._arrivals, self._rank, self._world_size)
+        self.channel = Channel(group, tensor_group, self._notes.is_flagged)
+        name = self._random_name()
+        self._notes.store = dist.distributed_c10d.PrefixStore(name, self._arrivals)
 
-    def _drawn_name(self) -> str:
+    def _random_name(self) -> str:
         """A random name, chosen by rank 0, for a part of the store that only this comm uses."""
         store, step = self._arrivals, _MAKING
         keys = [f"here/{rank}" for rank in range(self._world_size)]
@@ -316,13 +278,13 @@ class Steps:
         except ContactLostError as error:
 
             def absent() -> list[int]:
-                self._board.raise_flag()
+                self._notes.raise_flag()
                 return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
             gone = self._asked(absent, _patience(self.timeout_seconds), step)
             if gone:
                 raise self._absent_error(gone, step) from error
-            raise self._contact_lost(step, str(error), [self._rank]) from error
+            raise contact_lost(step, error, [self._global_ranks[self._rank]]) from error
         return f"{first:x}.{second:x}"
 
     def clear(self) -> None:
@@ -335,16 +297,16 @@ class Steps:
     def _clear(self) -> None:
         if self._number < 2:  # the second step has deleted it
             self._arrivals.delete_key(f"here/{self._rank}")
-        self._board.clear()
+        self._notes.clear()
 
     @contextmanager
-    def turn(self, label: str, value: Any = None) -> Iterator[tuple[Record, float]]:
+    def start_step(self, label: str, value: Any = None) -> Iterator[tuple[Record, float]]:
         """One step of all ranks, by one thread at a time: its record, and its deadline."""
         with self._one_thread():
             deadline = time.monotonic() + self.timeout_seconds
             self._number += 1
             record = Record(self._number, label, value, self._last_value)
-            self._answered(label, lambda: self._board.require_answer(self.timeout_seconds))
+            self._answered(label, lambda: self._notes.require_answer(self.timeout_seconds))
             # Written before the collective, because that does not tell who is missing if it fails.
             self._note(record)
             if self._number == 2:
@@ -354,7 +316,7 @@ class Steps:
             yield record, deadline
 
     @contextmanager
-    def tensor_turn(self) -> Iterator[float]:
+    def start_tensor_step(self) -> Iterator[float]:
         """One step that passes a tensor. It is fast: a record is only written if the step fails."""
         with self._one_thread():
             deadline = time.monotonic() + self.timeout_seconds
@@ -365,7 +327,7 @@ class Steps:
                 self._number += 1
                 step = Record(self._number, TENSORS, None, self._last_value)
                 self._last_value = None
-                self.settle(step, deadline)
+                self.decide_in_store(step, deadline)
                 raise AssertionError("a tensor that did not arrive is lost") from error
 
     @contextmanager
@@ -392,13 +354,7 @@ class Steps:
         It takes one all-reduce of one number, which costs half as much as one of four numbers: each
         rank adds ``extra`` to a digest of the step. If the ranks are at different steps, or
         ``content`` differs, the result is a random number of 64 bits, the same on every rank. Then
-        all ranks see that it cannot be the sum, and call ``meet``.
-
-        Args:
-            step: record of the step.
-            deadline: deadline on the monotonic clock.
-            content: text that should be the same on all ranks too.
-            extra: number that this rank adds.
+        all ranks see that it cannot be the sum, and call ``gather_arrivals``.
         """
         if self.is_broken:
             return None
@@ -410,7 +366,7 @@ class Steps:
             return None
         return (total - self._world_size * expected) % 2**64
 
-    def meet(
+    def gather_arrivals(
         self, step: Record, numbers: tuple[int, int], deadline: float
     ) -> tuple[int, int] | None:
         """The maxima of two numbers over all ranks; None if the group failed.
@@ -429,7 +385,7 @@ class Steps:
             self._lose_group(step.label, error)
             return None
         if highest != -lowest:
-            self.settle(step, deadline)
+            self.decide_in_store(step, deadline)
             raise AssertionError("the records of the ranks do not show what they call")
         return first, second
 
@@ -441,14 +397,14 @@ class Steps:
             self._lose_group(step.label, error)
             return None
         # This rank may have its result while another one waits for ever.
-        self._note(_with_state(step, State.DONE))
+        self._note(replace(step, state=State.DONE))
         return result
 
     def _lose_group(self, label: str, error: ContactLostError) -> None:
         logger.debug("at %s: %s", label, error)
         self.is_broken = True
 
-    def settle(
+    def decide_in_store(
         self,
         step: Record,
         deadline: float,
@@ -456,7 +412,7 @@ class Steps:
         *,
         sources: Sequence[int] = (0,),
         everywhere: bool = True,
-    ) -> Settled:
+    ) -> Decision:
         """End a step through the store.
 
         Args:
@@ -473,27 +429,27 @@ class Steps:
         failure = step.value.summary if isinstance(step.value, Failure) else None
         call = described(step.label, failure)
 
-        def settled() -> Settled:
+        def decided() -> Decision:
             if self.is_broken:
-                self._board.raise_flag()
+                self._notes.raise_flag()
             if payload is not None and self._rank in sources:
-                self._board.put_payload(step.number, payload)
-            self._board.note(_with_state(step, State.OUTSIDE, call))
+                self._notes.put_payload(step.number, payload)
+            self._notes.note(replace(step, state=State.OUTSIDE, call=call))
             has_payload = payload is not None
-            number, verdict = self._board.verdict(step, deadline, patience, has_payload=has_payload)
+            number, verdict = self._notes.verdict(step, deadline, patience, has_payload=has_payload)
             payloads = []
             is_whole = not (verdict.absent or verdict.is_lost or verdict.calls)
             is_reader = has_payload and (everywhere or self._rank == 0)
             if is_reader and is_whole and number == step.number:
-                payloads = [self._board.payload(number, rank) for rank in sources]
+                payloads = [self._notes.payload(number, rank) for rank in sources]
             # A frozen rank acknowledges nothing, and the others are already at the next step.
             hearing = patience / 2 if self.is_broken else _HEARING_SECONDS
-            self._board.acknowledge(number, verdict, hearing)
-            return Settled(number, verdict, payloads)
+            self._notes.acknowledge(number, verdict, hearing)
+            return Decision(number, verdict, payloads)
 
         # The others decide up to two patiences after the deadline; then their verdict is read.
         longest = deadline - time.monotonic() + 4 * patience
-        found = self._asked(settled, longest, step.label)
+        found = self._asked(decided, longest, step.label)
         verdict = found.verdict
         if found.number < step.number:
             # The others failed in a step that this rank had ended: all go on from that step.
@@ -507,7 +463,8 @@ class Steps:
             raise self._absent_error(verdict.absent, verdict.label)
         if verdict.is_lost:
             problem = "some ranks have what others lack"
-            raise self._contact_lost(verdict.label, problem, verdict.present)
+            present = (self._global_ranks[rank] for rank in verdict.present)
+            raise contact_lost(verdict.label, problem, present)
         return found
 
     def _asked(self, question: Callable[[], T], timeout_seconds: float, label: str) -> T:
@@ -524,22 +481,11 @@ class Steps:
             raise store_error(label, error, self._world_size, self._global_ranks) from error
 
     def _note(self, record: Record) -> None:
-        self._answered(record.label, lambda: self._board.note(record))
+        self._answered(record.label, lambda: self._notes.note(record))
 
-    def _absent_error(self, absent: list[int] | tuple[int, ...], label: str) -> Exception:
-        label = step_of(label)
-        failures = {rank: absent_rank(rank, label, self.timeout_seconds) for rank in absent}
-        return merge_failures(label, failures, self._world_size, self._global_ranks)
-
-    def _contact_lost(self, label: str, problem: str, ranks: Sequence[int]) -> RankFailedError:
-        finding = Finding(
-            problem=f"lost contact at {label}: {problem}",
-            ranks=tuple(sorted(self._global_ranks[rank] for rank in ranks)),
-            remedy="A process or the network probably failed; see the logs of all ranks.",
-        )
-        error = RankFailedError("a collective failed", [finding])
-        error.names_global_ranks = True
-        return error
+    def _absent_error(self, absent: Sequence[int], label: str) -> Exception:
+        seconds, step = self.timeout_seconds, step_of(label)
+        return absent_error(absent, step, seconds, self._world_size, self._global_ranks)
 
 
 def store_error(
@@ -569,7 +515,3 @@ def forked_error(owner: int) -> CheckpointingException:
 def _patience(timeout_seconds: float) -> float:
     """How many seconds ranks that wait in a collective have to find out that it will not end."""
     return max(_SHORTEST_PATIENCE_SECONDS, min(_LONGEST_PATIENCE_SECONDS, timeout_seconds / 60))
-
-
-def _with_state(record: Record, state: State, call: str = "") -> Record:
-    return Record(record.number, record.label, record.value, record.last_value, state, call)

@@ -22,7 +22,6 @@ from dist_checkpointing.comm.rank_failures import (
     GATHER,
     Failure,
     Outcome,
-    Record,
     Verdict,
     absent_rank,
     agreement,
@@ -98,58 +97,40 @@ class TorchComm(Comm):
         return _kept.setdefault(dist.group.WORLD, {}).setdefault(ranks, {})
 
     def all_gather(self, value: T) -> list[T]:
-        payload = pickle.dumps(value)
-        room: int | None = _room_for(len(payload))
-        with self._steps.turn(GATHER) as (step, deadline):
-            if self._steps.sum_of_extras(step, deadline, content=str(room)) != 0:
-                highest = self._steps.meet(step, (len(payload), 0), deadline)
-                room = None if highest is None else highest[0]
-            payloads = None
-            if room is not None:
-                payloads = self._steps.transferred(
-                    step, lambda: self._steps.channel.gather(payload, room, deadline)
-                )
-            if payloads is None:
-                sources = range(self.world_size)
-                payloads = self._steps.settle(step, deadline, payload, sources=sources).payloads
+        _, payloads = self._gather(GATHER, pickle.dumps(value), None, None, everywhere=True)
         return [pickle.loads(packed) for packed in payloads]  # noqa: S301 - by our own ranks
 
     def broadcast(self, value: T) -> T:
+        return self._broadcast(BROADCAST, value, is_agreed=False)
+
+    def _broadcast_agreed(self, step: str, value: T) -> T:
+        return self._broadcast(step, value, is_agreed=True)
+
+    def _broadcast(self, label: str, value: T, *, is_agreed: bool) -> T:
         payload = pickle.dumps(value) if self.rank == 0 else b""
-        with self._steps.turn(BROADCAST) as (step, deadline):
-            met: object = self._steps.sum_of_extras(step, deadline)
-            if met != 0:
-                met = self._steps.meet(step, (0, 0), deadline)
-            packed = self._broadcast(step, payload, deadline)
+        packed: bytes | None = None
+        with self._steps.start_step(label) as (step, deadline):
+            if not is_agreed and self._steps.sum_of_extras(step, deadline) != 0:
+                self._steps.gather_arrivals(step, (0, 0), deadline)
+            if not self._steps.is_broken:
+                packed = self._steps.transferred(
+                    step, lambda: self._steps.channel.broadcast(payload, deadline)
+                )
+            if packed is None:
+                packed = self._steps.decide_in_store(step, deadline, payload).payloads[0]
         result: T = pickle.loads(packed)  # noqa: S301 - by our own ranks
         return result
-
-    def _told(self, step: str, value: T) -> T:
-        # All ranks have just agreed: they are at the same call, and need not find that out again.
-        payload = pickle.dumps(value) if self.rank == 0 else b""
-        with self._steps.turn(step) as (record, deadline):
-            packed = self._broadcast(record, payload, deadline)
-        result: T = pickle.loads(packed)  # noqa: S301 - by our own ranks
-        return result
-
-    def _broadcast(self, step: Record, payload: bytes, deadline: float) -> bytes:
-        packed = None
-        if not self._steps.is_broken:
-            packed = self._steps.transferred(
-                step, lambda: self._steps.channel.broadcast(payload, deadline)
-            )
-        return self._steps.settle(step, deadline, payload).payloads[0] if packed is None else packed
 
     def all_same(self, number: int | None) -> bool:
         # If all numbers are equal, their maximum and their minimum (as -max(-x)) are equal too.
         extremes = (_NO_NUMBER, _NO_NUMBER) if number is None else (number, -number)
-        with self._steps.turn(COMPARISON, number) as (step, deadline):
+        with self._steps.start_step(COMPARISON, number) as (step, deadline):
             if self._steps.sum_of_extras(step, deadline, content=str(number)) == 0:
                 return number is not None
-            found = self._steps.meet(step, extremes, deadline)
+            found = self._steps.gather_arrivals(step, extremes, deadline)
             if found is not None:
                 return bool(found[0] == -found[1])
-            values = self._steps.settle(step, deadline).verdict.values
+            values = self._steps.decide_in_store(step, deadline).verdict.values
         return set(values.values()) == {number} - {None}
 
     @property
@@ -165,7 +146,7 @@ class TorchComm(Comm):
             assert given is not None
             tensor.copy_(given)
             return
-        with self._steps.tensor_turn() as deadline:
+        with self._steps.start_tensor_step() as deadline:
             self._steps.channel.broadcast_tensor(tensor, source, deadline)
 
     def duplicate(self) -> TorchComm:
@@ -201,46 +182,59 @@ class TorchComm(Comm):
         return pickle.loads(packed)  # noqa: S301 - written by our own ranks
 
     def _all_outcomes(
-        self, own: Outcome[Any], number: int | None, *, everywhere: bool
+        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool
     ) -> tuple[Mapping[int, Failure], list[Any]]:
-        failure = own.failure
-        payload: bytes = b"" if failure is not None or own.result is None else own.result
+        label, failure = collection(outcome.step), outcome.failure
+        payload = b"" if failure is not None or outcome.result is None else outcome.result
+        verdict, payloads = self._gather(label, payload, failure, number, everywhere=everywhere)
+        return {} if verdict is None else self._failures_in(verdict, outcome.step), payloads
+
+    def _gather(
+        self,
+        label: str,
+        payload: bytes,
+        failure: Failure | None,
+        number: int | None,
+        *,
+        everywhere: bool,
+    ) -> tuple[Verdict | None, list[bytes]]:
+        """The payloads of all ranks; the verdict if they could not be passed, or a rank failed."""
         size = _room_for(len(payload)) if everywhere else int(len(payload) > HEAD_BYTES)
         steps, channel = self._steps, self._steps.channel
-        with steps.turn(collection(own.step), failure) as (step, deadline):
+        with steps.start_step(label, failure) as (step, deadline):
             num_failed: int | None = 0
             extra = int(failure is not None)
             content = f"{size} {number}"
             if steps.sum_of_extras(step, deadline, content=content, extra=extra) == 0:
                 if number is not None:
-                    return {}, [payload] * self.world_size
+                    return None, [payload] * self.world_size
             else:
-                highest = steps.meet(step, (size, extra), deadline)
+                highest = steps.gather_arrivals(step, (size, extra), deadline)
                 size, num_failed = (size, None) if highest is None else highest
-            found = None
-            if num_failed == 0 and everywhere:
-                found = steps.transferred(step, lambda: channel.gather(payload, size, deadline))
-            elif num_failed == 0:
-                found = steps.transferred(
-                    step, lambda: channel.gather_at_rank0(payload, deadline, has_rest=size > 0)
-                )
+
+            def transfer() -> list[bytes]:
+                if everywhere:
+                    return channel.gather(payload, size, deadline)
+                return channel.gather_at_rank0(payload, deadline, has_rest=size > 0)
+
+            found = steps.transferred(step, transfer) if num_failed == 0 else None
             if found is not None:
-                return {}, found
-            settled = steps.settle(
+                return None, found
+            decision = steps.decide_in_store(
                 step,
                 deadline,
                 b"" if num_failed else payload,
                 sources=range(self.world_size),
                 everywhere=everywhere,
             )
-        return self._failures_in(settled.verdict, own.step), settled.payloads
+        return decision.verdict, decision.payloads
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
-        with self._steps.turn(agreement(step), failure) as (record, deadline):
+        with self._steps.start_step(agreement(step), failure) as (record, deadline):
             if self._steps.sum_of_extras(record, deadline, extra=int(failure is not None)) == 0:
                 return {}
-            self._steps.meet(record, (0, 0), deadline)
-            verdict = self._steps.settle(record, deadline).verdict
+            self._steps.gather_arrivals(record, (0, 0), deadline)
+            verdict = self._steps.decide_in_store(record, deadline).verdict
         return self._failures_in(verdict, step)
 
     def _failures_in(self, verdict: Verdict, step: str) -> Mapping[int, Failure]:
@@ -261,11 +255,9 @@ def _room_for(num_bytes: int) -> int:
 
 
 def _end_group(group: dist.ProcessGroup, owner: int) -> None:
-    """Destroy a group that this rank has no more use for. Not collective.
+    """Destroy a group of this rank, which has no more use for it. Not collective.
 
-    Args:
-        group: a group of this rank.
-        owner: the process that made it. A process forked from that one has none of its threads.
+    A process forked from its ``owner`` has none of its threads.
     """
     if os.getpid() != owner or not dist.is_initialized():
         return
@@ -304,13 +296,8 @@ def default_timeout_seconds() -> float:
 def require_timeout(seconds: float, name: str, text: str | None = None) -> None:
     """Refuse a timeout that no clock of torch can count.
 
-    Args:
-        seconds: the timeout.
-        name: name of the setting, for the error.
-        text: the setting as it was given, if that was text.
-
     Raises:
-        ValueError: if the timeout is not a number of seconds above 0.
+        ValueError: naming the setting, and ``text`` if that is what was given.
     """
     if not 0 < seconds <= _LONGEST_SECONDS:
         raise ValueError(

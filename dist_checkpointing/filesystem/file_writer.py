@@ -49,12 +49,9 @@ class NewFile(ABC):
 
     @abstractmethod
     def write(self, parts: Sequence[Any], num_bytes: int, *, stays: bool = False) -> None:
-        """Write contiguous arrays or bytes, at most ``MOST_PARTS`` of them.
+        """Write contiguous arrays or bytes, at most ``MOST_PARTS`` of them, ``num_bytes`` in all.
 
-        Args:
-            parts: what is written, one behind the other.
-            num_bytes: size of all of it.
-            stays: whether the memory stays as it is until the file is closed.
+        ``stays`` says whether the memory stays as it is until the file is closed.
         """
 
     @abstractmethod
@@ -78,23 +75,14 @@ class NewFile(ABC):
 
 
 def create(path: Location, *, makes_room: bool = False) -> NewFile:
-    """Begin a file that does not exist, in a folder that does.
-
-    Args:
-        path: of the file.
-        makes_room: see ``makes_room``.
-    """
+    """Begin a file that does not exist, in a folder that does; see ``makes_room``."""
     return _LocalFile(path, makes_room=makes_room) if isinstance(path, Path) else _Upload(path)
 
 
 def put(folder: Location, name: str, data: Any, *, is_new: bool = True) -> str | None:
     """Write a file, in a folder that exists, at once; its ETag if it is an object.
 
-    Args:
-        folder: that ``name`` is relative to.
-        name: of the file.
-        data: contiguous bytes.
-        is_new: whether it is an error if the file exists, where that can be told at no cost.
+    If it ``is_new``, it must not exist, where that can be told at no cost.
     """
     if isinstance(folder, ObjectPath):
         file = _Upload(folder / name)
@@ -107,12 +95,15 @@ def put(folder: Location, name: str, data: Any, *, is_new: bool = True) -> str |
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else os.O_TRUNC)
     descriptor = os.open(f"{folder}/{name}", flags, 0o666)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        _write_all(descriptor, memoryview(data))
     finally:
         os.close(descriptor)
     return None
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def makes_room(folder: Location) -> bool:
@@ -140,9 +131,8 @@ class _LocalFile(NewFile):
             # Rare: a signal came, the disk is nearly full, or it is more than Linux takes at once.
             for part in parts:
                 view = memoryview(part).cast("B")
-                rest, written = view[written:], max(0, written - len(view))
-                while rest:
-                    rest = rest[os.write(self._descriptor, rest) :]
+                _write_all(self._descriptor, view[written:])
+                written = max(0, written - len(view))
         self.position += num_bytes
 
     def write_memory(self, addresses: Int64s, lengths: Int64s) -> None:
@@ -219,8 +209,7 @@ class _Upload(NewFile):
         while first < len(lengths):
             limit = self._part_bytes + (int(ends[first - 1]) if first else 0)
             last = max(first + 1, int(np.searchsorted(ends, limit, side="right")))
-            starts = addresses[first:last].tolist()
-            runs = zip(starts, lengths[first:last].tolist(), strict=True)
+            runs = zip(addresses[first:last].tolist(), lengths[first:last].tolist(), strict=True)
             self._add(memoryview(b"".join([_MEMORY[a : a + n] for a, n in runs])))
             first = last
         self.position += int(lengths.sum())

@@ -18,34 +18,20 @@ from typing import Final
 _FICLONE: Final = 0x40049409
 """Number of the Linux call by which a file gets the blocks of another one, copied when written."""
 _NO_LINK: Final = frozenset(
-    {
-        errno.EXDEV,
-        errno.EPERM,
-        errno.EACCES,
-        errno.EMLINK,
-        errno.ENOTSUP,
-        errno.EOPNOTSUPP,
-        errno.ENOSYS,
-    }
+    {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+    | {errno.ENOTSUP}
 )
 """Errors of a file system that is another one, or that has no links, or no more of them."""
 _COPIED_BYTES: Final = 1 << 30
 
 
 def share_file(source: Path, target: Path) -> int | None:
-    """Give a file a second name, or make a copy without reading it into this process.
+    """Give a file that does not change any more a second name, or make a copy in the kernel.
 
     Several processes may share one file under one name. A copy is durable, its name is not.
 
-    Args:
-        source: the file. It must not change any more.
-        target: new name, in a folder that exists.
-
     Returns:
         Size of the file in bytes; None if neither is possible here, or ``source`` is gone.
-
-    Raises:
-        OSError: if the file system fails.
     """
     try:
         os.link(source, target, follow_symlinks=False)
@@ -101,14 +87,7 @@ def _clone(read: int, write: int) -> bool:
 def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:
     """Append bytes of a file to another one, in the kernel; whether that is possible here.
 
-    Args:
-        read: descriptor of the file to read.
-        offset: first byte to copy.
-        num_bytes: number of bytes to copy.
-        write: descriptor of the file to write.
-
     Raises:
-        OSError: if the file system fails.
         EOFError: if the file ends before the last byte.
     """
     if not hasattr(os, "copy_file_range"):

@@ -1,23 +1,37 @@
-"""``Location``: the methods of a place where files are (read, write, list, remove, lock, open),
-and how a path or URL of a user becomes one.
+"""Where files are: a folder of a mounted file system, or a prefix in an object store.
 
-What works in both places is here, and nothing above asks which of the two it is. What has ``local``
-for its module works on mounted file systems only. An object store has no folders, no links and no
-half-written objects, and what it has answered is durable.
+What works in both is here, and nothing above asks which of the two it is. ``local_folder`` has what
+works on mounted file systems only. An object store has no folders, no links and no half-written
+objects, and what it has answered is durable.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
-from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.filesystem.local_folder import Durability
+from dist_checkpointing.filesystem.local_folder import (
+    NOT_THERE,
+    TEMPORARY_NAME,
+    Durability,
+    check_size,
+    parse_json,
+    raise_unless_gone,
+    status_of,
+)
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 
 # One slash: pathlib removes the second.
@@ -35,30 +49,30 @@ def as_location(path: str | os.PathLike[str]) -> Location:
 
     Raises:
         UnsupportedFormatError: for a URL of a scheme that is not known.
-        CheckpointingException: for a URL that names no bucket, an empty path, and for what is
-            no path.
+        CheckpointingException: if it names no bucket, is empty, or is no path.
     """
     if isinstance(path, ObjectPath):
         return path
     given: object = path
+    finding = None
     if not isinstance(given, str | os.PathLike):
         finding = Finding(
             "a path is a str or an os.PathLike",
             found=f"{type(given).__module__}.{type(given).__qualname__}",
             remedy="The state dict comes first: save(state, path), load(template, path).",
         )
+    elif not os.fspath(path):
+        finding = Finding("the path is empty", remedy="Name a folder; '.' is the current one.")
+    if finding is not None:
         raise CheckpointingException("not a path of a checkpoint", [finding])
     text = os.fspath(path)
-    if not text:
-        finding = Finding("the path is empty", remedy="Name a folder; '.' is the current one.")
-        raise CheckpointingException("not a path of a checkpoint", [finding])
     return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
 
 
 def _without_dots(path: str | os.PathLike[str]) -> Path:
-    plain = path if isinstance(path, Path) else Path(path)
+    plain = Path(path)
     # TensorStore refuses paths with "..".
-    return plain.resolve() if ".." in os.fspath(path) and ".." in plain.parts else plain
+    return plain.resolve() if ".." in plain.parts else plain
 
 
 def require_local(path: Location, what: str) -> None:
@@ -79,7 +93,7 @@ def require_local(path: Location, what: str) -> None:
 def as_local_folder(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint or file of tensors on a mounted file system, without "..".
 
-    A function that takes such a path from a user calls this or ``location``. Without it,
+    A function that takes such a path from a user calls this or ``as_location``. Without it,
     ``s3://bucket/x`` would be the relative path ``./s3:/bucket/x``.
 
     Raises:
@@ -99,10 +113,7 @@ def as_local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
-    """Check that all ranks save into the same folder, in the same format.
-
-    Args:
-        destinations: absolute path and format of each rank, in rank order.
+    """Check that all ranks save into the same folder (absolute paths), in the same format.
 
     Raises:
         CheckpointingException: if they differ.
@@ -113,35 +124,42 @@ def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
         ranks.setdefault(os.path.normpath(name), []).append(rank)
         formats.setdefault(saved_as, []).append(rank)
     if len(formats) > 1:
+        problem, remedy = "this is the format on some ranks only", "Pass the same strategy on every"
         findings = [
-            Finding(
-                "this is the format on some ranks only",
-                found=saved_as,
-                ranks=tuple(of_format[:_MOST_NAMED]),
-                remedy="Pass the same strategy on every rank.",
-            )
-            for saved_as, of_format in formats.items()
+            Finding(problem, found=name, ranks=tuple(of[:_MOST_NAMED]), remedy=f"{remedy} rank.")
+            for name, of in formats.items()
         ]
         raise CheckpointingException("the ranks save in different formats", findings)
-    if len(ranks) < 2:
-        return
-    findings = [
-        Finding(
-            "this is the folder on some ranks only",
-            path=name,
-            ranks=tuple(of_name[:_MOST_NAMED]),
-            remedy="Give every rank the same path; broadcast a name that holds the time or date.",
-        )
-        for name, of_name in ranks.items()
-    ]
-    raise CheckpointingException("the ranks name different folders for one checkpoint", findings)
+    if len(ranks) > 1:
+        problem = "this is the folder on some ranks only"
+        remedy = "Give every rank the same path; broadcast a name that holds the time or date."
+        findings = [
+            Finding(problem, path=name, ranks=tuple(of[:_MOST_NAMED]), remedy=remedy)
+            for name, of in ranks.items()
+        ]
+        message = "the ranks name different folders for one checkpoint"
+        raise CheckpointingException(message, findings)
 
 
 def read_bytes(path: Location, max_bytes: int) -> bytes:
-    """The content of a file that must not be larger than ``max_bytes``."""
-    if isinstance(path, Path):
-        return local_folder.read_bytes(path, max_bytes)
-    return path.store.get(path.key, lambda size: local_folder.check_size(size, path, max_bytes))
+    """The content of a file that must not be larger than ``max_bytes``.
+
+    Raises:
+        CorruptCheckpointError: if it is larger, or than the memory, or a pipe or a device, which
+            may have no end.
+        OSError: if it cannot be read.
+    """
+    if isinstance(path, ObjectPath):
+        return path.store.get(path.key, lambda size: check_size(size, path, max_bytes))
+    status = path.stat()
+    finding = Finding("not a regular file", path=str(path))
+    if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+        check_size(status.st_size, path, max_bytes)
+        try:
+            return path.read_bytes()
+        except MemoryError:
+            finding = Finding("larger than the memory", found=status.st_size, path=str(path))
+    raise CorruptCheckpointError("refused to read a file", [finding])
 
 
 def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryview]:
@@ -156,7 +174,7 @@ def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryv
 
 def read_json(path: Location, max_bytes: int) -> Any:
     """What a JSON file says that must not be larger than ``max_bytes``; see ``parse_json``."""
-    return local_folder.parse_json(read_bytes(path, max_bytes))
+    return parse_json(read_bytes(path, max_bytes))
 
 
 def read_own(path: Location, max_bytes: int) -> bytes | None:
@@ -166,22 +184,46 @@ def read_own(path: Location, max_bytes: int) -> bytes | None:
         CorruptCheckpointError: if it is larger than ``max_bytes``.
         OSError: if it cannot be read.
     """
-    if isinstance(path, Path):
-        return local_folder.read_own(path, max_bytes)
-    try:
-        return read_bytes(path, max_bytes)
-    except FileNotFoundError:
+    if isinstance(path, ObjectPath):
+        with suppress(FileNotFoundError):
+            return read_bytes(path, max_bytes)
         return None
+    with suppress(FileNotFoundError), _opened_own(path) as file:
+        check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
+        return file.read()
+    return None
 
 
 def read_own_start(path: Location, num_bytes: int) -> bytes | None:
     """Like ``read_own``, but the first bytes of a file of any size."""
-    if isinstance(path, Path):
-        return local_folder.read_own_start(path, num_bytes)
+    with suppress(FileNotFoundError):
+        if isinstance(path, ObjectPath):
+            return bytes(path.store.get_range(path.key, 0, num_bytes)[0])
+        with _opened_own(path) as file:
+            return file.read(num_bytes)
+    return None
+
+
+def _opened_own(path: Path) -> IO[bytes]:
+    """A regular file, opened without following a link.
+
+    Raises:
+        FileNotFoundError: if it is something else.
+        OSError: if it cannot be opened.
+    """
     try:
-        return bytes(path.store.get_range(path.key, 0, num_bytes)[0])
-    except FileNotFoundError:
-        return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            raise FileNotFoundError from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FileNotFoundError
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def is_there(path: Location) -> bool:
@@ -190,52 +232,66 @@ def is_there(path: Location) -> bool:
     Raises:
         OSError: if that cannot be told, which is not the same as no.
     """
-    if isinstance(path, Path):
-        return local_folder.is_there(path)
-    return is_file(path) or is_folder(path)
+    if isinstance(path, ObjectPath):
+        return is_file(path) or is_folder(path)
+    return status_of(path, follows=False) is not None
 
 
 def is_file(path: Location) -> bool:
     """Like ``is_there``, whether the path is a file or a link to one."""
-    return local_folder.is_file(path) if isinstance(path, Path) else size_of(path) is not None
+    if isinstance(path, ObjectPath):
+        return size_of(path) is not None
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def is_folder(path: Location) -> bool:
     """Like ``is_there``, whether the path is a folder or a link to one."""
-    if isinstance(path, Path):
-        return local_folder.is_folder(path)
-    return any(True for _ in path.store.list_below(path.prefix))
+    if isinstance(path, ObjectPath):
+        return any(True for _ in path.store.list_below(path.prefix))
+    return local_folder.is_folder(path)
 
 
 def size_of(path: Location) -> int | None:
     """Bytes of a file; None if there is none."""
-    if isinstance(path, Path):
-        return path.stat().st_size if local_folder.is_file(path) else None
-    info = path.store.head(path.key) if path.key else None
-    return None if info is None else info.num_bytes
+    if isinstance(path, ObjectPath):
+        info = path.store.head(path.key) if path.key else None
+        return None if info is None else info.num_bytes
+    status = status_of(path)
+    return None if status is None or not stat.S_ISREG(status.st_mode) else status.st_size
 
 
 def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
     """What changes with any of some files; None if one is not there, or would have to be asked for.
 
-    Args:
-        folder: of the files.
-        names: of the files.
-        opens: open them, because some network file systems look for changes only then.
+    Some network file systems look for changes only where a file ``opens``.
     """
-    return local_folder.marks_of(folder, names, opens=opens) if isinstance(folder, Path) else None
+    marks: list[int] = []
+    for name in names:
+        if isinstance(folder, ObjectPath):
+            return None
+        try:
+            if not opens:
+                status = os.stat(f"{folder}/{name}")  # noqa: PTH116 - for each slice
+            else:
+                descriptor = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    status = os.fstat(descriptor)
+                finally:
+                    os.close(descriptor)
+        except OSError:
+            return None
+        marks += (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    return marks
 
 
 def folders_with(
     root: Location, name: str, skipped: str, on_error: Callable[[OSError], None]
 ) -> Iterator[str]:
-    """Folders below ``root`` that hold a file of this name, by relative name.
+    """Folders below ``root`` that hold a file of this name, by relative name, from the top down.
 
-    Args:
-        root: looked through, in this order: a folder, then those in it.
-        name: of the file.
-        skipped: folders whose names end so are left out.
-        on_error: called where a folder cannot be listed.
+    Folders whose names end in ``skipped`` are left out; ``on_error`` is called for those that
+    cannot be listed.
     """
     if isinstance(root, ObjectPath):
         for found, _ in files_below(root, root):
@@ -252,12 +308,18 @@ def folders_with(
 def names_in(folder: Location) -> list[str]:
     """The names in a folder, sorted; none if there is no such folder.
 
+    ``Path.glob`` is not used: it finds nothing in a folder that it may not read.
+
     Raises:
         OSError: if the folder cannot be read, which is not the same as empty.
     """
-    if isinstance(folder, Path):
-        return local_folder.names_in(folder)
-    return sorted({name for names in folders_and_files(folder) for name in names})
+    if isinstance(folder, ObjectPath):
+        return sorted({name for names in folders_and_files(folder) for name in names})
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - for each checkpoint that is opened
+    except OSError as error:
+        raise_unless_gone(error)
+        return []
 
 
 def folders_in(folder: Location) -> list[str]:
@@ -267,12 +329,12 @@ def folders_in(folder: Location) -> list[str]:
 
 def folders_and_files(folder: Location) -> tuple[list[str], list[str]]:
     """Like ``names_in``, the names of the folders in it, and those of all else."""
-    if isinstance(folder, Path):
-        names = local_folder.names_in(folder)
-        folders = [name for name in names if local_folder.is_folder(folder / name)]
-        return folders, sorted({*names}.difference(folders))
-    folders, objects = folder.store.list_folder(folder.prefix)
-    return folders, [info.key.rpartition("/")[2] for info in objects]
+    if isinstance(folder, ObjectPath):
+        found, objects = folder.store.list_folder(folder.prefix)
+        return found, [info.key.rpartition("/")[2] for info in objects]
+    names = names_in(folder)
+    folders = [name for name in names if is_folder(folder / name)]
+    return folders, sorted({*names}.difference(folders))
 
 
 def relative(path: Location, root: Location) -> str:
@@ -296,14 +358,30 @@ def files_below(path: Location, root: Location) -> Iterator[tuple[str, int | Non
     """All files below a folder: name relative to ``root``, and size, None if it is no regular file.
 
     Links are not followed.
+
+    Raises:
+        OSError: if a folder cannot be read.
     """
     if isinstance(path, ObjectPath):
         assert isinstance(root, ObjectPath)
         for info in path.store.list_below(path.prefix):
             yield info.key.removeprefix(root.prefix), info.num_bytes
         return
-    assert isinstance(root, Path)
-    yield from local_folder.files_below(path, root)
+    pending = [str(path)]
+    while pending:
+        try:
+            entries = os.scandir(pending.pop())
+        except OSError as error:
+            raise_unless_gone(error)
+            continue
+        with entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                    continue
+                is_regular = entry.is_file(follow_symlinks=False)
+                size = entry.stat(follow_symlinks=False).st_size if is_regular else None
+                yield os.path.relpath(entry.path, str(root)), size
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +407,7 @@ class FileUse:
 
 
 def use_below(folder: Location) -> dict[str, FileUse]:
-    """What each file below a folder takes, by its relative name."""
+    """What each file below a folder takes, by its relative name; of a file its own."""
     if isinstance(folder, ObjectPath):
         return {
             info.key.removeprefix(folder.prefix): FileUse(
@@ -337,6 +415,14 @@ def use_below(folder: Location) -> dict[str, FileUse]:
             )
             for info in folder.store.list_below(folder.prefix)
         }
+    statuses = {}
+    if folder.is_file():
+        statuses[folder.name] = folder.stat()
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
+            with suppress(FileNotFoundError):  # a save that is going on renames files
+                statuses[os.path.relpath(path, folder)] = os.lstat(path)
     return {
         name: FileUse(
             status.st_size,
@@ -344,7 +430,7 @@ def use_below(folder: Location) -> dict[str, FileUse]:
             status.st_mtime,
             (status.st_dev, status.st_ino) if status.st_nlink > 1 else None,
         )
-        for name, status in local_folder.statuses_below(folder).items()
+        for name, status in statuses.items()
     }
 
 
@@ -353,21 +439,18 @@ def sizes_in(
 ) -> dict[str, int]:
     """Size of each file that lies in one of these files and folders, by name relative to ``root``.
 
-    Args:
-        root: the folder.
-        names: of files and folders in it; None for all that is there.
-        reported: sizes of the files that have been written. In an object store these are all that
-            is in ``names``: it has answered for each, and is not asked again.
+    None stands for all that is there. In an object store ``reported`` is all that is in ``names``:
+    it has answered for each, and is not asked again.
     """
     if isinstance(root, ObjectPath) and names is not None:
         return dict(reported)
     sizes: dict[str, int] = {}
     for name in [""] if names is None else sorted(names):
         path = root / name
-        size = size_of(path)
-        if size is not None:
-            sizes[name] = size
-        elif names is None or (isinstance(path, Path) and local_folder.is_folder(path)):
+        status = status_of(path) if isinstance(path, Path) else None
+        if status is not None and stat.S_ISREG(status.st_mode):
+            sizes[name] = status.st_size
+        elif names is None or status is not None:
             found = files_below(path, root)
             sizes.update((own, size) for own, size in found if size is not None)
     return sizes
@@ -381,53 +464,59 @@ def make_folder(path: Location) -> None:
 
 def write(path: Location, data: bytes, durability: Durability = Durability.FSYNC) -> str | None:
     """Write a file such that readers see all of it or none; its ETag in an object store."""
-    if isinstance(path, Path):
-        local_folder.write_atomic(path, data, durability)
-        return None
-    return path.store.put(path.key, data)
+    if isinstance(path, ObjectPath):
+        return path.store.put(path.key, data)
+    local_folder.write_atomic(path, data, durability)
+    return None
 
 
 def write_content(path: Location, data: bytes, durability: Durability) -> None:
     """Like ``write``, but a power cut takes the file until its folder is synced."""
-    if isinstance(path, Path):
-        local_folder.write_content(path, data, durability)
-    else:
+    if isinstance(path, ObjectPath):
         path.store.put(path.key, data)
-
-
-def remove(path: Location, root: Location) -> None:
-    """Delete a file or folder below ``root``, and the parents that are empty then."""
-    if isinstance(path, Path):
-        assert isinstance(root, Path)
-        local_folder.remove(path, root)
-        return
-    assert isinstance(root, ObjectPath)
-    if not path.key.startswith(root.prefix) or path.key == root.key:
-        raise ValueError(f"{path} is not below {root}")
-    remove_below(path)
-    path.store.delete([path.key])
-
-
-def remove_below(folder: ObjectPath) -> None:
-    """Delete all objects in a folder."""
-    folder.store.delete([info.key for info in folder.store.list_below(folder.prefix)])
+    else:
+        local_folder.write_content(path, data, durability)
 
 
 def temporaries(names: Iterable[str], root: Location) -> list[Path]:
-    """Temporary files that killed writers of these files below ``root`` have left."""
-    return local_folder.temporaries(names, root) if isinstance(root, Path) else []
+    """Temporary files that killed writers of these files below ``root`` have left.
 
-
-def fsync_file(path: Location) -> None:
-    """Make the content of a file durable."""
-    if isinstance(path, Path):
-        local_folder.fsync_file(path)
+    Raises:
+        OSError: if a folder cannot be read.
+    """
+    if isinstance(root, ObjectPath):
+        return []
+    by_folder: dict[Path, set[str]] = {}
+    for name in names:
+        target = root / name
+        by_folder.setdefault(target.parent, set()).add(target.name)
+    found = []
+    for folder, wanted in sorted(by_folder.items()):
+        if not local_folder.is_real_folder(folder, root):
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                match = TEMPORARY_NAME.fullmatch(entry.name)
+                if match and match[1] in wanted and entry.is_file(follow_symlinks=False):
+                    found.append(folder / entry.name)
+    return found
 
 
 def fsync_folders(files: Iterable[Location], root: Location) -> None:
-    """Make the names of files durable in every folder from them up to ``root``, but not there."""
-    if isinstance(root, Path):
-        local_folder.fsync_folders((file for file in files if isinstance(file, Path)), root)
+    """Make the names of files durable in every folder from them up to ``root``, but not there.
+
+    The names in ``root`` are made durable by the commit, once. Folders that only other machines
+    have are left out.
+    """
+    folders = {root}
+    for file in files if isinstance(root, Path) else ():
+        folder = file.parent
+        while folder not in folders:
+            folders.add(folder)
+            folder = folder.parent
+    below = [f for f in folders - {root} if isinstance(f, Path) and f.is_dir()]
+    for folder in sorted(below, key=lambda f: len(f.parts), reverse=True):
+        local_folder.fsync_folder(folder)
 
 
 def fsync_folder(folder: Location) -> None:
@@ -436,7 +525,33 @@ def fsync_folder(folder: Location) -> None:
         local_folder.fsync_folder(folder)
 
 
+fsync_file = fsync_folder
+"""Makes the content of a file durable."""
+
+
 def check_room(folder: Location, num_bytes: int) -> None:
-    """Check before a save that ``num_bytes`` can be written below a folder, where that is known."""
-    if isinstance(folder, Path):
-        local_folder.check_room(folder, num_bytes)
+    """Check before a save that ``num_bytes`` can be written below a folder, where that is known.
+
+    Quotas are not checked.
+
+    Raises:
+        CheckpointingException: if it is write-protected or a file, or its file system too full.
+    """
+    if isinstance(folder, ObjectPath):
+        return
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    findings = []
+    if not place.is_dir():
+        findings.append(Finding("a file is in the way", path=str(place)))
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = "this process may not write here"
+        findings.append(Finding(problem, path=str(place), remedy="Change the permissions."))
+    room = os.statvfs(place)
+    free = room.f_bavail * room.f_frsize
+    # Some file systems do not say how large they are.
+    if room.f_blocks and free < num_bytes:
+        problem, remedy = "not enough free space", "Delete old checkpoints, or keep fewer."
+        expected, found = f"{num_bytes} bytes", f"{free} bytes"
+        findings.append(Finding(problem, None, expected, found, path=str(place), remedy=remedy))
+    if findings:
+        raise CheckpointingException(f"cannot save into {folder}", findings)

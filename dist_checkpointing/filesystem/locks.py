@@ -1,5 +1,4 @@
-"""The lock of a local checkpoint folder: flock or lock file, its holder, and taking over from a
-dead process.
+"""The lock of a local checkpoint folder: flock or lock file, its holder, and takeover.
 
 ``.dckpt.lock`` is in the folder while the lock is held. If the file system has ``flock``, that is
 the lock: it ends with the process, and a file that a killed process left behind locks nothing. If
@@ -20,9 +19,9 @@ import re
 import socket
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Final, Self
 
 from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.filesystem.local_folder import read_bytes
+from dist_checkpointing.filesystem.location import read_bytes
 
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -112,9 +111,7 @@ class Holder:
             holder = cls(**{**content, "kind": Kind(content["kind"])})
         except (ValueError, KeyError, TypeError):
             return None
-        texts = (holder.token, holder.host, holder.boot, holder.pid_space)
-        numbers = (holder.pid, holder.started)
-        if [*map(type, texts)] != [str] * 4 or [*map(type, numbers)] != [int] * 2:
+        if [*map(type, astuple(holder))] != [str, Kind, str, str, str, int, int]:
             return None
         # Any other number would mean a group of processes to the kernel.
         return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None
@@ -149,15 +146,12 @@ _without_flock: Final[set[int]] = set()
 class FolderLock:
     """A lock that is held until ``release`` or the end of the process.
 
-    Args:
-        at: descriptor of the folder; the lock closes it.
-        file: descriptor of the locked file; None if the file itself is the lock.
-        holder: content of the lock file.
+    It closes the descriptors of the folder and of the locked file; None if the file itself locks.
     """
 
     def __init__(self, at: int, file: int | None, holder: Holder) -> None:
         # A save may be interrupted, or its request forgotten: the lock ends with this object.
-        self._close = weakref.finalize(self, _let_go, at, file, holder, os.getpid())
+        self._close = weakref.finalize(self, _release, at, file, holder, os.getpid())
         self._file = file
 
     @classmethod
@@ -204,15 +198,20 @@ def holder_of(folder: Path) -> Holder | None:
     return None if found is None or found.is_gone else found
 
 
-def _let_go(at: int, file: int | None, holder: Holder, owner: int) -> None:
+def _release(at: int, file: int | None, holder: Holder, owner: int) -> None:
     """Delete the lock file, unlock it, and close it.
 
     Closing alone would not release the lock if a process has been forked meanwhile, because that
     has the descriptor too. The forked process itself only closes: the lock is not its own.
     """
+
+    def delete() -> None:
+        if _token_at(at, LOCK_NAME) == holder.token:
+            _unlink(at, LOCK_NAME)
+
     steps: list[Callable[[], None]] = []
     if os.getpid() == owner:
-        steps.append(lambda: _unlink_own(at, holder))
+        steps.append(delete)
         if file is not None:
             steps.append(lambda: fcntl.flock(file, fcntl.LOCK_UN))
     steps += [partial(os.close, descriptor) for descriptor in (file, at) if descriptor is not None]
@@ -224,54 +223,60 @@ def _let_go(at: int, file: int | None, holder: Holder, owner: int) -> None:
             logger.warning("the lock %s was not released as it should be: %s", LOCK_NAME, error)
 
 
-def _unlink_own(at: int, holder: Holder) -> None:
-    if _token_at(at, LOCK_NAME) == holder.token:
-        _unlink(at, LOCK_NAME)
-
-
 def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
     """Take the lock; None if the file has changed meanwhile, and the caller must try again."""
-    if os.fstat(at).st_dev in _without_flock:
+    device = os.fstat(at).st_dev
+    if device in _without_flock:
         return _take_file(at, folder)
     file, is_new = _opened(at, LOCK_NAME, folder)
     if file is None:
         return None
+    holder = None
     try:
-        has_flock = _flock(file)
-    except BlockingIOError:
+        holder = _take_flock(at, file, folder)
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        if device not in _without_flock:
+            _without_flock.add(device)
+            logger.warning(
+                "the file system of %s has no flock: the file %s is the lock, and a killed process "
+                "leaves it behind; on another machine it must be deleted by hand",
+                folder,
+                LOCK_NAME,
+            )
+        if is_new:
+            _unlink(at, LOCK_NAME)  # it names no holder, so no process could take it over
+    finally:
+        if holder is None:
+            os.close(file)
+    return None if holder is None else (file, holder)
+
+
+def _take_flock(at: int, file: int, folder: Path) -> Holder | None:
+    """Lock the open lock file, and write into it who has it; None if it is not there any more."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            return None  # deleted meanwhile, on another machine
+        if not isinstance(error, BlockingIOError):
+            raise
         found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
-        os.close(file)
         remedy = "Wait for it to end."
         if found is not None and found.is_gone:
             remedy = "It is gone, but a process that it forked has the lock: end that process."
         raise _held(folder, found, remedy) from None
-    except OSError as error:
-        os.close(file)
-        if error.errno == errno.ESTALE:
-            return None  # deleted meanwhile, on another machine
-        raise
-    except BaseException:
-        os.close(file)
-        raise
-    if not has_flock:
-        _say_once(at, folder)
-        os.close(file)
-        if is_new:
-            _unlink(at, LOCK_NAME)  # it names no holder, so no process could take it over
-        return None
-    with _closing_on_error(file):
-        if not _is_at(file, at):
-            # Its holder has deleted it: the next process creates a new one.
-            os.close(file)
-            return None
-        found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
-        if found is not None and found.kind is Kind.FILE and not found.is_gone:
-            # Locked by a process that sees the folder without flock.
-            raise _held(folder, found, _remedy(found, folder / LOCK_NAME))
-        holder = Holder.own(Kind.FLOCK)
-        os.ftruncate(file, 0)
-        os.pwrite(file, holder.to_json(), 0)
-    return file, holder
+    if not _is_at(file, at):
+        return None  # its holder has deleted it: the next process creates a new one
+    found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
+    if found is not None and found.kind is Kind.FILE and not found.is_gone:
+        # Locked by a process that sees the folder without flock.
+        raise _held(folder, found, _remedy(found, folder / LOCK_NAME))
+    holder = Holder.own(Kind.FLOCK)
+    os.ftruncate(file, 0)
+    os.pwrite(file, holder.to_json(), 0)
+    return holder
 
 
 def _take_file(at: int, folder: Path) -> tuple[None, Holder] | None:
@@ -316,15 +321,6 @@ def _created(at: int, name: str, holder: Holder, folder: Path) -> bool:
     return is_new
 
 
-@contextmanager
-def _closing_on_error(file: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        os.close(file)
-        raise
-
-
 def _opened(at: int, name: str, folder: Path) -> tuple[int | None, bool]:
     """The lock file, and whether this created it; None if it disappeared meanwhile."""
     try:
@@ -339,27 +335,9 @@ def _opened(at: int, name: str, folder: Path) -> tuple[int | None, bool]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        finding = Finding(
-            "is a link, which no save made",
-            path=str(folder / name),
-            remedy="Find out what it is, and delete it.",
-        )
+        problem, remedy = "is a link, which no save made", "Find out what it is, and delete it."
+        finding = Finding(problem, path=str(folder / name), remedy=remedy)
         raise CheckpointExistsError(f"{folder} cannot be locked", [finding]) from error
-
-
-def _flock(file: int) -> bool:
-    """Lock an open file; False if the file system cannot.
-
-    Raises:
-        BlockingIOError: if another process has the lock.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_FLOCK:
-            return False
-        raise
-    return True
 
 
 def _is_at(file: int, at: int) -> bool:
@@ -375,18 +353,6 @@ def _is_at(file: int, at: int) -> bool:
     finally:
         os.close(other)
     return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _say_once(at: int, folder: Path) -> None:
-    device = os.fstat(at).st_dev
-    if device not in _without_flock:
-        _without_flock.add(device)
-        logger.warning(
-            "the file system of %s has no flock: the file %s is the lock, and a killed process "
-            "leaves it behind; on another machine it must be deleted by hand",
-            folder,
-            LOCK_NAME,
-        )
 
 
 def _take_over(at: int, name: str, holder: Holder, folder: Path) -> bool:

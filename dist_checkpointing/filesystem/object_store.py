@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -15,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.local_folder import check_size
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -98,7 +101,7 @@ class ObjectStore:
     url: str
     options: ObjectStoreOptions = ObjectStoreOptions()
 
-    def __getstate__(self) -> tuple[str, ObjectStoreOptions]:
+    def __reduce__(self) -> tuple[type[ObjectStore], tuple[str, ObjectStoreOptions]]:
         if self.url.startswith("memory:"):
             finding = Finding(
                 "memory:// is in one process",
@@ -106,131 +109,114 @@ class ObjectStore:
                 remedy="Write with a thread, or to another store.",
             )
             raise UnsupportedFormatError("an object store cannot be handed on", [finding])
-        return self.url, self.options
+        return ObjectStore, (self.url, self.options)
 
-    def __setstate__(self, state: tuple[str, ObjectStoreOptions]) -> None:
-        object.__setattr__(self, "url", state[0])
-        object.__setattr__(self, "options", state[1])
+    def _call(self, function: str, key: str, *args: Any, **options: Any) -> Any:
+        """What a function of obstore returns; its errors as those of a file system."""
+        is_memory = self.url.startswith("memory:")  # of the process, however it is reached
+        chosen = ObjectStoreOptions() if is_memory else self.options
+        with self._errors(key):
+            client = _client(self.url, chosen, os.getpid())
+            return getattr(importlib.import_module("obstore"), function)(client, *args, **options)
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        from obstore import exceptions  # noqa: PLC0415 - an extra
+
+        path = f"{self.url}/{key}"
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(2, "no such object", path) from error
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise FileExistsError(17, "the object exists", path) from error
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise PermissionError(13, _last_answer(error), path) from error
+        except exceptions.BaseError as error:
+            raise OSError(5, _last_answer(error), path) from error
 
     def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
         """The content of an object, whose size is checked before it is read."""
-        import obstore  # noqa: PLC0415 - an extra
-
-        found = _asked(self, key, lambda: obstore.get(self._client, key))
+        found = self._call("get", key, key)
         check_size(found.meta["size"])
-        return _asked(self, key, lambda: bytes(found.bytes()))
+        with self._errors(key):
+            return bytes(found.bytes())
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         """The content of an object of any size, block by block."""
-        import obstore  # noqa: PLC0415 - an extra
-
-        found = _asked(self, key, lambda: obstore.get(self._client, key))
-        left = iter(found.stream(min_chunk_size=self.options.part_bytes))
-        while (block := _asked(self, key, lambda: next(left, None))) is not None:
+        left = iter(self._call("get", key, key).stream(min_chunk_size=self.options.part_bytes))
+        while (block := self._next(key, left)) is not None:
             yield memoryview(block)
+
+    def _next(self, key: str, answers: Iterator[Any]) -> Any:
+        with self._errors(key):
+            return next(answers, None)
 
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
         """A part of an object, which is shorter where the object ends, and the object's size."""
-        import obstore  # noqa: PLC0415 - an extra
-
-        def request() -> tuple[memoryview, int]:
-            options: Any = {"range": (offset, offset + num_bytes)}
-            found = obstore.get(self._client, key, options=options)
+        found = self._call("get", key, key, options={"range": (offset, offset + num_bytes)})
+        with self._errors(key):
             return memoryview(found.bytes()), found.meta["size"]
-
-        return _asked(self, key, request)
 
     def head(self, key: str) -> ObjectInfo | None:
         """What an object is; None if there is none."""
-        import obstore  # noqa: PLC0415 - an extra
-
         try:
-            return _info(_asked(self, key, lambda: obstore.head(self._client, key)))
+            return _info(self._call("head", key, key))
         except FileNotFoundError:
             return None
 
     def put(self, key: str, data: Buffer, *, create: bool = False) -> str | None:
         """Write an object in one request; the ETag that it has then.
 
-        Args:
-            key: of the object.
-            data: its content.
-            create: refuse to replace an object. A time-out leaves open whether it was written.
+        ``create`` refuses to replace an object. A time-out leaves open whether it was written.
         """
-        import obstore  # noqa: PLC0415 - an extra
-
-        mode: Any = "create" if create else "overwrite"
-        return _asked(
-            self,
-            key,
-            lambda: obstore.put(self._client, key, data, mode=mode, use_multipart=False)["e_tag"],
-        )
+        mode = "create" if create else "overwrite"
+        etag: str | None = self._call("put", key, key, data, mode=mode, use_multipart=False)[
+            "e_tag"
+        ]
+        return etag
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
         """Write an object of any size, part by part; the ETag that it has then.
 
         The parts are not copied before they are sent. The upload is aborted if one cannot be made.
         """
-        import obstore  # noqa: PLC0415 - an extra
-
-        return _asked(
-            self,
-            key,
-            lambda: obstore.put(
-                self._client,
-                key,
-                iter(parts),
-                chunk_size=self.options.part_bytes,
-                # Two objects are under way at a time, and parts may be copies of turned tensors.
-                max_concurrency=max(1, self.options.parallelism // 3),
-            )["e_tag"],
+        # Two objects are under way at a time, and parts may be copies of turned tensors.
+        at_a_time = max(1, self.options.parallelism // 3)
+        size = self.options.part_bytes
+        answer = self._call(
+            "put", key, key, iter(parts), chunk_size=size, max_concurrency=at_a_time
         )
+        etag: str | None = answer["e_tag"]
+        return etag
 
     def copy(self, key: str, to: str) -> None:
         """Let the store copy an object, of at most 5 GiB on S3."""
-        import obstore  # noqa: PLC0415 - an extra
-
-        _asked(self, key, lambda: obstore.copy(self._client, key, to))
+        self._call("copy", key, key, to)
 
     def list_below(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         """Every object below a prefix that ends at a ``/``, in order of the keys."""
-        import obstore  # noqa: PLC0415 - an extra
-
-        pages = _asked(
-            self, prefix, lambda: obstore.list(self._client, prefix=prefix, offset=start_after)
-        )
-        while page := _asked(self, prefix, lambda: next(pages, None)):
+        pages = self._call("list", prefix, prefix=prefix, offset=start_after)
+        while page := self._next(prefix, pages):
             yield from map(_info, page)
 
     def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
         """The names of the folders in a folder, and its objects; each sorted."""
-        import obstore  # noqa: PLC0415 - an extra
-
-        found = _asked(
-            self, prefix, lambda: obstore.list_with_delimiter(self._client, prefix=prefix)
-        )
+        found = self._call("list_with_delimiter", prefix, prefix=prefix)
         folders = sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found["common_prefixes"])
         return folders, sorted(map(_info, found["objects"]), key=lambda info: info.key)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, many in a request; those that are not there are no error."""
-        import obstore  # noqa: PLC0415 - an extra
-
         waiting = list(keys)
         for first in range(0, len(waiting), _MOST_DELETED):
             batch = waiting[first : first + _MOST_DELETED]
             try:
-                _asked(self, batch[0], lambda batch=batch: obstore.delete(self._client, batch))  # type: ignore[misc]
+                self._call("delete", batch[0], batch)
             except FileNotFoundError:  # the memory store says it of a key, and stops there
                 for key in batch:
                     if self.head(key) is not None:
-                        _asked(self, key, lambda key=key: obstore.delete(self._client, key))  # type: ignore[misc]
-
-    @property
-    def _client(self) -> Client:
-        is_memory = self.url.startswith("memory:")  # of the process, however it is reached
-        options = ObjectStoreOptions() if is_memory else self.options
-        return _client(self.url, options, os.getpid())
+                        self._call("delete", key, key)
 
 
 @cache
@@ -241,12 +227,8 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
 
     if url.startswith("memory://"):
         return MemoryStore()
-    given = {
-        "endpoint": options.endpoint,
-        "region": options.region,
-        "access_key_id": options.access_key_id,
-        "secret_access_key": options.secret_access_key,
-    }
+    names = ("endpoint", "region", "access_key_id", "secret_access_key")
+    given = {name: getattr(options, name) for name in names}
     variables = ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     endpoint = options.endpoint or next(filter(None, map(os.environ.get, variables)), "")
     config: Any = {name: value for name, value in given.items() if value is not None}
@@ -266,29 +248,6 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
 
 def _info(meta: Any) -> ObjectInfo:
     return ObjectInfo(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
-
-
-def _asked(store: ObjectStore, key: str, request: Callable[[], T]) -> T:
-    """The answer to a request; errors as those of a file system."""
-    from obstore.exceptions import (  # noqa: PLC0415 - an extra
-        AlreadyExistsError,
-        BaseError,
-        PermissionDeniedError,
-        PreconditionError,
-        UnauthenticatedError,
-    )
-
-    path = f"{store.url}/{key}"
-    try:
-        return request()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(2, "no such object", path) from error
-    except (AlreadyExistsError, PreconditionError) as error:
-        raise FileExistsError(17, "the object exists", path) from error
-    except (PermissionDeniedError, UnauthenticatedError) as error:
-        raise PermissionError(13, _last_answer(error), path) from error
-    except BaseError as error:
-        raise OSError(5, _last_answer(error), path) from error
 
 
 _CAUSES: Final = {
@@ -312,49 +271,6 @@ def _last_answer(error: Exception) -> str:
     answer = whole.split("\n\nDebug source", 1)[0]
     cause = next((cause for sign, cause in _CAUSES.items() if sign in whole), None)
     return answer if cause is None else f"{cause}; the last answer was: {answer}"
-
-
-def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
-    """The bucket of a URL, and the key within it.
-
-    Raises:
-        UnsupportedFormatError: if no object store has such URLs, or obstore is not installed.
-        CheckpointingException: if it names no bucket, or what no object can be called.
-    """
-    scheme, _, rest = url.partition(":")
-    # pathlib makes one slash of two.
-    bucket, _, key = rest.removeprefix("/").removeprefix("/").partition("/")
-    if scheme not in SCHEMES:
-        finding = Finding(
-            f"URLs of scheme {scheme!r} are not supported",
-            expected=f"a folder, or a URL of {', '.join(sorted(SCHEMES))}",
-            found=url,
-            remedy="A local folder of this name is reached by its absolute path.",
-        )
-        raise UnsupportedFormatError("not a path of a checkpoint", [finding])
-    if not bucket:
-        finding = Finding(
-            "the URL names no bucket", expected=f"{scheme}://bucket/folder", found=url
-        )
-        raise CheckpointingException("not a path of a checkpoint", [finding])
-    try:
-        import obstore  # noqa: F401, PLC0415 - an extra
-    except ImportError as error:
-        finding = Finding(
-            "obstore is not installed",
-            path=url,
-            remedy="pip install 'dist_checkpointing[object]'",
-        )
-        raise UnsupportedFormatError("object stores need obstore", [finding]) from error
-    parts = [part for part in key.split("/") if part not in ("", ".")]
-    if ".." in parts or not all(character >= " " and character != "\x7f" for character in key):
-        finding = Finding(
-            "a part of it is .., or holds a control character",
-            expected=f"{scheme}://bucket/folder",
-            found=repr(url),
-        )
-        raise CheckpointingException("not a path of a checkpoint", [finding])
-    return ObjectStore(f"{scheme}://{bucket}", options), "/".join(parts)
 
 
 @dataclass(frozen=True, slots=True, order=False)
@@ -385,9 +301,37 @@ class ObjectPath(PathLike[str]):
             options: how the store is reached.
 
         Raises:
-            UnsupportedFormatError: if no object store has such URLs.
+            UnsupportedFormatError: if no object store has such URLs, or obstore is not installed.
+            CheckpointingException: if it names no bucket, or what no object can be called.
         """
-        return cls(*store_of(url, ObjectStoreOptions() if options is None else options))
+        scheme, _, rest = url.partition(":")
+        # pathlib makes one slash of two.
+        bucket, _, key = rest.removeprefix("/").removeprefix("/").partition("/")
+        if scheme not in SCHEMES:
+            finding = Finding(
+                f"URLs of scheme {scheme!r} are not supported",
+                expected=f"a folder, or a URL of {', '.join(sorted(SCHEMES))}",
+                found=url,
+                remedy="A local folder of this name is reached by its absolute path.",
+            )
+            raise UnsupportedFormatError("not a path of a checkpoint", [finding])
+        parts = [part for part in key.split("/") if part not in ("", ".")]
+        problem, found = None, url
+        if not bucket:
+            problem = "the URL names no bucket"
+        elif ".." in parts or not all(
+            character >= " " and character != "\x7f" for character in key
+        ):
+            problem, found = "a part of it is .., or holds a control character", repr(url)
+        if problem is not None:
+            finding = Finding(problem, expected=f"{scheme}://bucket/folder", found=found)
+            raise CheckpointingException("not a path of a checkpoint", [finding])
+        if importlib.util.find_spec("obstore") is None:
+            remedy = "pip install 'dist_checkpointing[object]'"
+            finding = Finding("obstore is not installed", path=url, remedy=remedy)
+            raise UnsupportedFormatError("object stores need obstore", [finding])
+        store = ObjectStore(f"{scheme}://{bucket}", options or ObjectStoreOptions())
+        return cls(store, "/".join(parts))
 
     def __fspath__(self) -> NoReturn:
         finding = Finding(
@@ -442,12 +386,8 @@ def read_object(path: ObjectPath, max_bytes: int = _MAX_BYTES) -> bytes | None:
     Raises:
         CorruptCheckpointError: if it is larger than ``max_bytes``.
     """
-    found = path.store.head(path.key)
-    if found is None:
-        return None
-    local_folder.check_size(found.num_bytes, Path(str(path)), max_bytes)
     try:
-        return path.store.get(path.key)
+        return path.store.get(path.key, lambda size: check_size(size, path, max_bytes))
     except FileNotFoundError:
         return None
 
@@ -466,10 +406,8 @@ def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
     def request() -> bytes:
         try:
             path.store.put(path.key, data, create=True)
-        except PermissionError:
-            raise
-        except OSError:
-            found = read_object(path)
+        except OSError as error:
+            found = None if isinstance(error, PermissionError) else read_object(path)
             if found is None:
                 raise
             return found
@@ -479,12 +417,7 @@ def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
 
 
 def put_surely(path: ObjectPath, data: bytes) -> None:
-    """Put an object, and replace one of this name: for what must follow a decision.
-
-    Raises:
-        CheckpointingException: if the store does not answer; names the object and the last answer.
-        PermissionError: if access is denied.
-    """
+    """Like ``put_if_absent``, but replace one of this name: for what must follow a decision."""
     _in_some_tries(path, lambda: path.store.put(path.key, data))
 
 

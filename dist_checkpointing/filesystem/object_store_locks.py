@@ -31,7 +31,7 @@ THREAD: Final = "dckpt-heartbeats"
 PERIOD: Final = 20.0
 """Seconds from one heartbeat to the next."""
 _MAX_PERIOD: Final = 3600.0
-_let_go: Final[set[str]] = set()
+_given_up: Final[set[str]] = set()
 """Attempts of this process that go on no more, although it lives on."""
 _SILENT_PERIODS: Final = 3
 _LOOKS_PER_PERIOD: Final = 4
@@ -126,13 +126,19 @@ class Claim:
             return cls(number, holder, period)
 
 
-class HeldClaim:
-    """A claim of this process, and the heartbeats that tell others that it is alive.
+def _claim_path(folder: ObjectPath, number: int) -> ObjectPath:
+    return folder / f"{CLAIMS}/{number}.json"
 
-    Args:
-        folder: of the checkpoint.
-        claim: what was put.
-    """
+
+def _read_claim(folder: ObjectPath, number: int) -> Claim | None:
+    """A claim; None if it was removed."""
+    path = _claim_path(folder, number)
+    data = read_object(path)
+    return None if data is None else Claim.parsed(data, number, path)
+
+
+class HeldClaim:
+    """A claim of this process, and the heartbeats that tell others that it is alive."""
 
     def __init__(self, folder: ObjectPath, claim: Claim) -> None:
         self.claim = claim
@@ -147,14 +153,10 @@ class HeldClaim:
         self._stop = weakref.finalize(self, stop.set)
 
     @classmethod
-    def take(cls, folder: ObjectPath, period: float = PERIOD) -> HeldClaim:
+    def acquire(cls, folder: ObjectPath, period: float = PERIOD) -> HeldClaim:
         """Claim a folder. No earlier claim can commit any more after that.
 
         If the last claim is undecided, this waits until its holder is known to be alive or dead.
-
-        Args:
-            folder: of the checkpoint.
-            period: seconds from one heartbeat to the next.
 
         Raises:
             CheckpointExistsError: if another process has the claim, and is alive.
@@ -163,14 +165,12 @@ class HeldClaim:
         undecided = sorted({*numbers} - {*decided})
         if undecided and undecided[-1] == numbers[-1]:
             # Those below it were decided before it was made.
-            refuse_living(folder, numbers[-1])
+            _refuse_if_alive(folder, numbers[-1])
         claim = Claim(max([0, *numbers, *decided]) + 1, Holder.own(Kind.FILE), period)
         for earlier in undecided:
             decide(folder, earlier, {"ended_by": claim.attempt})
-        path = folder / f"{CLAIMS}/{claim.number}.json"
-        mine = claim.to_json()
-        theirs = put_if_absent(path, mine)
-        if theirs != mine:
+        path, mine = _claim_path(folder, claim.number), claim.to_json()
+        if (theirs := put_if_absent(path, mine)) != mine:
             raise _in_use(folder, Claim.parsed(theirs, claim.number, path))
         held = cls(folder, claim)
         # A removal between the list and the put may have made the numbers begin again.
@@ -178,8 +178,7 @@ class HeldClaim:
         below = [number for number in numbers if number < claim.number and number not in decided]
         if below:
             held.end()
-            path = folder / f"{CLAIMS}/{below[-1]}.json"
-            raise _in_use(folder, Claim.parsed(read_object(path) or mine, below[-1], path))
+            raise _in_use(folder, _read_claim(folder, below[-1]) or claim)
         return held
 
     @property
@@ -189,7 +188,7 @@ class HeldClaim:
 
     def stop(self) -> None:
         """Say no more that this process is alive. What becomes of the claim stays open."""
-        _let_go.add(self.claim.attempt)
+        _given_up.add(self.claim.attempt)
         self._stop()
 
     def require_held(self) -> None:
@@ -198,8 +197,7 @@ class HeldClaim:
         Raises:
             CheckpointExistsError: if one has.
         """
-        path = self._folder / f"{CLAIMS}/{self.claim.number}.json"
-        found = read_object(path)
+        found = read_object(_claim_path(self._folder, self.claim.number))
         if found is None:
             raise self.lost("is not there any more: it was removed with all else")
         if found != self.claim.to_json() or read_outcome(self._folder, self.claim.number):
@@ -230,12 +228,12 @@ class HeldClaim:
     def forget(self) -> None:
         """Stop the heartbeats, and delete their object: what becomes of the claim is decided."""
         self.stop()
-        _let_go.discard(self.claim.attempt)  # it is decided
+        _given_up.discard(self.claim.attempt)  # it is decided
         self._thread.join(self.claim.period)  # it may be about to put one more
         self._folder.store.delete([_beats_of(self._folder, self.claim).key])
 
 
-def fences_of(folder: ObjectPath) -> set[int]:
+def fence_numbers(folder: ObjectPath) -> set[int]:
     """Numbers that must stay decided when all else is removed, or they would be given again.
 
     These are claims that another process has ended, whose holder may yet wake up.
@@ -244,16 +242,13 @@ def fences_of(folder: ObjectPath) -> set[int]:
     fences = {*decided} - {*numbers}  # those of an earlier removal
     for number in numbers:
         by = read_outcome(folder, number).get("ended_by")
-        path = folder / f"{CLAIMS}/{number}.json"
-        data = None if by is None else read_object(path)
-        if data is not None:
-            claim = Claim.parsed(data, number, path)
-            if by != claim.attempt and not claim.holder.is_gone:
-                fences.add(number)
+        claim = None if by is None else _read_claim(folder, number)
+        if claim is not None and by != claim.attempt and not claim.holder.is_gone:
+            fences.add(number)
     return fences
 
 
-def refuse_living(folder: ObjectPath, number: int) -> None:
+def _refuse_if_alive(folder: ObjectPath, number: int) -> None:
     """Wait until it is known that the holder of a claim is dead, or that the claim was decided.
 
     Looks are counted, not seconds: this process may be stopped itself while it watches.
@@ -261,12 +256,8 @@ def refuse_living(folder: ObjectPath, number: int) -> None:
     Raises:
         CheckpointExistsError: if the holder is alive.
     """
-    path = folder / f"{CLAIMS}/{number}.json"
-    data = read_object(path)
-    if data is None:
-        return  # removed meanwhile
-    claim = Claim.parsed(data, number, path)
-    if claim.holder.is_gone or claim.attempt in _let_go:
+    claim = _read_claim(folder, number)
+    if claim is None or claim.holder.is_gone or claim.attempt in _given_up:
         return
     logger.info("%s may be in use: watching process %s", folder, claim.holder.pid)
     beats = _beats_of(folder, claim)
@@ -279,7 +270,7 @@ def refuse_living(folder: ObjectPath, number: int) -> None:
             raise _in_use(folder, claim)
 
 
-def seeming_holder(folder: ObjectPath) -> Holder | None:
+def last_known_holder(folder: ObjectPath) -> Holder | None:
     """Who claims a folder and seems to be alive, by the clocks of the store and of this machine.
 
     For people only. It takes nothing, and does not wait.
@@ -290,16 +281,12 @@ def seeming_holder(folder: ObjectPath) -> Holder | None:
     numbers, decided = numbers_in(folder)
     if not numbers:
         return None
-    path = folder / f"{CLAIMS}/{numbers[-1]}.json"
-    data = read_object(path)
-    if data is None:
-        return None  # removed meanwhile
-    claim = Claim.parsed(data, numbers[-1], path)
-    if claim.holder.is_gone:
+    claim = _read_claim(folder, numbers[-1])
+    if claim is None or claim.holder.is_gone:
         return None
     last = folder.store.head(_beats_of(folder, claim).key)  # it goes when all is done
     if last is None and numbers[-1] not in decided:
-        last = folder.store.head(path.key)
+        last = folder.store.head(_claim_path(folder, numbers[-1]).key)
     is_silent = last is None or time.time() - last.modified > _SILENT_PERIODS * claim.period
     return None if is_silent else claim.holder
 

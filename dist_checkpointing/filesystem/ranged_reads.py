@@ -8,7 +8,7 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -134,6 +134,11 @@ class OpenFile(ABC):
         """End the use of the file."""
 
 
+def _require_size(size: int, num_bytes: int, *, is_all: bool) -> None:
+    if size < num_bytes or (is_all and size != num_bytes):
+        raise WrongSizeError(size)
+
+
 class LocalFile(OpenFile):
     """A file of a mounted file system."""
 
@@ -154,10 +159,8 @@ class LocalFile(OpenFile):
         return self._num_bytes
 
     def require(self, num_bytes: int, *, is_all: bool) -> None:
-        size = self._num_bytes
         # A mapped file that is too short would kill the process instead of raising.
-        if size < num_bytes or (is_all and size != num_bytes):
-            raise WrongSizeError(size)
+        _require_size(self._num_bytes, num_bytes, is_all=is_all)
 
     def read_into(self, target: Array, position: int) -> None:
         pread(self.descriptor, target, position)
@@ -203,24 +206,14 @@ def pread(descriptor: int, target: Array, position: int) -> None:
             raise EOFError("the file ended early")
 
 
-@dataclass(slots=True)
 class _StoreAccess:
-    """What the open objects of one folder share.
+    """What the open objects of one folder share: slots for requests, and sizes that are known."""
 
-    Attributes:
-        part_bytes: Size of a request.
-        threads: Requests at a time.
-        slots: One for each of them.
-        sizes: Sizes of objects, as far as they are known.
-    """
-
-    part_bytes: int
-    threads: int
-    slots: threading.Semaphore = field(init=False)
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.slots = threading.Semaphore(self.threads)
+    def __init__(self, part_bytes: int, threads: int) -> None:
+        self.part_bytes = part_bytes
+        self.threads = threads
+        self.slots = threading.Semaphore(threads)
+        self.sizes: dict[str, int] = {}
 
 
 class StoreFile(OpenFile):
@@ -232,7 +225,7 @@ class StoreFile(OpenFile):
         self.path = str(place)
         self._place = place
         self._access = access
-        self._required: tuple[int, bool] | None = None
+        self._required, self._is_all = 0, False
         self._ahead, self._ahead_at = np.empty(0, dtype=np.uint8), 0
 
     @property
@@ -246,16 +239,9 @@ class StoreFile(OpenFile):
         return known
 
     def require(self, num_bytes: int, *, is_all: bool) -> None:
-        self._required = (num_bytes, is_all)
+        self._required, self._is_all = num_bytes, is_all
         if self._place.key in self._access.sizes:
-            self._check()
-
-    def _check(self) -> None:
-        if self._required is not None:
-            needed, is_all = self._required
-            size = self.num_bytes
-            if size < needed or (is_all and size != needed):
-                raise WrongSizeError(size)
+            _require_size(self.num_bytes, num_bytes, is_all=is_all)
 
     def read_into(self, target: Array, position: int) -> None:
         whole = target.reshape(-1).view(np.uint8)
@@ -297,7 +283,7 @@ class StoreFile(OpenFile):
                 raise
             data, size = memoryview(b""), self.num_bytes
         self._access.sizes[key] = size
-        self._check()
+        _require_size(size, self._required, is_all=self._is_all)
         return np.frombuffer(data, dtype=np.uint8)
 
     def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
@@ -341,20 +327,11 @@ class FolderReads:
 def reads_below(
     folder: Location, threads: int, buffer_bytes: int, maps_files: Callable[[Path], bool]
 ) -> FolderReads:
-    """How the files of a folder are read.
-
-    Args:
-        folder: of the files.
-        threads: of this process that read local files at a time.
-        buffer_bytes: memory for what cannot be read in place.
-        maps_files: whether files of a local folder are mapped.
-    """
+    """How the files of a folder are read, with so many threads and so much memory at a time."""
     if isinstance(folder, Path):
-        most_bytes = max(1, buffer_bytes // threads)
-        return FolderReads(
-            folder,
-            ReadLimits(threads=threads, most_bytes=most_bytes, maps_files=maps_files(folder)),
-        )
+        part_bytes = max(1, buffer_bytes // threads)
+        limits = ReadLimits(threads=threads, most_bytes=part_bytes, maps_files=maps_files(folder))
+        return FolderReads(folder, limits)
     options = folder.store.options
     part_bytes = max(1, min(options.part_bytes, buffer_bytes))
     at_a_time = max(1, min(options.parallelism, buffer_bytes // part_bytes))

@@ -1,5 +1,4 @@
-"""The part table: one row a stored part with key, box, rank, checksum and 128-bit digest; hashing;
-the table files.
+"""The part table: key, box, rank, checksum and 128-bit digest of each stored part; its files.
 
 A hash covers the values of a write item in C order, whatever the format makes of them on disk, so
 one table format and one way to verify serve every backend. Rows are sorted by key and cut into
@@ -36,10 +35,11 @@ _MAGIC: Final = b"DCKPTSUM"
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<8sIIQI")
 """Magic, version, bytes of the names, rows, axes."""
-_DIGEST_BYTES: Final = 16
 _MAX_TABLE_BYTES: Final = 1 << 31
 _MAX_AXES: Final = 1 << 10
 _ROWS_A_TABLE: Final = 1 << 16
+_DTYPES: Final = ("<u4", "<u4", "<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
+"""Of the columns of a table, as they are in ``ChecksumColumns``."""
 _WIDE: Final = (4, 5, 6)
 """Columns with several numbers a row."""
 
@@ -65,9 +65,7 @@ def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
 
 def checksum_of_bytes(data: bytes) -> int:
     """xxh3_64 of bytes."""
-    digest = xxhash.xxh3_64()
-    digest.update(data)
-    return digest.intdigest()
+    return checksum_of([np.frombuffer(data, np.uint8)])
 
 
 def checksums_at(
@@ -138,18 +136,20 @@ class ChecksumColumns:
     flat: npt.NDArray[Any]
     digests: npt.NDArray[Any]
 
+    @property
+    def _by_row(self) -> tuple[npt.NDArray[Any], ...]:
+        columns = (self.keys, self.ranks, self.ndim, self.is_object)
+        return (*columns, self.offsets, self.shapes, self.flat, self.digests)
+
     def renamed(
-        self, rows: npt.NDArray[Any], names: Sequence[str], keys: npt.NDArray[Any]
+        self, rows: npt.NDArray[Any] | slice, names: Sequence[str], keys: npt.NDArray[Any]
     ) -> ChecksumColumns:
         """Some rows, whose keys are positions in other names."""
-        columns = (self.ranks, self.ndim, self.is_object, self.offsets, self.shapes, self.flat)
-        taken = (column[rows] for column in (*columns, self.digests))
-        return ChecksumColumns(names, keys, *taken)
+        return ChecksumColumns(names, keys, *(column[rows] for column in self._by_row[1:]))
 
     def parts(self, rows: npt.NDArray[Any]) -> list[StoredPart]:
         """Rows of tensors, one by one."""
-        columns = (self.keys, self.ranks, self.ndim, self.offsets, self.shapes, self.flat)
-        taken = [column[rows].tolist() for column in (*columns, self.digests)]
+        taken = [column[rows].tolist() for column in self._by_row]
         return [
             StoredPart(
                 self.names[key],
@@ -158,8 +158,17 @@ class ChecksumColumns:
                 digest,
                 rank,
             )
-            for key, rank, ndim, offset, shape, flat, digest in zip(*taken, strict=True)
+            for key, rank, ndim, _, offset, shape, flat, digest in zip(*taken, strict=True)
         ]
+
+    def to_bytes(self) -> bytes:
+        """The content of a table of all rows."""
+        text = json.dumps(self.names).encode()
+        columns = zip(self._by_row, _DTYPES, strict=True)
+        body = [column.astype(dtype).tobytes() for column, dtype in columns]
+        head = _HEAD.pack(_MAGIC, _VERSION, len(text), len(self.keys), self.offsets.shape[1])
+        data = b"".join([head, text, *body])
+        return data + xxhash.xxh3_128_digest(data)
 
     def objects(self) -> list[StoredPart]:
         """The rows of objects, one by one: the offset of a box is the cell."""
@@ -194,29 +203,10 @@ def make_tables(columns: ChecksumColumns) -> list[TableFile]:
         rows = slice(start, start + _ROWS_A_TABLE)
         used, keys = np.unique(columns.keys[rows], return_inverse=True)
         names = [columns.names[position] for position in used.tolist()]
-        data = _to_bytes(columns, rows, names, keys)
+        data = columns.renamed(rows, names, keys).to_bytes()
         name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
         tables.append(TableFile(name, data, names[0], names[-1], len(keys)))
     return tables
-
-
-def _to_bytes(
-    columns: ChecksumColumns, rows: slice, names: Sequence[str], keys: npt.NDArray[Any]
-) -> bytes:
-    text = json.dumps(names).encode()
-    parts = [
-        keys.astype("<u4"),
-        columns.ranks[rows].astype("<u4"),
-        columns.ndim[rows].astype("<u4"),
-        columns.is_object[rows].astype("<u4"),
-        columns.offsets[rows].astype("<i8"),
-        columns.shapes[rows].astype("<i8"),
-        columns.flat[rows].astype("<i8"),
-        columns.digests[rows].astype("<u8"),
-    ]
-    head = _HEAD.pack(_MAGIC, _VERSION, len(text), len(keys), columns.offsets.shape[1])
-    body = b"".join([head, text, *(part.tobytes() for part in parts)])
-    return body + xxhash.xxh3_128_digest(body)
 
 
 def checksum_files(folder: Location) -> list[Location]:
@@ -254,11 +244,10 @@ def _columns(data: bytes) -> ChecksumColumns:
     if version != _VERSION:
         raise ValueError(f"version {version} of the table is not known")
     widths = (1, 1, 1, 1, width, width, 2, 1)
-    dtypes = ("<u4", "<u4", "<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
-    row_bytes = sum(n * np.dtype(dtype).itemsize for n, dtype in zip(widths, dtypes, strict=True))
+    row_bytes = sum(n * np.dtype(dtype).itemsize for n, dtype in zip(widths, _DTYPES, strict=True))
     size = _HEAD.size + names_size + rows * row_bytes
-    if width > _MAX_AXES or size + _DIGEST_BYTES != len(data):
-        raise ValueError(f"{len(data)} bytes, where {size + _DIGEST_BYTES} are expected")
+    if width > _MAX_AXES or size + DIGEST_BYTES != len(data):
+        raise ValueError(f"{len(data)} bytes, where {size + DIGEST_BYTES} are expected")
     if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
         raise ValueError("the checksum of the table itself differs")
     names = local_folder.parse_json(data[_HEAD.size : _HEAD.size + names_size])
@@ -266,14 +255,14 @@ def _columns(data: bytes) -> ChecksumColumns:
         raise ValueError("expected a list of keys")
     position = _HEAD.size + names_size
     columns: list[npt.NDArray[Any]] = []
-    for number, (count, dtype) in enumerate(zip(widths, dtypes, strict=True)):
+    for number, (count, dtype) in enumerate(zip(widths, _DTYPES, strict=True)):
         column = np.frombuffer(data, dtype, rows * count, position)
         columns.append(column.reshape(rows, count) if number in _WIDE else column)
         position += column.nbytes
-    keys, ranks, ndim, is_object, *rest = columns
-    if rows and (int(keys.max()) >= len(names) or int(ndim.max()) > width):
+    table = ChecksumColumns(names, *columns)
+    if rows and (int(table.keys.max()) >= len(names) or int(table.ndim.max()) > width):
         raise ValueError("a row names no key, or has more axes than there are")
-    return ChecksumColumns(names, keys, ranks, ndim, is_object, *rest)
+    return table
 
 
 def concatenate_tables(tables: Iterable[ChecksumTable]) -> ChecksumTable:
@@ -292,7 +281,6 @@ _DIGESTS_MAGIC: Final = b"DCKPTUPR"
 _DIGESTS_HEAD: Final = struct.Struct("<8sI16s")
 """Magic, version, xxh3_128 of the table of checksums."""
 _DIGESTS_VERSION: Final = 1
-_MOST_BYTES: Final = 1 << 31
 _MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
 """All memory of this process, of which only what belongs to a tensor may be read."""
 
@@ -376,16 +364,15 @@ def read_digests(folder: Location, table: str) -> tuple[ChecksumColumns, Uint64s
         CorruptCheckpointError: if the files are not what they should be.
         OSError: if they cannot be read.
     """
-    content = location.read_bytes(folder / table, _MOST_BYTES)
+    content = location.read_bytes(folder / table, _MAX_TABLE_BYTES)
     path = folder / upper_name(table)
-    data = location.read_bytes(path, _MOST_BYTES)
+    data = location.read_bytes(path, _MAX_TABLE_BYTES)
     columns = parse_table(content, str(folder / table)).columns[0]
     with local_folder.parsing("digests cannot be read", path):
         magic, version, of_table = _DIGESTS_HEAD.unpack_from(data)
         size = _DIGESTS_HEAD.size + 8 * len(columns.keys)
-        if (magic, version) != (_DIGESTS_MAGIC, _DIGESTS_VERSION) or len(
-            data
-        ) != size + DIGEST_BYTES:
+        is_one = (magic, version) == (_DIGESTS_MAGIC, _DIGESTS_VERSION)
+        if not is_one or len(data) != size + DIGEST_BYTES:
             raise ValueError("not the digests for the rows of the table beside it")
         if of_table != xxhash.xxh3_128_digest(content):
             raise ValueError("the table beside it is another one")

@@ -1,9 +1,13 @@
-"""Claiming a folder for a save, ``metadata.json``, the commit, and where committed data lies.
+"""Claiming a place for a save, the commit, and where committed data lies.
 
-``metadata.json`` is the commit: written last, and without it there is no checkpoint. Before the
-first byte, ``.dckpt/attempt.json`` names what the save is about to create; a later save into the
-same folder deletes exactly that, and nothing else. Data is never deleted while ``metadata.json``
-may be there.
+In a folder ``metadata.json`` is the commit: written last, and without it there is no checkpoint.
+Before the first byte, ``.dckpt/attempt.json`` names what the save is about to create; a later save
+into the same folder deletes exactly that, and nothing else. Data is never deleted while
+``metadata.json`` may be there.
+
+In an object store everything that a save writes lies below ``data/<attempt>/``, a name that is
+never used again. The commit is ``.dckpt/commits/<n>.json``; ``metadata.json`` follows it. See
+docs/design/011-object-store-commit.md for each point where a save may be cut off.
 """
 
 from __future__ import annotations
@@ -15,30 +19,43 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
+    CheckpointingException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
     InvalidShardingError,
 )
-from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, make_own_folder
-from dist_checkpointing.filesystem.location import as_local_folder, as_location
+from dist_checkpointing.filesystem import local_folder, location, object_store_locks
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, Durability, make_own_folder
+from dist_checkpointing.filesystem.location import as_local_folder, as_location, is_file
 from dist_checkpointing.filesystem.locks import FolderLock
-from dist_checkpointing.filesystem.object_store import Location, ObjectPath
-from dist_checkpointing.filesystem.object_store_locks import CLAIMS, COMMITS
+from dist_checkpointing.filesystem.object_store import (
+    Location,
+    ObjectPath,
+    put_surely,
+    require_conditions,
+)
+from dist_checkpointing.filesystem.object_store_locks import (
+    BEATS,
+    CLAIMS,
+    COMMITS,
+    PERIOD,
+    HeldClaim,
+)
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
     DCP_METADATA_NAME,
+    attempt_json,
     attempt_of,
     clear,
     leftovers,
@@ -46,10 +63,15 @@ from dist_checkpointing.format.leftovers import (
     refuse_foreign,
 )
 
+Place = TypeVar("Place", Path, ObjectPath)
 logger: logging.Logger = logging.getLogger(__name__)
 COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
 _MAX_CONFIG_BYTES = 1 << 20
+DATA: Final = "data"
+_ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
+_MAX_COMMIT_BYTES: Final = 1 << 20
+_SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +85,12 @@ class CheckpointingConfig:
     sharded_backend_version: int = 1
     common_backend: str = "torch"
     common_backend_version: int = 1
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> CheckpointingConfig:
+        """The config of these fields; others are passed over."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in content.items() if name in known})
 
 
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
@@ -113,15 +141,13 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
     if location.is_there(folder):
         message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
-    finding = Finding(problem, path=str(folder))
-    raise CheckpointNotFoundError(message, [finding]) from missing
+    raise CheckpointNotFoundError(message, [Finding(problem, path=str(folder))]) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
     with local_folder.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
         content = location.read_json(path, _MAX_CONFIG_BYTES)
-        known = {f.name for f in fields(CheckpointingConfig)}
-        config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
+        config = CheckpointingConfig.of(content)
         for field in fields(config):
             kind = str if field.name.endswith("backend") else int
             if type(getattr(config, field.name)) is not kind:
@@ -142,11 +168,8 @@ def _not_committed(folder: Location) -> CheckpointNotFoundError:
         remedy = (
             "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
         )
-    finding = Finding(
-        "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
-        path=str(folder / CONFIG_FNAME),
-        remedy=remedy,
-    )
+    problem = "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing"
+    finding = Finding(problem, path=str(folder / CONFIG_FNAME), remedy=remedy)
     return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
 
 
@@ -173,6 +196,11 @@ class Attempt:
     """One try to write a checkpoint; only rank 0 has one.
 
     It holds the lock of the folder, which tells a live save from a leftover.
+
+    Attributes:
+        id: Name of the attempt.
+        folder: Where the files of the save lie.
+        creates: Relative names of the files and folders that the save makes.
     """
 
     def __init__(
@@ -180,13 +208,13 @@ class Attempt:
         folder: Path,
         lock: FolderLock,
         creates: tuple[str, ...],
-        durability: local_folder.Durability,
+        durability: Durability,
         name: str | None = None,
     ) -> None:
-        self.id: str = uuid.uuid4().hex if name is None else name
-        self._folder = folder
+        self.id: str = name or uuid.uuid4().hex
+        self.folder = folder
+        self.creates = creates
         self._lock = lock
-        self._creates = creates
         self._durability = durability
         self._may_be_committed = False
         self._above: list[Path] = []
@@ -198,19 +226,14 @@ class Attempt:
         creates: Iterable[str],
         *,
         overwrite: bool = False,
-        durability: local_folder.Durability = local_folder.Durability.FSYNC,
+        durability: Durability = Durability.FSYNC,
         name: str | None = None,
     ) -> Attempt:
-        """Claim the folder and clear away what an uncommitted attempt left in it.
+        """Claim the folder, made if missing, and clear away what an uncommitted attempt left.
 
-        Nothing may be written before ``secure``, which waits for the disk.
-
-        Args:
-            checkpoint_dir: made if missing.
-            creates: relative names of all files and folders that the save will make.
-            overwrite: give up a committed checkpoint that is in the way, from here on.
-            durability: of the attempt's own files.
-            name: of the attempt, where it has begun on another disk already.
+        A committed checkpoint that is in the way is given up from here on, with ``overwrite``.
+        Nothing may be written before ``make_durable``, which waits for the disk. The attempt has a
+        ``name`` already where it has begun on another disk.
 
         Raises:
             CheckpointExistsError: if the folder holds a committed checkpoint (without
@@ -219,15 +242,11 @@ class Attempt:
         """
         folder = as_local_folder(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-
-        def is_ours() -> bool:
-            return attempt_of(folder) is not None
-
-        refuse_committed(folder, is_ours, overwrite=overwrite)
+        refuse_committed(folder, attempt_of, overwrite=overwrite)
         lock, made = _locked(folder)
         try:
             # Another save may have ended between the first look and the lock.
-            refuse_committed(folder, is_ours, overwrite=overwrite)
+            refuse_committed(folder, attempt_of, overwrite=overwrite)
             is_new = make_own_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
@@ -237,33 +256,19 @@ class Attempt:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
                 clear(folder, left)
-            note_attempt(
-                folder,
-                attempt.id,
-                names,
-                local_folder.Durability.PAGE_CACHE if is_new else durability,
-            )
+            noted = Durability.PAGE_CACHE if is_new else durability
+            note_attempt(folder, attempt.id, names, noted)
         except BaseException:
             lock.release()
             raise
         return attempt
 
-    @property
-    def folder(self) -> Path:
-        """Where the files of the save lie."""
-        return self._folder
-
-    @property
-    def creates(self) -> tuple[str, ...]:
-        """Relative names of the files and folders that the save makes."""
-        return self._creates
-
-    def secure(self) -> None:
+    def make_durable(self) -> None:
         """Make the record of what is about to be created durable, before anything is."""
-        if self._durability is local_folder.Durability.FSYNC:
-            local_folder.fsync_file(self._folder / ATTEMPT_NAME)
-            local_folder.fsync_folder(self._folder / OWN_FOLDER)
-            local_folder.fsync_folder(self._folder)
+        if self._durability is Durability.FSYNC:
+            local_folder.fsync_file(self.folder / ATTEMPT_NAME)
+            local_folder.fsync_folder(self.folder / OWN_FOLDER)
+            local_folder.fsync_folder(self.folder)
             for folder in self._above:
                 # One that may not be listed cannot be synced.
                 with suppress(PermissionError):
@@ -276,11 +281,11 @@ class Attempt:
         ``.dckpt``, where most of the last files are.
         """
         content = json.dumps(asdict(config)).encode()
-        if self._durability is local_folder.Durability.FSYNC:
-            local_folder.fsync_folder(self._folder / OWN_FOLDER)
-            local_folder.fsync_folder(self._folder)
+        if self._durability is Durability.FSYNC:
+            local_folder.fsync_folder(self.folder / OWN_FOLDER)
+            local_folder.fsync_folder(self.folder)
         self._may_be_committed = True
-        local_folder.write_atomic(self._folder / CONFIG_FNAME, content, self._durability)
+        local_folder.write_atomic(self.folder / CONFIG_FNAME, content, self._durability)
         self._lock.release()
 
     def abandon(self) -> None:
@@ -288,31 +293,31 @@ class Attempt:
         if not self._lock.is_held:
             return  # committed, or let go: what is here is no longer this attempt's to judge
         try:
-            if self._may_be_committed or is_committed(self._folder):
-                end_commit(self._folder)
+            if self._may_be_committed or is_committed(self.folder):
+                end_commit(self.folder)
         except OSError as error:
             logger.warning(
                 "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
-                self._folder / CONFIG_FNAME,
+                self.folder / CONFIG_FNAME,
                 error,
             )
             self._lock.release()
             return
         left = []
-        names = [self._folder / name for name in self._creates]
-        for name in reversed(self._creates):
+        names = [self.folder / name for name in self.creates]
+        for name in reversed(self.creates):
             try:
-                local_folder.remove(self._folder / name, self._folder)
+                local_folder.remove(self.folder / name, self.folder)
             except OSError as error:
                 logger.warning("could not remove %s of a failed save: %s", name, error)
                 left.append(name)
         # What is gone is no longer ours: the next file of that name may be somebody else's.
-        self._creates = tuple(left)
+        self.creates = tuple(left)
         try:
-            if self._durability is local_folder.Durability.FSYNC:
-                local_folder.fsync_removal(names, self._folder)
-            note_attempt(self._folder, self.id, self._creates, self._durability)
-            self.secure()
+            if self._durability is Durability.FSYNC:
+                local_folder.fsync_removal(names, self.folder)
+            note_attempt(self.folder, self.id, self.creates, self._durability)
+            self.make_durable()
         except OSError as error:
             logger.warning("could not note what a failed save left: %s", error)
         self._lock.release()
@@ -330,8 +335,12 @@ def check_distinct(names: Sequence[str]) -> None:
         raise InvalidShardingError("keys of the state dict clash", findings)
 
 
-def refuse_committed(folder: Location, is_ours: Callable[[], bool], *, overwrite: bool) -> None:
+def refuse_committed(
+    folder: Place, save_of: Callable[[Place], object | None], *, overwrite: bool
+) -> None:
     """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours.
+
+    What ``save_of`` gives is None for a checkpoint that no save of this library made.
 
     Raises:
         CheckpointExistsError: saying which of the two.
@@ -339,25 +348,24 @@ def refuse_committed(folder: Location, is_ours: Callable[[], bool], *, overwrite
     if not is_committed(folder):
         return
     if not overwrite:
-        finding = Finding(
-            "a committed checkpoint is here",
-            path=str(folder),
-            remedy="Save to another place, or pass overwrite=True to replace this one.",
+        problem = "a committed checkpoint is here"
+        remedy = "Save to another place, or pass overwrite=True to replace this one."
+        message = f"{folder} already holds a checkpoint"
+    elif save_of(folder) is None:
+        problem = (
+            "it was copied to here, or another program wrote it: nothing says which files are ours"
         )
-        raise CheckpointExistsError(f"{folder} already holds a checkpoint", [finding])
-    if not is_ours():
-        finding = Finding(
-            "it was copied to here, or another program wrote it: nothing says which files are ours",
-            path=str(folder),
-            remedy="Delete it by hand, or save to another place.",
-        )
-        raise CheckpointExistsError(f"{folder} cannot be overwritten", [finding])
+        remedy = "Delete it by hand, or save to another place."
+        message = f"{folder} cannot be overwritten"
+    else:
+        return
+    raise CheckpointExistsError(message, [Finding(problem, path=str(folder), remedy=remedy)])
 
 
 def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
     """The lock of a folder, which is made if it is missing, and the folders that may be new."""
     while True:
-        above = takewhile(lambda path: not local_folder.is_there(path), folder.parents)
+        above = takewhile(lambda path: not location.is_there(path), folder.parents)
         made = [folder, *above]
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -378,11 +386,6 @@ def end_commit(folder: Path) -> None:
     """
     (folder / CONFIG_FNAME).unlink(missing_ok=True)
     local_folder.fsync_folder(folder)
-
-
-DATA: Final = "data"
-_ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
-_MAX_COMMIT_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,14 +430,8 @@ def read_commit(folder: Location) -> Commit | None:
             if "attempt" in outcome:  # the others have been ended before they could commit
                 if not _ATTEMPT.fullmatch(outcome["attempt"]):
                     raise ValueError(f"{outcome['attempt']!r} is no name of a save")
-                known = {field.name for field in fields(CheckpointingConfig)}
-                config = {k: v for k, v in outcome["config"].items() if k in known}
-                return Commit(
-                    number,
-                    outcome["attempt"],
-                    CheckpointingConfig(**config),
-                    str(outcome["seal"]),
-                )
+                config = CheckpointingConfig.of(outcome["config"])
+                return Commit(number, outcome["attempt"], config, str(outcome["seal"]))
     return None
 
 
@@ -454,3 +451,208 @@ def data_folder(checkpoint_dir: str | os.PathLike[str]) -> Location:
     # A removal begins with this file, and a commit is complete with it.
     is_complete = commit is not None and location.is_file(root / CONFIG_FNAME)
     return root / commit.data if commit is not None and is_complete else root
+
+
+class StoreAttempt:
+    """One try to write a checkpoint into an object store; only rank 0 has one.
+
+    It has the life of ``commit.Attempt``. A checkpoint that it overwrites stays loadable until it
+    commits.
+    """
+
+    def __init__(self, root: ObjectPath, claim: HeldClaim, creates: tuple[str, ...]) -> None:
+        self.id: str = claim.claim.attempt
+        self.folder: ObjectPath = root / DATA / self.id
+        self.creates = creates
+        self._root = root
+        self._claim = claim
+        self._replaces: Commit | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        root: ObjectPath,
+        creates: Iterable[str],
+        *,
+        overwrite: bool = False,
+        period: float = PERIOD,
+    ) -> StoreAttempt:
+        """Claim a prefix, and clear away what saves without a commit left below it.
+
+        With ``overwrite``, a committed checkpoint is replaced when this save commits.
+
+        Raises:
+            CheckpointExistsError: if a checkpoint is there (without ``overwrite``), or a live save.
+            UnsupportedFormatError: if the store ignores conditional puts.
+            OSError: if the store does not answer.
+        """
+        names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
+        require_conditions(root)
+        refuse_committed(root, read_commit, overwrite=overwrite)
+        # Before the claims are read: a save claims first, then writes.
+        found = root.store.list_folder((root / DATA).prefix)[0]
+        claim = HeldClaim.acquire(root, period)
+        attempt = cls(root, claim, names)
+        try:
+            commit = read_commit(root)
+            is_complete = is_file(root / CONFIG_FNAME)
+            if commit is not None and not is_complete:  # cut off after the commit
+                claim.require_held()  # it may have been removed since it was read
+                _publish(root, commit.attempt, commit.config)
+                logger.warning("%s: a save had committed here: it is a checkpoint now", root)
+            if commit is not None or is_complete:
+                refuse_committed(root, lambda _: commit, overwrite=overwrite)
+            location.write(attempt.folder / ATTEMPT_NAME, attempt_json(attempt.id, names))
+            attempt._replaces = commit
+            _clear(root, {*found} - {commit.attempt if commit else ""})
+        except Exception:
+            attempt.release()
+            raise
+        except BaseException:
+            claim.stop()
+            raise
+        return attempt
+
+    def make_durable(self) -> None:
+        """Do nothing: what was put is durable."""
+
+    def commit(self, config: CheckpointingConfig) -> None:
+        """Turn what was written into the checkpoint. Everything else must have been put by now.
+
+        Raises:
+            CheckpointExistsError: if another save has taken over, because no heartbeat was seen.
+            CheckpointingException: if it cannot be found out whether the save has committed.
+            OSError: if the store does not answer.
+        """
+        own = self._claim.claim.number
+        self._claim.require_held()
+        outcome = {"attempt": self.id, "config": asdict(config), "seal": self._seal_checksum()}
+        if object_store_locks.decide(self._root, own, outcome) != outcome:
+            raise self._claim.lost()
+        _publish(self._root, self.id, config)
+        self._claim.stop()
+        with _tolerant("what a save has replaced was not deleted"):
+            self._claim.forget()
+            if self._replaces is not None:
+                _clear(self._root, {self._replaces.attempt})
+
+    def _seal_checksum(self) -> str:
+        seal = self.folder / OWN_FOLDER / "seal.json"
+        start = location.read_own_start(seal, _SEAL_START_BYTES)
+        return "" if start is None else start[-33:-1].decode(errors="replace")
+
+    def abandon(self) -> None:
+        """Free what was written. What cannot be deleted now, the next save deletes."""
+        if not self._claim.is_held:
+            return
+        with _tolerant("what a failed save wrote was not deleted"):
+            if self._claim.end().get("attempt") != self.id:
+                object_store_locks.delete_below(self.folder)
+            else:
+                logger.warning("%s: the failed save is a checkpoint after all", self._root)
+
+    def release(self) -> None:
+        """Let go of the prefix as it is; the next save clears away what has not committed."""
+        if self._claim.is_held:
+            with _tolerant("a save was not noted as ended: the next one waits for a while"):
+                self._claim.end()
+
+
+def begin_attempt(
+    folder: Location,
+    creates: Iterable[str],
+    durability: Durability,
+    *,
+    overwrite: bool,
+) -> Attempt | StoreAttempt:
+    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
+    if isinstance(folder, ObjectPath):
+        return StoreAttempt.begin(folder, creates, overwrite=overwrite)
+    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
+
+
+def finish_commit(folder: Location) -> None:
+    """Put the ``metadata.json`` of a commit that was cut off before it; does nothing on a disk.
+
+    Raises:
+        CheckpointExistsError: if a save or a removal is going on there.
+        OSError: if the store does not answer.
+    """
+    if not isinstance(folder, ObjectPath) or is_file(folder / CONFIG_FNAME):
+        return
+    if read_commit(folder) is None:
+        return
+    claim = HeldClaim.acquire(
+        folder, PERIOD
+    )  # a removal deletes this file first, and the commit next
+    try:
+        commit = read_commit(folder)
+        if commit is not None and not is_file(folder / CONFIG_FNAME):
+            _publish(folder, commit.attempt, commit.config)
+    finally:
+        with _tolerant("a look was not noted as ended: the next save waits for a while"):
+            claim.end()
+
+
+def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
+    """Delete a checkpoint, and what unfinished saves left below its prefix.
+
+    ``metadata.json`` goes first, then the commit, then the data: a crash in between leaves either
+    the whole, which the next save makes a checkpoint again, or an uncommitted save.
+
+    Raises:
+        CheckpointExistsError: if a save is writing there.
+        CheckpointingException: if no save of this library wrote there.
+        OSError: if the store does not answer; what is left is as after a crash.
+    """
+    store = root.store
+    if not object_store_locks.numbers_in(root)[0]:
+        finding = Finding("no save of this library claimed this prefix", path=str(root))
+        raise CheckpointingException(f"{root} is not deleted", [finding])
+    # Before the claim: nothing that a later save writes is in these lists.
+    found = store.list_folder((root / DATA).prefix)[0]
+    beats = [info.key for info in store.list_below((root / BEATS).prefix)]
+    claim = HeldClaim.acquire(root, period)
+    try:
+        commit = read_commit(root)
+        claims, decided = object_store_locks.numbers_in(root)
+        fences = object_store_locks.fence_numbers(root)
+        claim.require_held()
+        store.delete([(root / CONFIG_FNAME).key])
+        last = set() if commit is None else {commit.number}
+        # The last one goes last: an older commit must not come to light again.
+        for some in ({*decided} - last - fences, last):
+            store.delete([(root / f"{COMMITS}/{number}.json").key for number in some])
+        _clear(root, {*found} if commit is None else {*found, commit.attempt})
+        earlier = [(root / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
+        store.delete([*earlier, *beats])
+        claim.forget()
+        store.delete([(root / f"{CLAIMS}/{claim.claim.number}.json").key])
+    except Exception:
+        with _tolerant("a removal was not noted as ended: the next save waits for a while"):
+            claim.end()
+        raise
+    finally:
+        claim.stop()
+
+
+def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
+    # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
+    for folder in (root / DATA / attempt, root):
+        put_surely(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
+
+
+def _clear(root: ObjectPath, attempts: Iterable[str]) -> None:
+    """Delete the data of saves that cannot commit any more, or were replaced."""
+    for attempt in attempts:
+        object_store_locks.delete_below(root / DATA / attempt)
+        root.store.delete([(root / f"{BEATS}/{attempt}").key])
+
+
+@contextmanager
+def _tolerant(what: str) -> Iterator[None]:
+    """Log errors of the store: the work is done, or its error is told already."""
+    try:
+        yield
+    except (OSError, CheckpointingException) as error:
+        logger.warning("%s: %s", what, error)

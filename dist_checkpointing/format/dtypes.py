@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -54,7 +53,7 @@ class DType:
         Raises:
             UnsupportedFormatError: if the installed torch is too old to have it.
         """
-        found = _torch_dtype(self.name)
+        found: torch.dtype | None = getattr(importlib.import_module("torch"), self.name, None)
         if found is None:
             finding = Finding(
                 "the installed torch has no such dtype", found=self.name, remedy="Update torch."
@@ -63,29 +62,22 @@ class DType:
         return found
 
 
-@cache
-def _torch_dtype(name: str) -> torch.dtype | None:
-    return getattr(importlib.import_module("torch"), name, None)
-
-
-def _table() -> tuple[DType, ...]:
-    plain = (
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-        "float16 float32 float64 complex64 complex128"
-    )
-    rows = [
-        DType(name, own, own.newbyteorder("<").str, own)
-        for name, own in ((name, np.dtype(name)) for name in plain.split())
-    ]
-    extended = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-    rows += [
-        DType(name, own, name, np.dtype(f"i{own.itemsize}"))
-        for name, own in ((name, np.dtype(getattr(ml_dtypes, name))) for name in extended.split())
-    ]
-    return tuple(rows)
-
-
-ELEMENT_TYPES = _table()
+_PLAIN = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+    "float16 float32 float64 complex64 complex128"
+)
+_EXTENDED = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+ELEMENT_TYPES: tuple[DType, ...] = (
+    *(
+        DType(dtype.name, dtype, dtype.newbyteorder("<").str, dtype)
+        for dtype in map(np.dtype, _PLAIN.split())
+    ),
+    *(
+        DType(name, dtype, name, np.dtype(f"i{dtype.itemsize}"))
+        for name in _EXTENDED.split()
+        for dtype in [np.dtype(getattr(ml_dtypes, name))]
+    ),
+)
 _BY_NAME = {row.name: row for row in ELEMENT_TYPES}
 _BY_ZARR_V2 = {row.zarr_v2: row for row in ELEMENT_TYPES}
 

@@ -1,5 +1,4 @@
-"""Boxes, flat ranges, chunk grids, and the irregular pieces of a tensor without a grid: all index
-arithmetic.
+"""Boxes, flat ranges, chunk grids, and the pieces of tensors without one: all index arithmetic.
 
 The pieces of all tensors are one set of arrays, so that what is done with all of them takes no
 Python for each. A distributed optimizer has one piece a rank and a parameter.
@@ -338,10 +337,6 @@ class Pieces:
             raise ValueError(text)
         return cls(offsets, shapes, flat)
 
-    def are_inside(self, shape: Sequence[int]) -> bool:
-        """Whether all pieces lie in a tensor of this shape."""
-        return bool((self.offsets + self.shapes <= np.array(shape, dtype=np.int64)).all())
-
     def __getitem__(self, row: int) -> tuple[Box, tuple[int, int] | None]:
         start, stop = self.flat[row].tolist()
         box = Box(tuple(self.offsets[row].tolist()), tuple(self.shapes[row].tolist()))
@@ -408,18 +403,13 @@ class PieceColumns(Mapping[str, Pieces]):
         """The pieces of all of these together; no two may hold the same tensor."""
         width = max((table.offsets.shape[1] for table in tables), default=0)
         counts = [np.diff(table.starts) for table in tables]
-        pad = [((0, 0), (0, width - table.offsets.shape[1])) for table in tables]
-        offsets = [np.pad(table.offsets, p) for table, p in zip(tables, pad, strict=True)]
-        shapes = [
-            np.pad(table.shapes, p, constant_values=1) for table, p in zip(tables, pad, strict=True)
-        ]
         none = np.empty((0, width), dtype=np.int64)
         return cls(
             [*itertools.chain.from_iterable(table.keys_column for table in tables)],
             np.cumsum(np.concatenate([[0], *counts]), dtype=np.int64),
             np.concatenate([none[:, :0].ravel(), *(table.ndim for table in tables)]),
-            np.concatenate([none, *offsets]),
-            np.concatenate([none, *shapes]),
+            np.concatenate([none, *(padded(table.offsets, width, 0) for table in tables)]),
+            np.concatenate([none, *(padded(table.shapes, width, 1) for table in tables)]),
             np.concatenate([np.empty((0, 2), dtype=np.int64), *(table.flat for table in tables)]),
         )
 

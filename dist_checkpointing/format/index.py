@@ -1,11 +1,8 @@
-"""The index: keys, global shapes, dtypes and chunks that a checkpoint holds,
-``.dckpt/index.json``, and whether the files there can hold what it claims.
+"""The index: keys, shapes, dtypes and chunks that a checkpoint holds, ``.dckpt/index.json``.
 
 One small JSON file of columns, whatever the number of ranks. It is read by rank 0, and only the
-rows that a load asks for become objects.
-
-A line of an index may ask for any amount of memory or work. What it says of a large tensor is
-believed when the files have the bytes, and the chunks, that it speaks of.
+rows that a load asks for become objects. It may ask for any amount of memory or work: what it says
+of a large tensor is believed when the files have the bytes, and the chunks, that it speaks of.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -42,20 +39,6 @@ from dist_checkpointing.format.geometry import (
 )
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.threads import paused_collector
-
-__all__ = [
-    "FORMAT",
-    "FORMAT_MINOR",
-    "INDEX_NAME",
-    "MAX_AXES",
-    "Index",
-    "PieceColumns",
-    "Pieces",
-    "StoredTensor",
-    "ints_from_json",
-    "read_index",
-    "write_index",
-]
 
 
 def json_text(value: object) -> str:
@@ -127,13 +110,6 @@ def _parsed_rows(text: bytes) -> Int64s:
     return rows_from_lists(local_folder.parse_json(text))
 
 
-def pieces_of_json(content: Any, tables: Sequence[Pieces]) -> PieceColumns:
-    """The pieces of all tensors, of what ``without_pieces`` has left and found."""
-    if not isinstance(content, dict) or [*content.values()] != [*range(len(tables))]:
-        raise ValueError("expected pieces by key")
-    return PieceColumns.of(dict(zip(content, tables, strict=True)))
-
-
 def strings(values: Any) -> list[str]:
     """A list of strings, checked."""
     if not isinstance(values, list) or not {str}.issuperset(map(type, values)):
@@ -175,13 +151,6 @@ def extents(key: str, shape: Any) -> list[int]:
         return ints_from_json(shape)
     except ValueError as error:
         raise ValueError(f"{key!r}: {error}") from None
-
-
-def optional_string(value: Any) -> str | None:
-    """A string or None, checked."""
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"expected a string, found {value!r}")
-    return value
 
 
 _is_fingerprint = re.compile("[0-9a-f]{32}").fullmatch
@@ -246,6 +215,27 @@ class StoredTensor:
     def undivided(cls, key: str, dtype: dtypes.DType, shape: Sequence[int]) -> StoredTensor:
         """A tensor that is stored as one chunk."""
         return cls(key, dtype, tuple(shape), tuple(max(1, extent) for extent in shape))
+
+
+def _for_last_keys(
+    find: Callable[[Index, Iterable[str]], T],
+) -> Callable[[Index, Iterable[str]], T]:
+    """Remember what was found for the last tuple of keys, for which the steps of a load all ask."""
+
+    @wraps(find)
+    def found(index: Index, keys: Iterable[str]) -> T:
+        if type(keys) is not tuple:
+            return find(index, keys)
+        last, results = index.__dict__.get("_last", (None, {}))
+        if last is not keys:
+            results = {}
+            index.__dict__["_last"] = (keys, results)
+        if find not in results:
+            results[find] = find(index, keys)
+        known: T = results[find]
+        return known
+
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,26 +308,10 @@ class Index(Mapping[str, StoredTensor]):
         # What is only remembered does not travel.
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def _remembered(self, what: str, keys: Iterable[str], find: Callable[[], T]) -> T:
-        """What was found for the same tuple of keys, for which the steps of a load all ask."""
-        if type(keys) is not tuple:
-            return find()
-        last, found = self.__dict__.get("_last", (None, {}))
-        if last is not keys:
-            found = {}
-            self.__dict__["_last"] = (keys, found)
-        if what not in found:
-            found[what] = find()
-        known: T = found[what]
-        return known
-
+    @_for_last_keys
     def rows_of(self, keys: Iterable[str]) -> Int64s:
         """Position of each key in the columns; -1 for a key that is not there."""
-
-        def find() -> Int64s:
-            return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
-
-        return self._remembered("rows", keys, find)
+        return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
 
     @cached_property
     def has_grid(self) -> npt.NDArray[np.bool_]:
@@ -365,18 +339,14 @@ class Index(Mapping[str, StoredTensor]):
         """Dtype of a tensor that it holds."""
         return dtypes.from_name(self.dtype_column[self._row[key]])
 
+    @_for_last_keys
     def dtypes_of(self, keys: Iterable[str]) -> tuple[Int64s, list[dtypes.DType | None]]:
         """Dtype of each key as a position in the list; that of None for a key that is not there."""
-
-        def find() -> tuple[Int64s, list[dtypes.DType | None]]:
-            rows, column = self.rows_of(keys).tolist(), self.dtype_column
-            names = [column[row] if row >= 0 else None for row in rows]
-            number = {name: i for i, name in enumerate(dict.fromkeys(names))}
-            numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
-            types = [None if name is None else dtypes.from_name(name) for name in number]
-            return numbers, types
-
-        return self._remembered("dtypes", keys, find)
+        column = self.dtype_column
+        names = [column[row] if row >= 0 else None for row in self.rows_of(keys).tolist()]
+        number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
+        return numbers, [None if name is None else dtypes.from_name(name) for name in number]
 
     def itemsizes_of(self, keys: Iterable[str]) -> Int64s:
         """Bytes of an element of each tensor; 0 for a key that is not there."""
@@ -384,19 +354,16 @@ class Index(Mapping[str, StoredTensor]):
         sizes = [0 if dtype is None else dtype.itemsize for dtype in types]
         return np.array(sizes, dtype=np.int64)[numbers]
 
+    @_for_last_keys
     def shapes_of(
         self, keys: Iterable[str]
     ) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
         """Global shapes and chunk shapes (None where there are pieces) of tensors that it holds."""
-
-        def find() -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
-            found = self.rows_of(keys)
-            assert not (found < 0).any(), "a tensor that it does not hold"
-            rows = found.tolist()
-            shapes, chunks = self.global_shape_column, self.chunk_shape_column
-            return [shapes[row] for row in rows], [chunks[row] for row in rows]
-
-        return self._remembered("shapes", keys, find)
+        found = self.rows_of(keys)
+        assert not (found < 0).any(), "a tensor that it does not hold"
+        rows = found.tolist()
+        shapes, chunks = self.global_shape_column, self.chunk_shape_column
+        return [shapes[row] for row in rows], [chunks[row] for row in rows]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys_column)
@@ -453,15 +420,20 @@ class Index(Mapping[str, StoredTensor]):
                 raise ValueError("not an index of dist_checkpointing")
             if not is_sound:
                 raise ValueError("the checksum of the index differs")
-            keys = strings(content["keys"])
+            keys, codec = strings(content["keys"]), content["codec"]
+            if codec is not None and not isinstance(codec, str):
+                raise ValueError(f"expected a string, found {codec!r}")
+            pieces = content["pieces"]
+            if not isinstance(pieces, dict) or [*pieces.values()] != [*range(len(tables))]:
+                raise ValueError("expected pieces by key")
             index = cls(
                 keys,
                 strings(content["dtypes"]),
                 shapes(keys, content["global_shapes"]),
                 shapes(keys, content["chunk_shapes"], optional=True),
-                pieces_of_json(content["pieces"], tables),
+                PieceColumns.of(dict(zip(pieces, tables, strict=True))),
                 {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
-                optional_string(content["codec"]),
+                codec,
                 fingerprints_of_json(keys, content.get("fingerprints")),
             )
             index._check()
@@ -479,17 +451,15 @@ class Index(Mapping[str, StoredTensor]):
         if self._is_plain():
             return
         for key, shape, chunk in rows:
-            if chunk is None:
-                if key not in self.pieces:
-                    raise ValueError(f"{key!r} needs either a chunk grid or pieces")
-                pieces = self.pieces[key]
+            pieces = self.pieces.get(key)
+            if (chunk is None) == (pieces is None):
+                raise ValueError(f"{key!r} needs either a chunk grid or pieces")
+            if pieces is not None:
                 if pieces.offsets.shape[1:] != (len(shape),):
                     raise ValueError(f"{key!r} has pieces of another number of axes")
-                if not pieces.are_inside(shape):
+                if not (pieces.offsets + pieces.shapes <= np.array(shape, dtype=np.int64)).all():
                     raise ValueError(f"{key!r} has pieces outside of it")
-            elif key in self.pieces:
-                raise ValueError(f"{key!r} needs either a chunk grid or pieces")
-            elif len(chunk) != len(shape) or 0 in chunk:
+            elif chunk is not None and (len(chunk) != len(shape) or 0 in chunk):
                 raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
 
     def _is_plain(self) -> bool:
@@ -585,20 +555,18 @@ def require_backing(
     stated: Iterable[StatedSize], backing_of: Callable[[StatedSize], Backing]
 ) -> None:
     """Refuse sizes that the files cannot hold."""
-    findings = []
-    for size in stated:
-        backing = backing_of(size)
-        if size.num_bytes > backing.num_bytes or size.num_parts > backing.num_parts:
-            findings.append(
-                Finding(
-                    "it would not fit into the files that are there",
-                    size.key,
-                    expected=f"{size.num_bytes} bytes in {size.num_parts} parts",
-                    found=f"room for {backing.num_bytes} bytes, {backing.num_parts} parts",
-                    path=backing.path,
-                    remedy="Use another checkpoint: parts are lost, or this file is damaged.",
-                )
-            )
+    findings = [
+        Finding(
+            "it would not fit into the files that are there",
+            size.key,
+            expected=f"{size.num_bytes} bytes in {size.num_parts} parts",
+            found=f"room for {backing.num_bytes} bytes, {backing.num_parts} parts",
+            path=backing.path,
+            remedy="Use another checkpoint: parts are lost, or this file is damaged.",
+        )
+        for size, backing in ((size, backing_of(size)) for size in stated)
+        if size.num_bytes > backing.num_bytes or size.num_parts > backing.num_parts
+    ]
     if findings:
         raise CorruptCheckpointError("the checkpoint is not as large as it says", findings)
 

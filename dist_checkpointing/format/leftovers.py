@@ -1,10 +1,7 @@
 """What a failed save or a removal that was cut off left behind, and its cleaning up.
 
-A format whose index is one file stops naming the tensors in one step. What else there is to delete
-is noted before, so that a removal that was cut off is brought to its end by the next one.
-
 ``.dckpt/attempt.json`` names it. Nothing else is deleted, and nothing of it is looked into: it may
-be cut off anywhere.
+be cut off anywhere. A removal notes what there is to delete beside what an index names.
 """
 
 from __future__ import annotations
@@ -19,12 +16,18 @@ import xxhash
 
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, make_own_folder
+from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, Durability, make_own_folder
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 
 REMOVAL_NAME = ".dckpt/removal.json"
+ATTEMPT_NAME = ".dckpt/attempt.json"
+CONFIG_FNAME = "metadata.json"
+PARTS_NAME = ".dckpt/parts"
+"""A name among those of an attempt, and of no file: it writes to disks that not all ranks share."""
+DCP_METADATA_NAME = ".metadata"
+"""Written last by torch DCP, which knows no ``metadata.json``."""
 _MAX_BYTES = 1 << 30
 
 
@@ -80,24 +83,13 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
 def end_removal(folder: Path) -> None:
     """Forget what was written down."""
     path = folder / REMOVAL_NAME
-    if local_folder.is_there(path):
-        local_folder.remove(path, folder)
-        local_folder.fsync_folder(path.parent if local_folder.is_folder(path.parent) else folder)
-
-
-ATTEMPT_NAME = ".dckpt/attempt.json"
-CONFIG_FNAME = "metadata.json"
-PARTS_NAME = ".dckpt/parts"
-"""A name among those of an attempt, and of no file: it writes to disks that not all ranks share."""
-DCP_METADATA_NAME = ".metadata"
-"""Written last by torch DCP, which knows no ``metadata.json``."""
-_MAX_ATTEMPT_BYTES = 1 << 30
-_ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
+    if location.is_there(path):
+        local_folder.remove_all([path], folder)
 
 
 def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     """Name of the last attempt in a folder, and what it was about to create."""
-    data = location.read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
+    data = location.read_own(folder / ATTEMPT_NAME, _MAX_BYTES)
     try:
         content = local_folder.parse_json(data or b"")
         attempt, names = content["attempt"], content["creates"]
@@ -109,14 +101,14 @@ def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     return attempt, frozenset(names)
 
 
-def note_attempt(
-    folder: Path, attempt: str, names: Sequence[str], durability: local_folder.Durability
-) -> None:
-    content = {"attempt": attempt, "creates": names}
-    data = json.dumps(content, separators=(",", ":")).encode()
+def attempt_json(attempt: str, names: Sequence[str]) -> bytes:
+    return json.dumps({"attempt": attempt, "creates": names}, separators=(",", ":")).encode()
+
+
+def note_attempt(folder: Path, attempt: str, names: Sequence[str], durability: Durability) -> None:
     make_own_folder(folder)
     # As a whole: names that are lost would be files that nobody deletes.
-    local_folder.write_content(folder / ATTEMPT_NAME, data, durability)
+    local_folder.write_content(folder / ATTEMPT_NAME, attempt_json(attempt, names), durability)
 
 
 def leftovers(folder: Location) -> frozenset[str]:
@@ -140,9 +132,7 @@ def attempt_of(folder: Location) -> str | None:
 
 def number_of_save(checkpoint_dir: str | PathLike[str]) -> int:
     """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    start = location.read_own_start(
-        as_location(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES
-    )
+    start = _start_in(as_location(checkpoint_dir))
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 
@@ -157,8 +147,11 @@ def _start_of(attempt: str) -> bytes:
 
 def is_in_attempt(folder: Location, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
-    start = location.read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
-    return start == _start_of(attempt)
+    return _start_in(folder) == _start_of(attempt)
+
+
+def _start_in(folder: Location) -> bytes | None:
+    return location.read_own_start(folder / ATTEMPT_NAME, len(_start_of("0" * 32)))
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:
@@ -173,7 +166,7 @@ def clear_temporaries(folder: Path) -> None:
     For a process that has the lock of the folder.
     """
     names = {*leftovers(folder), ATTEMPT_NAME, REMOVAL_NAME, DCP_METADATA_NAME}
-    for path in local_folder.temporaries(names, folder):
+    for path in location.temporaries(names, folder):
         local_folder.remove(path, folder)
 
 
@@ -186,21 +179,17 @@ def _is_inside(name: str) -> bool:
 
 def refuse_foreign(folder: Path, names: Iterable[str], left: frozenset[str]) -> None:
     """Refuse to write over what no save of ours made."""
-    foreign = {n for n in names if n not in left and local_folder.is_there(folder / n)} - {
-        CONFIG_FNAME
-    }
+    foreign = {n for n in names if n not in left and location.is_there(folder / n)}
     # What is written below a link would lie outside of the checkpoint.
     above = {parent for n in names for parent in Path(n).parents}
     links = {p.as_posix() for p in above if p.parts and (folder / p).is_symlink()} - left
     findings = [
         Finding(
-            "is a link, and no unfinished save of ours made it"
-            if name in links
-            else "exists, and no unfinished save of ours made it",
+            f"{'is a link' if name in links else 'exists'}, and no unfinished save of ours made it",
             path=str(folder / name),
             remedy="Save into an empty folder.",
         )
-        for name in sorted(foreign | links)
+        for name in sorted(foreign - {CONFIG_FNAME} | links)
     ]
     if findings:
         raise CheckpointExistsError(f"{folder} is not empty", findings)
@@ -212,5 +201,5 @@ def is_spent(folder: Path) -> bool:
     Raises:
         OSError: if that cannot be found out.
     """
-    names = {*local_folder.names_in(folder), *local_folder.names_in(folder / OWN_FOLDER)}
+    names = {*location.names_in(folder), *location.names_in(folder / OWN_FOLDER)}
     return names <= {OWN_FOLDER, LOCK_NAME}

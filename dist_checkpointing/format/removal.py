@@ -22,7 +22,14 @@ from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS
-from dist_checkpointing.format.commit import data_folder, end_commit, is_committed, read_config
+from dist_checkpointing.format.commit import (
+    StoreAttempt,
+    data_folder,
+    end_commit,
+    is_committed,
+    read_config,
+    remove_from_store,
+)
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -31,7 +38,6 @@ from dist_checkpointing.format.leftovers import (
     is_spent,
     leftovers,
 )
-from dist_checkpointing.format.object_store_commit import StoreAttempt, remove_from_store
 from dist_checkpointing.format.seal import SEAL_NAME, read_seal
 from dist_checkpointing.threads import in_threads
 
@@ -92,9 +98,8 @@ change shows, however coarse the clock of the file system is."""
 def without_values(folder: Location) -> Iterator[Path]:
     """The folder of a checkpoint on a disk, whose tensors may have lost their values.
 
-    Args:
-        folder: of its files. On a disk it is that folder itself; of one in a store a copy, in
-            which the files of values are holes of the same size.
+    On a disk it is that folder itself; of one in a store a copy, in which the files of values are
+    holes of the same size.
 
     Raises:
         UnsupportedFormatError: if it cannot be told which files hold values.
@@ -130,7 +135,7 @@ def without_values(folder: Location) -> Iterator[Path]:
 
 
 @contextmanager
-def changed(location: ObjectPath) -> Iterator[Path]:
+def changed(checkpoint: ObjectPath) -> Iterator[Path]:
     """Let the body change a copy of a checkpoint ``without_values``, and commit what it becomes.
 
     The checkpoint stays as it is until then, also if the body or the store fails.
@@ -140,12 +145,12 @@ def changed(location: ObjectPath) -> Iterator[Path]:
         UnsupportedFormatError: see ``without_values``.
         OSError: if the store does not answer.
     """
-    attempt = StoreAttempt.begin(location, (), overwrite=True)
+    attempt = StoreAttempt.begin(checkpoint, (), overwrite=True)
     try:
-        config, source = read_config(location), data_folder(location)
+        config, source = read_config(checkpoint), data_folder(checkpoint)
         assert isinstance(source, ObjectPath)
         with without_values(source) as root:
-            for name in local_folder.statuses_below(root):
+            for name in location.use_below(root):
                 os.utime(root / name, ns=_UNTOUCHED)
             yield root
             seal = read_seal(root)
@@ -161,7 +166,7 @@ def changed(location: ObjectPath) -> Iterator[Path]:
                 else:
                     target.store.put(target.key, (root / name).read_bytes())
 
-            in_threads(put, sorted(local_folder.statuses_below(root)), _THREADS)
+            in_threads(put, sorted(location.use_below(root)), _THREADS)
         attempt.commit(config)
     except Exception:
         attempt.abandon()

@@ -8,6 +8,7 @@ name is not part of the checkpoint.
 from __future__ import annotations
 
 import json
+import stat
 import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -134,17 +135,16 @@ class Seal:
             columns = (content["files"], content["sizes"], content["digests"])
             etags = content.get("etags") or [None] * len(content["files"])
             files = {
-                str(name): SealedFile(
-                    str(name),
-                    int(size),
-                    None if digest is None else str(digest),
-                    None if etag is None else str(etag),
-                )
+                str(name): SealedFile(str(name), int(size), _text(digest), _text(etag))
                 for name, size, digest, etag in zip(*columns, etags, strict=True)
             }
             tables = {str(name): (str(a), str(b)) for name, (a, b) in content["tables"].items()}
             config = dict(content["config"])
             return cls(str(content["attempt"]), config, files, tables, bool(content["is_open"]))
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def read_seal(folder: Location) -> Seal | None:
@@ -352,8 +352,8 @@ def _replace(folder: Path, seal: Seal) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written again."""
-    if not local_folder.is_file(path):
+    """What changes when a file is written again; unlike the times of its names."""
+    status = local_folder.status_of(path)
+    if status is None or not stat.S_ISREG(status.st_mode):
         return None
-    status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns

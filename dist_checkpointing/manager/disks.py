@@ -14,7 +14,7 @@ from typing import Self
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import (
     CONFIG_FNAME,
@@ -66,7 +66,7 @@ class FastDisks:
             made = comm.exchange(what, make)
 
             def look() -> int:
-                seen = frozenset(local_folder.names_in(folder))
+                seen = frozenset(location.names_in(folder))
                 return next(rank for rank, (name, _) in enumerate(made) if name in seen)
 
             first = comm.exchange(what, look)

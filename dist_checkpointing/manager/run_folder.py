@@ -21,11 +21,11 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
     data_folder,
+    finish_commit,
     is_committed,
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
-from dist_checkpointing.format.object_store_commit import finish_commit
 from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import tell

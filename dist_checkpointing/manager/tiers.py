@@ -25,14 +25,18 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
 from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
-from dist_checkpointing.format.commit import CheckpointingConfig, data_folder, is_committed
+from dist_checkpointing.format.commit import (
+    CheckpointingConfig,
+    begin_attempt,
+    data_folder,
+    is_committed,
+)
 from dist_checkpointing.format.leftovers import (
     CONFIG_FNAME,
     attempt_of,
     number_of_attempt,
     number_of_save,
 )
-from dist_checkpointing.format.object_store_commit import begin_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks, is_part, whole_steps
 from dist_checkpointing.manager.retention import Retention
@@ -60,9 +64,6 @@ class NearStore(ObjectStore):
     prefix: str = ""
     folder: Path = Path()
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-
-    def __reduce__(self) -> tuple[type[ObjectStore], tuple[Any, ...]]:
-        return ObjectStore, ObjectStore.__getstate__(self)  # another process reads the bucket
 
     def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
         size = self._size(key)

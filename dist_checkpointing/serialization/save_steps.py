@@ -22,7 +22,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import (
     as_local_folder,
     as_location,
@@ -35,11 +35,12 @@ from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     Attempt,
     CheckpointingConfig,
+    StoreAttempt,
+    begin_attempt,
     check_distinct,
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, PARTS_NAME, is_in_attempt
-from dist_checkpointing.format.object_store_commit import StoreAttempt, begin_attempt
 from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.mapping import (
     CommonStateDict,
@@ -171,9 +172,9 @@ class Disks:
         """Make the names of what is on each disk durable, where rank 0 cannot do it. Collective."""
         with comm.agreed("securing every disk"):
             if part is not None and comm.rank and durability is Durability.FSYNC:
-                names = [name for name, _ in local_folder.files_below(part.folder, part.folder)]
-                local_folder.fsync_folders([part.folder / name for name in names], part.folder)
-                local_folder.fsync_folder(part.folder)
+                names = [name for name, _ in location.files_below(part.folder, part.folder)]
+                location.fsync_folders([part.folder / name for name in names], part.folder)
+                location.fsync_folder(part.folder)
 
     def commit_part(
         self, part: Attempt | None, config: CheckpointingConfig, durability: Durability, comm: Comm
@@ -504,13 +505,13 @@ class SaveJob:
         self._attempt = attempt
         self._hooks.after_claim(attempt.id)
         if durable:
-            attempt.secure()
+            attempt.make_durable()
 
     def make_durable(self, comm: Comm) -> None:
         """Make durable what a crash must not lose, before a byte is written. Collective."""
         with comm.agreed("claiming the folder"):
             if self._attempt is not None:
-                self._attempt.secure()
+                self._attempt.make_durable()
             self.check_claim()
 
     def check_claim(self) -> None:

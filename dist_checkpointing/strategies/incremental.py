@@ -26,7 +26,7 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.hard_links import share_file
 from dist_checkpointing.filesystem.location import require_local
 from dist_checkpointing.filesystem.object_store import Location
@@ -177,7 +177,7 @@ class BaseParts:
     def is_in_place(self) -> bool:
         """Whether the base is still the same save, committed: no file of another one was shared."""
         try:
-            return is_in_attempt(self.folder, self.seal.attempt) and local_folder.is_file(
+            return is_in_attempt(self.folder, self.seal.attempt) and location.is_file(
                 self.folder / CONFIG_FNAME
             )
         except OSError:

@@ -19,7 +19,7 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
 from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
-from dist_checkpointing.filesystem.object_store_locks import CLAIMS, seeming_holder
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS, last_known_holder
 from dist_checkpointing.format.commit import is_committed, read_commit, read_config
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
@@ -260,7 +260,7 @@ def holder_at(folder: Location) -> Holder | None:
     if isinstance(folder, Path):
         return holder_of(folder)
     with suppress(CorruptCheckpointError):
-        return seeming_holder(folder)
+        return last_known_holder(folder)
     return None
 
 

@@ -12,7 +12,7 @@ import typer
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.verify_checkpoint import Examination, examine_checkpoint
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.tools.inspect.opening import explaining, open_named
 from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
 from dist_checkpointing.tools.runs import CheckpointArgument, Trusted, located
@@ -73,7 +73,7 @@ def read_fingerprints(path: Path) -> dict[str, str]:
     """The fingerprints in a file, by key."""
     remedy = "Write it with dckpt ls --fingerprint --json."
     with local_folder.parsing("the file of fingerprints cannot be read", path, remedy=remedy):
-        content = local_folder.read_json(path, _MAX_BYTES)
+        content = location.read_json(path, _MAX_BYTES)
         if isinstance(content.get("tensors"), list):
             content = {row["key"]: row["fingerprint"] for row in content["tensors"]}
         if not content or not {str}.issuperset(map(type, content.values())):

@@ -91,7 +91,7 @@ def test_what_was_never_committed_is_cleared_away(monkeypatch: pytest.MonkeyPatc
     with CheckpointManager(root, retention=Retention(keep_last=1)) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "dist_checkpointing.format.object_store_commit.StoreAttempt.abandon",
+                "dist_checkpointing.format.commit.StoreAttempt.abandon",
                 lambda attempt: attempt.release(),
             )
             patch.setattr(

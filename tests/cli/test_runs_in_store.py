@@ -15,7 +15,7 @@ from dist_checkpointing.filesystem import object_store_locks
 from dist_checkpointing.filesystem.locks import Holder, Kind
 from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import Claim
-from dist_checkpointing.format.object_store_commit import StoreAttempt
+from dist_checkpointing.format.commit import StoreAttempt
 from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.tools import ls as following
 from samples import Run

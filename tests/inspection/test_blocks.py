@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Box, Pieces
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.storage.streaming import batches, blocks
 
 FLOAT = dtypes.from_name("float32")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Box, Pieces
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.tools.ls import (
     Entry,
     as_tree,

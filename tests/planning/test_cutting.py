@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import ShardedObject, ShardedTensor
-from dist_checkpointing.format.geometry import Box, Ints, largest_divisor_block, split_rows
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Box, Ints, Pieces, largest_divisor_block, split_rows
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout, index_of
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe

@@ -22,13 +22,12 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.geometry import Box, Pieces
 from dist_checkpointing.format.index import (
     FORMAT,
     FORMAT_MINOR,
     INDEX_NAME,
     Index,
-    Pieces,
     StoredTensor,
 )
 from dist_checkpointing.mapping.tensor_memory import DTYPES

@@ -24,8 +24,8 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import Box, Window
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Box, Pieces, Window
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping.tensor_memory import from_torch
 from dist_checkpointing.planning import (

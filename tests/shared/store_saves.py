@@ -12,8 +12,7 @@ import torch
 from dist_checkpointing import ObjectPath, ShardedTensor
 from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.object_store_locks import THREAD
-from dist_checkpointing.format.commit import CheckpointingConfig, read_commit
-from dist_checkpointing.format.object_store_commit import StoreAttempt
+from dist_checkpointing.format.commit import CheckpointingConfig, StoreAttempt, read_commit
 
 CONFIG = CheckpointingConfig("tensorstore")
 OTHER_CONFIG = CheckpointingConfig("zarr", 2)
@@ -37,7 +36,7 @@ def begin(location: ObjectPath, *, overwrite: bool = False) -> StoreAttempt:
 def save(location: ObjectPath, config: CheckpointingConfig = CONFIG, **options: bool) -> str:
     """Save an object that names its attempt, so that a mix of two attempts is seen."""
     attempt = begin(location, **options)
-    attempt.secure()
+    attempt.make_durable()
     put(attempt.folder / "x.bin", attempt.id.encode())
     put(attempt.folder / ".dckpt/seal.json", b'{"checksum":"%032x",' % 7)
     attempt.commit(config)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.comm.rank_failures import GATHER, TENSORS, Record, State, Verdict, conclude
+from dist_checkpointing.comm.rank_failures import GATHER, TENSORS, Record, State, Verdict, decide
 
 STEP = Record(5, "'commit'", "a")
 INSIDE, OUTSIDE, DONE = State.INSIDE, State.OUTSIDE, State.DONE
@@ -16,7 +16,7 @@ def concluded(
     *records: Record | None, step: Record = STEP, late: int = 0, payload: bool = False
 ) -> Verdict | None:
     """``late``: 0 in time, 1 late, 2 too late."""
-    return conclude(
+    return decide(
         {rank: record for rank, record in enumerate(records) if record is not None},
         step,
         len(records),

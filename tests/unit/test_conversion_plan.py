@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.dtypes import from_name
-from dist_checkpointing.format.geometry import Box, ravel_offset
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Box, Pieces, ravel_offset
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.tools.convert import Rules, plan_conversion
 from dist_checkpointing.tools.convert.plan import PlannedTensor, runs, shards
 

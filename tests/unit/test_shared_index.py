@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Box, Pieces
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning import table_exchange as module
 from dist_checkpointing.planning.table_exchange import SharedIndex
 

@@ -23,8 +23,7 @@ from dist_checkpointing.filesystem import object_store_locks
 from dist_checkpointing.filesystem.locks import Holder, Kind
 from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.object_store_locks import Claim, HeldClaim
-from dist_checkpointing.format.commit import read_commit
-from dist_checkpointing.format.object_store_commit import StoreAttempt, remove_from_store
+from dist_checkpointing.format.commit import StoreAttempt, read_commit, remove_from_store
 from store_saves import (
     CONFIG,
     OTHER_CONFIG,

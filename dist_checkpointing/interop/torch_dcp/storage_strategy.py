@@ -25,8 +25,8 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     StrategyNotFoundError,
 )
-from dist_checkpointing.format.geometry import Box, split_flat_range
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Box, Pieces, split_flat_range
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     LoadPlan,

@@ -293,7 +293,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         self._attempt = Attempt.begin(
             self.path, names, overwrite=self.overwrite, durability=writer.options.durability
         )
-        self._attempt.secure()
+        self._attempt.make_durable()
         set_up_writer(writer, rank=0, world_size=len(plans))
         self._writer = writer
         rank_plans = make_rank_plans(laid_out[0][0], writer, self._writes)

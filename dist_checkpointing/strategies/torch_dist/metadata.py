@@ -41,8 +41,8 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
-from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
-from dist_checkpointing.format.index import MAX_AXES, Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import MAX_AXES, Box, Ints, Pieces, ravel_offset
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedObject, tensor_memory
 from dist_checkpointing.planning import MetadataIndex, ReadTable

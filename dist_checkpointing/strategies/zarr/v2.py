@@ -26,8 +26,8 @@ from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import check_raw_key
-from dist_checkpointing.format.geometry import Box, Ints, values_of_part
-from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
+from dist_checkpointing.format.geometry import Box, Ints, ints_from_json, values_of_part
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import (
     end_removal,
     leftovers,

@@ -27,8 +27,8 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.dtypes import DType, from_name
-from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
+from dist_checkpointing.format.geometry import Box, Ints, ints_from_json
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.tools.convert.model_files import MODEL_FILES_KEY, model_files
 from dist_checkpointing.tools.convert.sources import MappedSource
 
@@ -184,7 +184,7 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
     if not path.name.endswith(INDEX_SUFFIX):
         return [path], {}
     with local_folder.parsing("the index cannot be read", path):
-        weight_map = dict(local_folder.read_json(path, _MAX_INDEX_BYTES)["weight_map"])
+        weight_map = dict(location.read_json(path, _MAX_INDEX_BYTES)["weight_map"])
         names = sorted(set(weight_map.values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file outside its folder")

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.format import commit
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
@@ -25,7 +25,7 @@ __all__ = [
 
 def maybe_load_config(checkpoint_dir: str | PathLike[str]) -> CheckpointingConfig | None:
     """The content of ``metadata.json``; None for no folder, and for one without the file."""
-    if not checkpoint_dir or not local_folder.is_file(Path(checkpoint_dir) / CONFIG_FNAME):
+    if not checkpoint_dir or not location.is_file(Path(checkpoint_dir) / CONFIG_FNAME):
         return None
     return commit.read_config(checkpoint_dir)
 
@@ -33,7 +33,7 @@ def maybe_load_config(checkpoint_dir: str | PathLike[str]) -> CheckpointingConfi
 def check_is_distributed_checkpoint(checkpoint_dir: str | PathLike[str]) -> bool:
     """Whether there is a ``metadata.json`` that can be read."""
     # Plain checkpoints of torch DCP have none, and Megatron's training has its own code for them.
-    is_there = bool(checkpoint_dir) and local_folder.is_file(Path(checkpoint_dir) / CONFIG_FNAME)
+    is_there = bool(checkpoint_dir) and location.is_file(Path(checkpoint_dir) / CONFIG_FNAME)
     return is_there and commit.check_is_distributed_checkpoint(checkpoint_dir)
 
 
