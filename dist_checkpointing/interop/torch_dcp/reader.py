@@ -41,27 +41,19 @@ from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
     open_checkpoint,
 )
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
+from dist_checkpointing.strategies.unplanned_strategies import as_planned
 from dist_checkpointing.validation.load_errors import overlap_finding
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
-
-
 _FORMAT = "dist_checkpointing.dcp_keys"
-
-
 _MAX_BYTES = 1 << 32
-
-
 KeyPath = tuple[str | int, ...]
-
-
 """Steps into dicts (texts) and lists (numbers)."""
 
 
@@ -292,7 +284,7 @@ class DCPReader(dcp_storage.StorageReader):
 
         Raises:
             CheckpointNotFoundError: if the folder holds no committed checkpoint.
-            UnsupportedFormatError: if the strategy cannot be a DCP storage.
+            UnsupportedFormatError: if two values have one name.
             CorruptCheckpointError: if something is missing or damaged.
         """
         self._folder = data_folder(self.path)
@@ -300,13 +292,8 @@ class DCPReader(dcp_storage.StorageReader):
         sharded, common = found.sharded, found.common
         if self.trusted:
             sharded, common = sharded.trusting(), common.trusting()
-        if not isinstance(sharded, PlannedLoadStrategy):
-            finding = Finding(
-                "DCP needs a PlannedLoadStrategy", found=type(sharded).__name__, path=str(self.path)
-            )
-            raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
         self._found = LoadStrategies(found.config, sharded, common)
-        self._reader = sharded.make_reader(self._folder)
+        self._reader = as_planned(sharded).make_reader(self._folder)
         self._index = self._reader.read_metadata()
         state = common.load_common(self._folder)
         paths = self._name_values(state)
@@ -385,8 +372,7 @@ class DCPReader(dcp_storage.StorageReader):
                 filled.append((item, tensor))
             elif name in self._objects:
                 objects[name] = self._objects[name].without_data()
-        strategy = self._found.sharded
-        assert isinstance(strategy, PlannedLoadStrategy)
+        strategy = as_planned(self._found.sharded)
         own_objects: dict[str, ShardedObject] = objects if handles_objects(strategy) else {}
         for leaf in own_objects.values():
             leaves[(Position(len(leaves)),)] = leaf

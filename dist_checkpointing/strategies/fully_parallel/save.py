@@ -29,11 +29,7 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 
 T = TypeVar("T")
-
-
 GivenGroup = dist.ProcessGroup | Comm | None
-
-
 """A process group, the comm of simulated ranks, or None for all ranks."""
 
 
