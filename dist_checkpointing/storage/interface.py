@@ -169,11 +169,7 @@ def _stored_indices(plan: SavePlan) -> list[MetadataIndex]:
 
 
 T = TypeVar("T")
-
-
 _UNKNOWN = Path()
-
-
 """The folder of a writer or a reader that its strategy has not told yet."""
 
 

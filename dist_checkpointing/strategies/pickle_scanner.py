@@ -30,6 +30,7 @@ VALUE_BYTES = 16
 
 # Estimates of what objects need here or in an unpickler, whichever is more.
 _CONTAINER_BYTES = {"list": 96, "dict": 96, "set": 256, "tuple": 160, "call": 160}
+_KEEP_ITEMS = frozenset({"tuple", "storage"})
 _ELEMENT_BYTES = 64  # in a copy of a container
 _BIG_OBJECT_BYTES = 1024  # tensors and deques
 _GLOBAL_BYTES = 192
@@ -137,7 +138,17 @@ class _Walk:
         while True:
             opcode = data[position]
             position += 1
-            if opcode in {0x71, 0x72}:  # BINPUT, LONG_BINPUT
+            if opcode == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+                memoized = True
+            elif opcode in {0x68, 0x6A}:  # BINGET, LONG_BINGET
+                width = 1 if opcode == 0x68 else 4
+                value = memo[int.from_bytes(data[position : position + width], "little")]
+                if type(value) is Stub:
+                    value.is_used = True
+                stack.append(value)
+                position += width
+            elif opcode in {0x71, 0x72}:  # BINPUT, LONG_BINPUT
                 width = 1 if opcode == 0x71 else 4
                 index = int.from_bytes(data[position : position + width], "little")
                 position += width
@@ -145,28 +156,12 @@ class _Walk:
                     memo.append(stack[-1])
                 else:
                     self._put(index)
-            elif opcode == 0x94:  # MEMOIZE
-                memo.append(stack[-1])
-                memoized = True
-            elif opcode in _TEXTS:
-                value, position = self._text(opcode, position, size)
-                stack.append(value)
-            elif opcode == 0x68:  # BINGET
-                stack.append(self._get(data[position]))
-                position += 1
             elif opcode == 0x4B:  # BININT1
                 stack.append(data[position])
                 position += 1
-            elif opcode == 0x6A:  # LONG_BINGET
-                stack.append(self._get(int.from_bytes(data[position : position + 4], "little")))
-                position += 4
-            elif opcode == 0x28:  # MARK
-                if len(self._below) == _MOST_MARKS:
-                    raise BadPickle(f"it is nested more than {MOST_LEVELS} levels deep")
-                self._below.append(stack)
-                stack = self._stack = []
-            elif opcode in _CONSTANTS:
-                stack.append(_CONSTANTS[opcode])
+            elif opcode in _TEXTS:
+                value, position = self._text(opcode, position, size)
+                stack.append(value)
             elif opcode in _TUPLES:
                 count = _TUPLES[opcode]
                 items = stack[-count:]
@@ -174,9 +169,24 @@ class _Walk:
                     raise BadPickle("its opcodes contradict each other")
                 del stack[-count:]
                 stack.append(self._new("tuple", items))
+            elif opcode in {0x52, 0x81, 0x92}:  # REDUCE, NEWOBJ, NEWOBJ_EX
+                self._call(opcode)
+            elif opcode == 0x28:  # MARK
+                if len(self._below) == _MOST_MARKS:
+                    raise BadPickle(f"it is nested more than {MOST_LEVELS} levels deep")
+                self._below.append(stack)
+                stack = self._stack = []
             elif opcode in {0x75, 0x65, 0x90}:  # SETITEMS, APPENDS, ADDITEMS
                 items, stack = stack, self._pop_mark()
                 self._fill(stack[-1], items)
+            elif opcode == 0x62:  # BUILD
+                self._build()
+            elif opcode == 0x29:  # EMPTY_TUPLE
+                stack.append(_EMPTY_TUPLE)
+            elif opcode in _EMPTY:
+                stack.append(self._new(_EMPTY[opcode], ()))
+            elif opcode in _CONSTANTS:
+                stack.append(_CONSTANTS[opcode])
             elif opcode in {0x73, 0x61}:  # SETITEM, APPEND
                 count = 2 if opcode == 0x73 else 1
                 items = stack[-count:]
@@ -189,10 +199,6 @@ class _Walk:
                 items, stack = stack, self._pop_mark()
                 self._allocate(_ELEMENT_BYTES * len(items))
                 stack.append(self._new("set", items))
-            elif opcode in _EMPTY:
-                stack.append(self._new(_EMPTY[opcode], ()))
-            elif opcode == 0x29:  # EMPTY_TUPLE
-                stack.append(_EMPTY_TUPLE)
             elif opcode == 0x47:  # BINFLOAT
                 stack.append(_FLOAT.unpack_from(data, position)[0])
                 position += 8
@@ -205,10 +211,6 @@ class _Walk:
             elif opcode in {0x8A, 0x8B}:  # LONG1, LONG4
                 value, position = self._long(opcode, position, size)
                 stack.append(value)
-            elif opcode in {0x52, 0x81, 0x92}:  # REDUCE, NEWOBJ, NEWOBJ_EX
-                self._call(opcode)
-            elif opcode == 0x62:  # BUILD
-                self._build()
             elif opcode == 0x63:  # GLOBAL
                 first = data.find(b"\n", position)
                 last = data.find(b"\n", first + 1)
@@ -257,12 +259,6 @@ class _Walk:
         else:
             raise BadPickle(f"it gives number {index} to its value {len(memo)}")
 
-    def _get(self, index: int) -> Any:
-        value = self._memo[index]
-        if type(value) is Stub:
-            value.is_used = True
-        return value
-
     def _text(self, opcode: int, position: int, size: int) -> tuple[Any, int]:
         width = _TEXTS[opcode]
         data = self._data
@@ -291,10 +287,12 @@ class _Walk:
         return value, begin + length
 
     def _new(self, kind: str, items: Sequence[Any]) -> Stub:
-        stub = Stub(kind, items=items if kind in ("tuple", "storage") else None)
-        self._allocate(stub.size + VALUE_BYTES * len(items))
+        stub = Stub(kind, items=items if kind in _KEEP_ITEMS else None)
         if items:
+            self._allocate(stub.size + VALUE_BYTES * len(items))
             self._add_parts(stub, items)
+        else:
+            self._allocate(stub.size)
         return stub
 
     def _add_parts(self, stub: Stub, items: Sequence[Any]) -> None:
@@ -374,13 +372,23 @@ _MOST_PACKED = 4  # quantized elements in a byte
 _MOST_COUNT = 1 << 24
 _LEAST_ARRAY_ELEMENTS = 1 << 16
 _ENCODINGS = frozenset({"latin1", "latin-1", "ascii", "utf-8", "utf8"})
+_ARRAYS = frozenset({f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")})
 _MAKES_BYTES = frozenset({"_codecs.encode", "builtins.bytes", "builtins.bytearray"})
 
 Rule = Callable[[str, Sequence[Any]], int]
 
 
+@lru_cache(maxsize=1024)
+def _check_empty_call(name: str) -> int:
+    """The bytes of a call without arguments, as most are: of a class, whose state follows."""
+    rule = _rule(name)
+    return 0 if rule is None else rule(name, ())
+
+
 def check_call(name: str, args: Sequence[Any]) -> tuple[int, int]:
     """Bytes that a call allocates: in all, and to copy its arguments (literals and Stubs)."""
+    if not args:
+        return _check_empty_call(name), 0
     copied = 0
     for arg in args:
         copied += _copied(arg)
@@ -415,13 +423,15 @@ def _copied(value: Any) -> int:
 def _check_state(target: Stub, state: Any) -> int:
     """Bytes that an object allocates to copy its state."""
     kind = state.kind if isinstance(state, Stub) else ""
+    if kind == "dict" and target.name not in _ARRAYS:
+        return _ELEMENT_BYTES * int(state.length)
     items: Sequence[Any] = (state.items or ()) if kind == "tuple" else ()
     if target.name.startswith("torch."):
         if items and isinstance(items[0], Stub) and items[0].kind == "storage":
             _view(target.name, items)  # of a tensor, in old files
         elif kind == "list":
             raise BadPickle(f"a list as the state of a {target.name}")
-    elif target.name.endswith(".multiarray._reconstruct"):
+    elif target.name in _ARRAYS:
         shape = _ints(target.name, items[1]) if len(items) > 1 else ()
         count = math.prod(shape)
         if not items or count > max(_LEAST_ARRAY_ELEMENTS, sum(map(_length, items))):

@@ -47,20 +47,13 @@ from dist_checkpointing.strategies.selection import (
     open_checkpoint,
 )
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
+from dist_checkpointing.strategies.unplanned_strategies import as_planned
 from dist_checkpointing.validation.load_errors import overlap_finding
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
-
-
 _FORMAT = "dist_checkpointing.dcp_keys"
-
-
 _MAX_BYTES = 1 << 32
-
-
 KeyPath = tuple[str | int, ...]
-
-
 """Steps into dicts (texts) and lists (numbers)."""
 
 
@@ -291,13 +284,14 @@ class DCPReader(dcp_storage.StorageReader):
 
         Raises:
             CheckpointNotFoundError: if the folder holds no committed checkpoint.
+            UnsupportedFormatError: if two values have one name.
             CorruptCheckpointError: if something is missing or damaged.
         """
         self._folder = data_folder(self.path)
         found = open_checkpoint(self._folder, self._backend, trusted=self.trusted)
         sharded, common = found.sharded, found.common
         self._found = found
-        self._reader = sharded.make_reader(self._folder)
+        self._reader = as_planned(sharded).make_reader(self._folder)
         self._index = self._reader.read_metadata()
         state = common.load_common(self._folder)
         paths = self._name_values(state)
@@ -376,7 +370,7 @@ class DCPReader(dcp_storage.StorageReader):
                 filled.append((item, tensor))
             elif name in self._objects:
                 objects[name] = self._objects[name].without_data()
-        strategy = self._found.sharded
+        strategy = as_planned(self._found.sharded)
         own_objects: dict[str, ShardedObject] = objects if handles_objects(strategy) else {}
         for leaf in own_objects.values():
             leaves[(Position(len(leaves)),)] = leaf

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
@@ -35,17 +36,11 @@ from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.unplanned_strategies import as_planned
 
 _ALIGNMENT_BYTES = 16
-
-
 """Tensors of any dtype may begin at such a position in a message."""
 
 
 Rows = npt.NDArray[np.void]
-
-
 _HEAD = struct.Struct("<QQ")
-
-
 _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsize", "<i8")])
 
 
@@ -189,7 +184,8 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
         for first in range(0, size // itemsize, step):
             last = min(first + step, size // itemsize)
             num_bytes = (last - first) * itemsize
-            start = _aligned(runs[-1].start + runs[-1].num_bytes) if runs else 0
+            end = runs[-1].start + runs[-1].num_bytes if runs else 0
+            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             if runs and start + num_bytes > most_bytes:
                 yield _message(reader, runs)
                 runs.clear()
@@ -199,17 +195,11 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
         yield _message(reader, runs)
 
 
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
 def _message(source: int, runs: Sequence[ElementRun]) -> Message:
     return Message(source, tuple(runs), runs[-1].start + runs[-1].num_bytes)
 
 
 Arrays = Callable[[int], torch.Tensor]
-
-
 """Row -> its memory on this rank."""
 
 
@@ -257,12 +247,10 @@ class _Packing:
         """The bytes of a message that this rank sends."""
         data = self.room(number)
         if self._runs[number] is None:
-            try:
+            with self._keeping_error():
                 for run in self._messages[number].runs:
                     for own, values in self._boxes(run, data):
                         values.copy_(own)
-            except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
-                self.error = self.error or error
         return data
 
     def room(self, number: int) -> torch.Tensor:
@@ -273,13 +261,18 @@ class _Packing:
     def unpack(self, number: int, data: torch.Tensor) -> None:
         """Copy what has arrived to its destinations, unless it was received there."""
         wanted = [run for run in self._messages[number].runs if run.row >= 0]
-        try:
+        with self._keeping_error():
             if self._runs[number] is None:
                 for run in wanted:
                     for own, values in self._boxes(run, data):
                         own.copy_(values)
             self._report(sum(run.num_bytes for run in wanted))
-        except Exception as error:  # noqa: BLE001 - as above
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
             self.error = self.error or error
 
     def _boxes(
@@ -310,8 +303,6 @@ class _Packing:
 
 
 MIN_SHARED_BYTES = 16 * 2**20
-
-
 """Sharing takes about 10 ms, however little is shared (two gloo ranks on one machine).
 
 Two ranks that each read half of 16 MiB save that much time if a rank reads 1 GB/s, and more if it
@@ -320,11 +311,7 @@ reads less. From the page cache each rank was faster alone at any size.
 
 
 ExchangeAlgorithm = Literal["broadcast", "gather_object", "gather_rounds"]
-
-
 _SHARING = "sharing out the reads"
-
-
 _PASSING = "passing on what was read"
 
 
