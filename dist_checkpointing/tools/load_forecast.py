@@ -372,8 +372,8 @@ def forecast_of(
         wanted_bytes = 0
         for leaf in want.tensors.values():
             if leaf.key not in unfit:
-                for own in (leaf,) if made is None else source_leaves(made, leaf):
-                    shard = WantedShard(own.key, own.box, own.flat_range, 0)
+                for source in (leaf,) if made is None else source_leaves(made, leaf):
+                    shard = WantedShard(source.key, source.box, source.flat_range, 0)
                     parts, uncovered = planner.parts_of(shard)
                     touched += parts
                     misfits += uncovered
