@@ -319,10 +319,6 @@ def compare_checkpoints(
     same_shape = [key for key in common if first[key].shape == second[key].shape]
     found = dict.fromkeys(same_shape, Difference())
 
-    def compare(key: str, box: Box, a: torch.Tensor, b: torch.Tensor) -> None:
-        found[key] = found[key].with_more(compare_tensors(a, b, tolerance, box.offset))
-        report(a.nbytes)
-
     # Tensors with the same fingerprint are the same bit for bit, NaN included.
     ours, theirs = first.index.fingerprints, second.index.fingerprints
     to_read = [
@@ -331,7 +327,17 @@ def compare_checkpoints(
     for key in set(same_shape) - set(to_read):
         found[key] = Difference(num_compared=first[key].num_elements)
         report(first[key].num_bytes)
-    _stream_pairs(first, second, to_read, memory_bytes, compare)
+
+    def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(first.read(batch), second.read(batch), strict=True)
+
+    def compare(key: str, box: Box, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        found[key] = found[key].with_more(compare_tensors(*pair, tolerance, box.offset))
+        report(pair[0].nbytes)
+
+    most = memory_bytes // 2
+    boxes = _boxes_of_both(first, second, to_read, most)
+    stream(in_batches(boxes, most, MOST_BOXES), read, compare)
     tensors = [
         TensorComparison(
             key,
@@ -355,23 +361,6 @@ def compare_checkpoints(
         len(same_shape) - len(to_read),
         left_out,
     )
-
-
-def _stream_pairs(
-    first: Checkpoint,
-    second: Checkpoint,
-    keys: Iterable[str],
-    memory_bytes: int,
-    use: Callable[[str, Box, torch.Tensor, torch.Tensor], None],
-) -> None:
-    """Read tensors of one shape from both checkpoints, block by block."""
-    most = memory_bytes // 2
-
-    def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(first.read(batch), second.read(batch), strict=True)
-
-    together = in_batches(_boxes_of_both(first, second, keys, most), most, MOST_BOXES)
-    stream(together, read, lambda key, box, pair: use(key, box, *pair))
 
 
 def _boxes_of_both(
@@ -409,10 +398,10 @@ def compare_tensors(
     total = Difference(num_compared=a.numel())
     start = 0
     for x, y in zip(values.slabs(a), values.slabs(b), strict=True):
-        found, place = _compare_slab(x, y, tolerance)
+        found, position = _compare_slab(x, y, tolerance)
         total = total.with_more(Difference(norm_before=_norm(x)))
-        if place is not None:
-            index = np.unravel_index(start + place, a.shape) if a.ndim else ()
+        if position is not None:
+            index = np.unravel_index(start + position, a.shape) if a.ndim else ()
             offset = origin or (0,) * a.ndim
             where = tuple(int(i) + o for i, o in zip(index, offset, strict=True))
             pair = a[index].item() if a.ndim else a.item(), b[index].item() if a.ndim else b.item()
@@ -430,12 +419,12 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
         unequal = x != y
     if tolerance.equal_nan and x.dtype.kind in "fc":
         unequal &= ~(np.isnan(x) & np.isnan(y))
-    places = np.flatnonzero(unequal)
-    if not len(places):
+    differing = np.flatnonzero(unequal)
+    if not len(differing):
         return Difference(), None
     # 64-bit integers are exact in this type too.
     wide = np.complex128 if x.dtype.kind == "c" else np.longdouble
-    p, q = x[places].astype(wide), y[places].astype(wide)
+    p, q = x[differing].astype(wide), y[differing].astype(wide)
     with np.errstate(all="ignore"):
         distance: Array = np.abs(np.subtract(p, q))
         size = np.abs(q)
@@ -443,17 +432,17 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
         differs = ~(distance <= tolerance.atol + tolerance.rtol * size)
         # Infinities of one sign are equal, and so not here; others are not within any tolerance.
         differs |= np.isinf(p) | np.isinf(q)
-        distance, size, places = distance[differs], size[differs], places[differs]
-        if not len(places):
+        distance, size, differing = distance[differs], size[differs], differing[differs]
+        if not len(differing):
             return Difference(), None
         relative = distance / size
     found = Difference(
-        len(places),
+        len(differing),
         max_abs=_largest(distance),
         max_rel=_largest(relative),
         norm_of_change=_norm(distance),
     )
-    return found, int(places[0])
+    return found, int(differing[0])
 
 
 def _norm(values: Array) -> float:
@@ -501,15 +490,15 @@ def compare_values(
 ) -> list[ValueComparison]:
     """The entries of two nests of plain values that are not the same."""
     left, right = values.entries(a, name), values.entries(b, name)
+
+    def text(entries: Mapping[str, Any], path: str) -> str | None:
+        return values.value_text(entries[path]) if path in entries else None
+
     return [
-        ValueComparison(path, (_text(left, path), _text(right, path)))
+        ValueComparison(path, (text(left, path), text(right, path)))
         for path in dict.fromkeys([*left, *right])
         if path not in left or path not in right or not _same(left[path], right[path], tolerance)
     ]
-
-
-def _text(entries: Mapping[str, Any], path: str) -> str | None:
-    return values.value_text(entries[path]) if path in entries else None
 
 
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:

@@ -363,8 +363,8 @@ def forecast_of(
         wanted_bytes = 0
         for leaf in want.tensors.values():
             if leaf.key not in unfit:
-                for own in (leaf,) if made is None else source_leaves(made, leaf):
-                    parts, uncovered = planner.parts_of(own)
+                for source in (leaf,) if made is None else source_leaves(made, leaf):
+                    parts, uncovered = planner.parts_of(source)
                     touched += parts
                     misfits += uncovered
                 start, stop = leaf.flat_range or (0, leaf.box.num_elements)

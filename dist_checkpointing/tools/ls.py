@@ -118,20 +118,20 @@ def ls(
     Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
     """
     wanted = name_filter(pattern, regex=regex)
-    place = located(checkpoint)
+    path = located(checkpoint)
     of_one = pattern is not None or everything or fingerprint or tree or depth is not None
     if follow and of_one:
         raise ValueError("--follow shows saves: it takes no PATTERN and no option but --json")
-    if is_run(place):
+    if is_run(path):
         if of_one:
-            raise ValueError(f"{place} is a run: name a step of it, as {place}@{LATEST}")
+            raise ValueError(f"{path} is a run: name a step of it, as {path}@{LATEST}")
         if not (follow and as_json):
-            print_run(read_run(place), as_json=as_json)
+            print_run(read_run(path), as_json=as_json)
     if follow:
-        raise typer.Exit(follow_saves(place, as_json=as_json))
-    if is_run(place):
+        raise typer.Exit(follow_saves(path, as_json=as_json))
+    if is_run(path):
         return
-    opened = open_tensors(place, trusted=trusted)
+    opened = open_tensors(path, trusted=trusted)
     with paused_collector():
         tensors = list(tensor_entries(opened.index, wanted))
         others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else []
@@ -359,35 +359,27 @@ def as_tree(entries: Iterable[Entry]) -> Branch:
     """The entries as a tree of the parts of their keys, which are separated by ``.`` and ``/``."""
     root = Branch("")
     for entry in entries:
-        above, branch = root, root
+        path = [root]
         for name in entry.key.replace("/", ".").split(".", _MAX_LEVELS):
-            above, known = branch, branch.below
-            if name in known:
-                branch = known[name]
-            else:
-                branch = known[name] = Branch(name)
+            below = path[-1].below
+            if name not in below:
+                below[name] = Branch(name)
+            path.append(below[name])
         # If two keys differ only in their separators, the second gets its own line.
-        if branch.entry is not None:
-            branch = above.below.setdefault(entry.key, Branch(entry.key))
-        branch.entry = entry
-    _sum_up(root)
+        if path[-1].entry is not None:
+            path[-1] = path[-2].below.setdefault(entry.key, Branch(entry.key))
+        path[-1].entry = entry
+        for branch in path:
+            branch.num_entries += 1
+            branch.num_bytes += entry.num_bytes
     return root
-
-
-def _sum_up(branch: Branch) -> None:
-    entry = branch.entry
-    branch.num_entries, branch.num_bytes = (1, entry.num_bytes) if entry else (0, 0)
-    for child in branch.below.values():
-        _sum_up(child)
-        branch.num_entries += child.num_entries
-        branch.num_bytes += child.num_bytes
 
 
 def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[str, str, str]]:
     last = len(branch.below) - 1
-    for place, below in enumerate(branch.below.values()):
+    for position, below in enumerate(branch.below.values()):
         child, name = _joined(below)
-        text = f"{indent}{'└── ' if place == last else '├── '}{name}"
+        text = f"{indent}{'└── ' if position == last else '├── '}{name}"
         if child.entry is not None and not child.below:
             yield text, *_leaf_facts(child.entry)
             continue
@@ -398,9 +390,9 @@ def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[
             continue
         if child.entry is not None:
             # It is a tensor itself, and also a prefix of other keys.
-            own = Branch(".", entry=child.entry)
-            child = Branch(child.name, below={".": own, **child.below})
-        longer = f"{indent}{'    ' if place == last else '│   '}"
+            itself = Branch(".", entry=child.entry)
+            child = Branch(child.name, below={".": itself, **child.below})
+        longer = f"{indent}{'    ' if position == last else '│   '}"
         yield from _branches(child, longer, None if depth is None else depth - 1)
 
 

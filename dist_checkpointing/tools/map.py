@@ -172,13 +172,13 @@ def _of_pieces(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writer
         ranks = exact.get((box, flat))
         if ranks is None:
             # The format may have cut the piece into smaller boxes.
-            own = boxes_of_part(box, flat)
+            boxes = boxes_of_part(box, flat)
             ranks = {
                 _rank(part)
                 for part in parts
                 if any(
                     a.intersect(b) is not None
-                    for a in own
+                    for a in boxes
                     for b in boxes_of_part(part.box, part.flat_range)
                 )
             }

@@ -239,7 +239,7 @@ def in_columns(
         yield painted(_line(headers, widths, to_right), "bold")
     # One formatting operation for each row, because there may be very many rows.
     form = _GAP.join(
-        f"%{width}s" if place in to_right else f"%-{width}s" for place, width in enumerate(widths)
+        f"%{width}s" if number in to_right else f"%-{width}s" for number, width in enumerate(widths)
     )
     for row in rows:
         is_simple = all(is_ascii) and len(row[0]) <= widths[0]
@@ -248,9 +248,9 @@ def in_columns(
 
 def _line(row: Sequence[str], widths: Sequence[int], right: set[int]) -> str:
     cells = []
-    for place, (text, width) in enumerate(zip(row, widths, strict=True)):
+    for number, (text, width) in enumerate(zip(row, widths, strict=True)):
         space = " " * (width - cell_len(text))
-        cells.append(f"{space}{text}" if place in right else f"{text}{space}")
+        cells.append(f"{space}{text}" if number in right else f"{text}{space}")
     if cell_len(row[0]) > widths[0]:
         cells[0] = " " * widths[0]
         return f"{row[0]}\n{_GAP.join(cells).rstrip()}"

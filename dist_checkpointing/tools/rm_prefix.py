@@ -53,8 +53,7 @@ def rm_prefix(
     if as_json and not (yes or dry_run):
         raise ValueError("--json asks nothing: pass --yes to remove, or --dry-run to look")
     opened = open_named(checkpoint)
-    place = opened.path
-    planned = preview_removal(place, prefix)
+    planned = preview_removal(opened.path, prefix)
     if not planned.keys and not planned.is_unfinished:
         raise LookupError(_nothing(opened, prefix))
     document = _document(opened, prefix, planned)
@@ -63,9 +62,12 @@ def rm_prefix(
     freed: dict[str, Any] = {"removed": False}
     if not dry_run:
         _make_sure(len(planned.keys), yes=yes)
-        before = count_files(place).num_bytes_on_disk
-        remove_sharded_tensors(place, prefix, comm=SingleProcess())
-        freed = {"removed": True, "bytes_freed": before - count_files(place).num_bytes_on_disk}
+        before = count_files(opened.path).num_bytes_on_disk
+        remove_sharded_tensors(opened.path, prefix, comm=SingleProcess())
+        freed = {
+            "removed": True,
+            "bytes_freed": before - count_files(opened.path).num_bytes_on_disk,
+        }
     if as_json:
         print_json(document | freed)
     elif not dry_run:

@@ -172,13 +172,14 @@ def _add_chunks(report: Report, handle: TensorHandle, boxes: Collection[Box]) ->
     """Add the first chunks, or the first of those that hold a part of ``boxes``."""
     if 0 in handle.shape:
         report.line("none: the tensor has no elements")
+        return
     numbered = enumerate(itertools.islice(handle.iter_chunks(), _MAX_JSON))
     chosen = (
         (number, chunk)
         for number, chunk in numbered
         if not boxes or any(chunk.box.intersect(box) for box in boxes)
     )
-    listed = [] if 0 in handle.shape else list(itertools.islice(chosen, _MAX_CHUNKS + 1))
+    listed = list(itertools.islice(chosen, _MAX_CHUNKS + 1))
     rows = [
         (str(number), _box_text(chunk), bytes_text(chunk.num_bytes), _file_text(handle, number))
         for number, chunk in listed[:_MAX_CHUNKS]

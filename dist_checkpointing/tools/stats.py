@@ -45,7 +45,7 @@ def stats(
     Example: dckpt stats ckpt/1000 --scan
     """
     opened = open_tensors(checkpoint, trusted=trusted)
-    found = take_inventory(opened, most_listed=top)
+    found = count_contents(opened, most_listed=top)
     not_finite = _scan(opened) if scan else None
     if as_json:
         print_json(_document(opened, found, not_finite))
@@ -115,7 +115,7 @@ class Inventory:
     facts: Mapping[str, str]
 
 
-def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventory:
+def count_contents(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventory:
     """Count what the index and the names and sizes of the files show; no values are read."""
     tensors = [checkpoint.index[key] for key in checkpoint.index]
     uses = location.use_below(checkpoint.folder)

@@ -51,9 +51,9 @@ def verify(
     Example: dckpt verify ckpt/1000 && echo fine
     """
     expected = None if against is None else read_fingerprints(against)
-    place = located(checkpoint)
-    with progress_bar("verifying", None) as bar, explaining(place):
-        found = examine_checkpoint(place, trusted=trusted, progress=bar.show)
+    path = located(checkpoint)
+    with progress_bar("verifying", None) as bar, explaining(path):
+        found = examine_checkpoint(path, trusted=trusted, progress=bar.show)
     # Fingerprints are compared only where nothing is damaged.
     verdict = "sound" if found.is_sound else "damaged"
     if against is not None and expected is not None and found.is_sound:

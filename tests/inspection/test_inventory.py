@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.format.file_names import is_of_optimizer, optimizer_prefixes
 from dist_checkpointing.strategies.tensorstore.database import DATA_GROUPS, group_of
-from dist_checkpointing.tools.stats import take_inventory
+from dist_checkpointing.tools.stats import count_contents
 
 
 def test_it_adds_up(any_sample: Any) -> None:
     checkpoint = Checkpoint.open(any_sample.folder)
-    found = take_inventory(checkpoint, most_listed=3)
+    found = count_contents(checkpoint, most_listed=3)
     tensors = any_sample.tensors
     files = [path for path in any_sample.folder.rglob("*") if path.is_file()]
     assert (found.files.num_files, found.files.num_bytes) == (

@@ -9,11 +9,11 @@ from dist_checkpointing.tools.ls import (
     Entry,
     as_tree,
     name_filter,
-    shape_text,
     sharding_text,
     subtotals,
     tensor_entries,
 )
+from dist_checkpointing.tools.report import shape_text
 
 FLOAT = dtypes.from_name("float32")
 KEYS = ["model.layers.0.w", "model.layers.10.w", "optimizer.w", "a[0]/b"]
