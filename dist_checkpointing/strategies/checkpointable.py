@@ -76,8 +76,8 @@ class CheckpointableShardedTensor(_WithoutMemory):
             remedy = "Use LocalShardsContainer.from_sh_tens, which cuts it into boxes."
             raise _unfit("a flattened shard is not one box of its tensor", sh_ten.key, remedy)
         if tuple(data.shape) != tuple(sh_ten.local_shape):
-            shapes = {"expected": tuple(sh_ten.local_shape), "found": tuple(data.shape)}
-            raise _unfit("data has another shape", sh_ten.key, **shapes)
+            expected, found = tuple(sh_ten.local_shape), tuple(data.shape)
+            raise _unfit("data has another shape", sh_ten.key, expected=expected, found=found)
         return cls.made(sh_ten.global_shape, data)
 
     def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
