@@ -73,20 +73,11 @@ class CheckpointableShardedTensor(_WithoutMemory):
 
     def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> Self:
         if sh_ten.flattened_range is not None:
-            finding = Finding(
-                "a flattened shard is not one box of its tensor",
-                sh_ten.key,
-                remedy="Use LocalShardsContainer.from_sh_tens, which cuts it into boxes.",
-            )
-            raise InvalidShardingError("cannot be made checkpointable", [finding])
+            remedy = "Use LocalShardsContainer.from_sh_tens, which cuts it into boxes."
+            raise _unfit("a flattened shard is not one box of its tensor", sh_ten.key, remedy)
         if tuple(data.shape) != tuple(sh_ten.local_shape):
-            finding = Finding(
-                "data has another shape",
-                sh_ten.key,
-                expected=tuple(sh_ten.local_shape),
-                found=tuple(data.shape),
-            )
-            raise InvalidShardingError("cannot be made checkpointable", [finding])
+            expected, found = tuple(sh_ten.local_shape), tuple(data.shape)
+            raise _unfit("data has another shape", sh_ten.key, expected=expected, found=found)
         return cls.made(sh_ten.global_shape, data)
 
     def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
@@ -163,12 +154,9 @@ class LocalShardsContainer(_WithoutMemory):
         shards = list(local_shards)
         kinds = {(shard._sh_ten.key, shard.size(), shard.dtype) for shard in shards}  # noqa: SLF001
         if len(kinds) != 1:
-            finding = Finding(
-                "a container needs shards of one tensor",
-                expected="one key, global shape and dtype",
-                found=sorted(map(str, kinds)),
-            )
-            raise InvalidShardingError("cannot be made checkpointable", [finding])
+            one = "one key, global shape and dtype"
+            found = sorted(map(str, kinds))
+            raise _unfit("a container needs shards of one tensor", expected=one, found=found)
         return cls.made(shards[0].size(), shards[0])
 
     def __init__(self, local_shards: Sequence[CheckpointableShardedTensor]) -> None:
@@ -212,10 +200,21 @@ class LocalShardsContainer(_WithoutMemory):
         raise ValueError(f"{index.fqn!r} has no part at {tuple(index.offset)} on this rank")
 
 
+def _unfit(
+    problem: str,
+    key: str | None = None,
+    remedy: str | None = None,
+    *,
+    expected: object = None,
+    found: object = None,
+) -> InvalidShardingError:
+    finding = Finding(problem, key, expected, found, remedy=remedy)
+    return InvalidShardingError("cannot be made checkpointable", [finding])
+
+
 def _data_of(sh_ten: ShardedTensor) -> torch.Tensor:
     if sh_ten.data is None:
-        finding = Finding("has no data", sh_ten.key, remedy="Call its init_data to load into it.")
-        raise InvalidShardingError("cannot be made checkpointable", [finding])
+        raise _unfit("has no data", sh_ten.key, "Call its init_data to load into it.")
     return sh_ten.data.detach()
 
 

@@ -377,9 +377,9 @@ def test_ranks_that_remember_different_saves_share_out_anew() -> None:
 
     run_ranks(3, first)
     cache = wrappers[2]._group.cache
-    older = cache._kept
+    older = dict(vars(cache))
     run_ranks(3, lambda comm: marked(comm, "ab" if comm.rank == 2 else "abc"))
-    cache._kept = older
+    vars(cache).update(older)
     found = run_ranks(3, lambda comm: marked(comm, "ab" if comm.rank == 2 else "abc"))
     for key in "abc":
         assert sum(ids.get(key, 1) == 0 for ids in found) == 1

@@ -154,10 +154,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         Raises:
             CheckpointingException: if the wrapped strategy cannot save asynchronously.
         """
-        if isinstance(self.base_strategy, PlannedSaveStrategy):
-            resolved = self.resolved()
-            assert isinstance(resolved, PlannedSaveStrategy)
-            return resolved.async_save(sharded_state_dict, checkpoint_dir)
+        if isinstance(strategy := self.resolved(), PlannedSaveStrategy):
+            return strategy.async_save(sharded_state_dict, checkpoint_dir)
         if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(
                 f"Cannot apply async_save to non-async strategy {self.base_strategy}"
@@ -167,8 +165,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         )
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
-        if isinstance(self.base_strategy, PlannedSaveStrategy):
-            self.resolved().save(sharded_state_dict, checkpoint_dir)
+        if isinstance(strategy := self.resolved(), PlannedSaveStrategy):
+            strategy.save(sharded_state_dict, checkpoint_dir)
         else:
             self.base_strategy.save(self._marked_nested(sharded_state_dict), checkpoint_dir)
 
