@@ -201,9 +201,14 @@ class LocalShardsContainer(_WithoutMemory):
 
 
 def _unfit(
-    problem: str, key: str | None = None, remedy: str | None = None, **details: object
+    problem: str,
+    key: str | None = None,
+    remedy: str | None = None,
+    *,
+    expected: object = None,
+    found: object = None,
 ) -> InvalidShardingError:
-    finding = Finding(problem, key, remedy=remedy, **details)  # type: ignore[arg-type]
+    finding = Finding(problem, key, expected, found, remedy=remedy)
     return InvalidShardingError("cannot be made checkpointable", [finding])
 
 
