@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from contestants import CHECKED, PLAIN, TENSORSTORE, crc32_switched_off, strategies
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.filesystem.object_store import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectPath, _client
 from dist_checkpointing.storage import Checksum, StorageOptions
 from runner import SkippedError, Stage, Way
 from state import LocalTensor, State, Work, by_key
@@ -83,7 +83,8 @@ def _raw(work: Work) -> Calls:
     def each(move: Callable[[Client, str, LocalTensor], None], part: Sequence[LocalTensor]) -> Any:
         def run(url: str) -> None:
             folder = ObjectPath.of(url)
-            client = folder.store._client  # noqa: SLF001 - open connections, as ours has
+            store = folder.store  # its connections are open, as ours are
+            client = _client(store.url, store.options, os.getpid())
             with ThreadPoolExecutor(_REQUESTS) as pool:
                 list(pool.map(lambda t: move(client, (folder / t.key).key, t), part))
 

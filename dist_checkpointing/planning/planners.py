@@ -320,7 +320,11 @@ class DefaultSavePlanner(SavePlanner):
         # A subclass may do anything, and says itself when its plans can be used again.
         return () if type(self) is DefaultSavePlanner else None
 
-    def configure_planner(
+    # Subclasses of users may name any of the parameters, and no others.
+    def configure_planner(self, state_dict: Leaves, *args: Any, **kwargs: Any) -> None:
+        self._configure(state_dict, *args, **kwargs)
+
+    def _configure(
         self,
         state_dict: Leaves,
         is_coordinator: bool = True,
@@ -493,7 +497,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return self._wanted.rows
 
     def configure_planner(
-        self, state_dict: Leaves | WantedTable, metadata: Index, *args: Any, **kwargs: Any
+        self, state_dict: Any, metadata: Index, *args: Any, **kwargs: Any
     ) -> None:
         del args, kwargs
         if not isinstance(state_dict, WantedTable):

@@ -232,7 +232,7 @@ def test_a_failed_save_leaves_the_last_one_latest(
     commit = Attempt.commit
 
     def fail(self: Attempt, *args: Any) -> None:
-        if self._folder.name.endswith("2"):
+        if self.folder.name.endswith("2"):
             raise OSError(5, "Input/output error")
         commit(self, *args)
 
@@ -263,7 +263,7 @@ def test_training_goes_on(
     commit, left = Attempt.commit, [1]
 
     def fail(self: Attempt, *args: Any) -> None:
-        if self._folder.name.endswith("2") and left[0]:
+        if self.folder.name.endswith("2") and left[0]:
             left[0] -= 1
             raise OSError(5, "Input/output error")
         commit(self, *args)

@@ -233,7 +233,7 @@ def late(rank: int) -> Report:
 
 def late_for_a_number(rank: int) -> Report:
     comm = make_comm()
-    board = comm._steps._board
+    board = comm._steps._notes
     comm.agree("start", None)
     if rank == 0:
         # It has time left when rank 1 gives up.

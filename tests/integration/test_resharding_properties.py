@@ -44,7 +44,7 @@ class TinyChunkWriter(ZarrV3Writer):
 
 class TinyChunkStrategy(Zarr3SaveShardedStrategy):
     def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
-        return TinyChunkWriter(checkpoint_dir, self.codec)
+        return TinyChunkWriter(checkpoint_dir)
 
 
 class SharedChunkWriter(ZarrV2Writer):

@@ -440,7 +440,7 @@ def test_bytes_for_those_that_ask_for_them(tmp_path: Path, planner: Any, found: 
 
 def test_bytes_are_not_unpickled_without_trust() -> None:
     planner, leaf = DefaultLoadPlanner(), ShardedObject("o", None, (1,), (0,))
-    planner.configure_planner({("o",): leaf}, Metadata())  # type: ignore[dict-item]
+    planner.configure_planner({("o",): leaf}, Metadata())
     where = MetadataIndex("o", (0,), 0)
     read = ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)
     stream = io.BytesIO()

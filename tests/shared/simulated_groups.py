@@ -31,7 +31,7 @@ class TinyChunks(Zarr3SaveShardedStrategy):
     """Makes many chunks of little data."""
 
     def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
-        return _TinyChunkWriter(checkpoint_dir, self.codec)
+        return _TinyChunkWriter(checkpoint_dir)
 
 
 def each_rank(groups: Sequence[Sequence[int]], step: Callable[[Comm, Comm], T]) -> list[T]:
