@@ -188,7 +188,8 @@ def _in_pieces(
     keys = [wanted.keys[part] for part in segments.parts[rows].tolist()]
     names, tensors = _numbered(keys)
     whole = whole[segments.parts[rows]]
-    pieces = PieceColumns.of({key: index.pieces[key] for key in names})
+    is_all = names == tuple(index.pieces)
+    pieces = PieceColumns.of(index.pieces if is_all else {key: index.pieces[key] for key in names})
     width = whole.shape[1]
     offsets, shapes = padded(pieces.offsets, width, 0), padded(pieces.shapes, width, 1)
     flat, (tensor, number) = pieces.flat, counted(np.diff(pieces.starts))
