@@ -405,6 +405,11 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return strategy
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
+        if not isinstance(self.base_strategy, PlannedLoadStrategy):
+            try:
+                self.base_strategy.load_tensors_metadata(checkpoint_dir)
+            except NotImplementedError:  # it can only load, so each rank reads for itself
+                return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         return self.resolved().load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
