@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.checkpoint.slicing import Selected
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
@@ -141,16 +140,6 @@ class PartialReads:
         reader = self.make_reader()
         set_up_reader(reader, self.index_for(reader, index), rank=0, world_size=1)
         return [None if place is None else place.file for place in reader.places(chunks)]
-
-    @staticmethod
-    def joined(parts: Sequence[torch.Tensor], selected: Selected) -> torch.Tensor:
-        """What was selected, of the boxes that were read for it; in memory of its own."""
-        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=selected.axis)
-        if selected.is_whole:
-            return whole
-        part = whole[selected.within]
-        # A thin view would keep all that was read.
-        return part if part.numel() == whole.numel() else part.clone()
 
     def location(self, index: Index, key: str, box: Box, number: int) -> str:
         """Where a chunk or piece lies, in words."""

@@ -91,14 +91,14 @@ def diff(
     counts of steps, are listed only if PATTERN selects them, and in --json.
 
     Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot
-    be compared. Also opens safetensors (a file or a folder) and files of
-    torch.save, and then compares what these can hold.
+    be compared. Also opens safetensors (a file or a folder), files of
+    torch.save and DeepSpeed checkpoints, and compares what these can hold.
 
     Example: dckpt diff ckpt/1000 converted --rtol 1e-3
     """
     # These import torch.
     from dist_checkpointing.storage.options import ReadMode, StorageOptions  # noqa: PLC0415
-    from dist_checkpointing.tools.convert.memory import budget_of  # noqa: PLC0415
+    from dist_checkpointing.tools.convert.plan import budget_of  # noqa: PLC0415
     from dist_checkpointing.tools.inspect.comparison import (  # noqa: PLC0415
         Tolerance,
         compare_checkpoints,

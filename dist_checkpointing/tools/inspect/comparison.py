@@ -18,9 +18,9 @@ from dist_checkpointing.checkpoint.slicing import ObjectHandle
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
-from dist_checkpointing.tools.convert.convert import SAFETENSORS
+from dist_checkpointing.strategies.safetensors_folder import texts_of
+from dist_checkpointing.strategies.torch_file import loadable
 from dist_checkpointing.tools.inspect import plain_state
-from dist_checkpointing.tools.inspect.tensor_files import held_by
 from dist_checkpointing.tools.inspect.values import (
     SLAB_ELEMENTS,
     slabs,
@@ -269,9 +269,12 @@ def _others(
     """Common states and objects, as far as the formats of both hold them; and what is left out."""
     formats = first.backend[0], second.backend[0]
     whole = [first.common, second.common]
-    commons = [held_by(other, state) for other, state in zip(formats[::-1], whole, strict=True)]
+    held_by = {"safetensors": texts_of, "torch": loadable}
+    commons: list[dict[str, Any]] = [
+        held_by.get(other, dict)(state) for other, state in zip(formats[::-1], whole, strict=True)
+    ]
     objects = [first.objects, second.objects]
-    kept = [{}, {}] if SAFETENSORS in formats else objects
+    kept = [{}, {}] if "safetensors" in formats else objects
     if commons == whole and kept == objects:
         return whole, objects, None
     return commons, kept, "objects and common state that a file of tensors cannot hold"
