@@ -21,7 +21,7 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, unflatten_part
@@ -368,59 +368,25 @@ class DeepSpeedFiles(TensorFiles[dict[Path, Any]]):
 
     def _copy(self, content: dict[Path, Any], key: str, box: Box) -> torch.Tensor:
         out = torch.empty(box.shape, dtype=self._index[key].dtype.torch)
-        if out.numel():
-            self._fill(content, key, 0, self._segments[key][0], box.offset, out)
-        return out
-
-    def _fill(
-        self,
-        content: dict[Path, Any],
-        key: str,
-        begin: int,
-        shape: Ints,
-        offset: Ints,
-        out: torch.Tensor,
-    ) -> None:
-        """Fill a contiguous tensor with a box of the tensor that begins at a flat position."""
-        if not shape:
-            out.copy_(self._runs(content, key, begin, 1)[0].view(()))
-            return
-        row = math.prod(shape[1:])
-        begin, rows = begin + offset[0] * row, len(out)
-        if out.shape[1:] == shape[1:]:
-            torch.cat(self._runs(content, key, begin, rows * row), out=out.view(-1))
-        elif len(self._numbers(key, begin, rows * row)) == 1:
-            view = self._runs(content, key, begin, rows * row)[0].view(rows, *shape[1:])
-            inner = [slice(o, o + e) for o, e in zip(offset[1:], out.shape[1:], strict=True)]
-            out.copy_(view[(slice(None), *inner)])
-        elif rows == 1:
-            self._fill(content, key, begin, shape[1:], offset[1:], out[0])
-        else:
-            # Only the rows where two segments meet are read one by one.
-            half = rows // 2
-            self._fill(content, key, begin, shape, (0, *offset[1:]), out[:half])
-            self._fill(content, key, begin, shape, (half, *offset[1:]), out[half:])
-
-    def _numbers(self, key: str, begin: int, count: int) -> range:
-        """Numbers of the segments that a flat range touches."""
-        begins = self._begins[key]
-        return range(bisect_right(begins, begin) - 1, bisect_right(begins, begin + count - 1))
-
-    def _runs(
-        self, content: dict[Path, Any], key: str, begin: int, count: int
-    ) -> list[torch.Tensor]:
-        """The elements of a flat range, in the mapped files."""
-        runs, begins = [], self._begins[key]
-        for number in self._numbers(key, begin, count):
-            segment = self._segments[key][1][number]
+        if not out.numel():
+            return out
+        (shape, segments), begins = self._segments[key], self._begins[key]
+        last = ravel_offset(tuple(stop - 1 for stop in box.stop), shape)
+        first = bisect_right(begins, ravel_offset(box.offset, shape)) - 1
+        for number in range(first, bisect_right(begins, last)):
+            segment, begin = segments[number], begins[number]
             if segment.file not in content:
                 content[segment.file] = self._load(segment.file)
             found = _tensor_at(content[segment.file], segment.path)
             assert found is not None
-            first = segment.start + max(0, begin - begins[number])
-            stop = segment.start + min(segment.count, begin + count - begins[number])
-            runs.append(found.detach().flatten()[first:stop])
-        return runs
+            run = found.detach().flatten()[segment.start : segment.start + segment.count]
+            flat_range = (begin, begin + segment.count)
+            for part, values in values_of_part(Box.whole(shape), flat_range, run):
+                common = part.intersect(box)
+                if common is not None:
+                    target = out[common.relative_to(box.offset).slices()]
+                    target.copy_(values[common.relative_to(part.offset).slices()])
+        return out
 
 
 def step_folder(path: Location) -> Path | None:
