@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.checkpoint.slicing import Selected
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig
@@ -118,16 +117,6 @@ class PartialReads:
         """The file of each stored chunk, relative to the checkpoint; None where it is not known."""
         places = self.set_up_reader(index).places(chunks)
         return [None if place is None else place.file for place in places]
-
-    @staticmethod
-    def joined(parts: Sequence[torch.Tensor], selected: Selected) -> torch.Tensor:
-        """What was selected, of the boxes that were read for it; in memory of its own."""
-        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=selected.axis)
-        if selected.is_whole:
-            return whole
-        part = whole[selected.within]
-        # A thin view would keep all that was read.
-        return part if part.numel() == whole.numel() else part.clone()
 
     def location(self, index: Index, key: str, box: Box, number: int) -> str:
         """Where a chunk or piece lies, in words."""

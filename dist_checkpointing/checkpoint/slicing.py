@@ -58,6 +58,17 @@ class Selected:
             if isinstance(part, slice)
         )
 
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What is selected, of the boxes that were read for it; in memory of its own."""
+        import torch  # noqa: PLC0415 - a checkpoint is listed without it
+
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self.axis)
+        if self.is_whole:
+            return whole
+        part = whole[self.within]
+        # A thin view would keep all that was read.
+        return part if part.numel() == whole.numel() else part.clone()
+
 
 def parse_slices(text: str) -> tuple[int | slice | Any, ...]:
     """What ``text`` means between brackets: ``"0:4,:8"``, ``"-1"``, ``"...,::2"``.
@@ -296,7 +307,7 @@ class TensorHandle:
             checkpoint.require_unchanged()
             raise
         checkpoint.require_same()
-        return reads.joined(parts, selected)
+        return selected.joined(parts)
 
     def read(self, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read the whole tensor.

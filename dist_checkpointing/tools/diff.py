@@ -25,11 +25,11 @@ from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks, stream
+from dist_checkpointing.strategies.safetensors_folder import texts_of
+from dist_checkpointing.strategies.torch_file import loadable
 from dist_checkpointing.tools import values
-from dist_checkpointing.tools.convert.convert import SAFETENSORS
-from dist_checkpointing.tools.convert.memory import budget_of
+from dist_checkpointing.tools.convert.plan import budget_of
 from dist_checkpointing.tools.inspect.opening import open_tensors
-from dist_checkpointing.tools.inspect.tensor_files import held_by
 from dist_checkpointing.tools.ls import Regex, name_filter
 from dist_checkpointing.tools.report import (
     AsJson,
@@ -98,8 +98,8 @@ def diff(
     counts of steps, are listed only if PATTERN selects them, and in --json.
 
     Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot
-    be compared. Also opens safetensors (a file or a folder) and files of
-    torch.save, and then compares what these can hold.
+    be compared. Also opens safetensors (a file or a folder), files of
+    torch.save and DeepSpeed checkpoints, and compares what these can hold.
 
     Example: dckpt diff ckpt/1000 converted --rtol 1e-3
     """
@@ -383,9 +383,12 @@ def _others(
     """Common states and objects, as far as the formats of both hold them; and what is left out."""
     formats = first.backend[0], second.backend[0]
     whole = [first.common, second.common]
-    commons = [held_by(other, state) for other, state in zip(formats[::-1], whole, strict=True)]
+    held_by = {"safetensors": texts_of, "torch": loadable}
+    commons: list[dict[str, Any]] = [
+        held_by.get(other, dict)(state) for other, state in zip(formats[::-1], whole, strict=True)
+    ]
     objects = [first.objects, second.objects]
-    kept = [{}, {}] if SAFETENSORS in formats else objects
+    kept = [{}, {}] if "safetensors" in formats else objects
     if commons == whole and kept == objects:
         return whole, objects, None
     return commons, kept, "objects and common state that a file of tensors cannot hold"

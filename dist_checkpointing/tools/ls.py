@@ -96,7 +96,7 @@ def ls(
     """List the tensors of a checkpoint, or the steps of a run.
 
     Of a tensor: key, shape, dtype, size and how it is cut. Also opens
-    safetensors (a file or a folder) and files of torch.save. Of a step of a
+    safetensors, files of torch.save and DeepSpeed checkpoints. Of a step of a
     run: whether it is whole, its age, size and what deleting it would free
     (OWN), and which steps share files with it.
 

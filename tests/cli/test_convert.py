@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from dist_checkpointing import load_plain_tensors, save
 from dist_checkpointing.format.dtypes import from_name
+from dist_checkpointing.strategies.safetensors_folder import header_bytes
 from dist_checkpointing.tools.app import app
-from dist_checkpointing.tools.convert.safetensors_files import header_bytes
 from scripts import TELL_PEAK, run_forked, run_fresh, told_peak
 from states import shard
 
@@ -129,10 +129,10 @@ def test_an_error_is_a_line_and_not_a_traceback(source: Path, tmp_path: Path) ->
 
 FAILING_READ = """
     import os, signal, time
-    from dist_checkpointing.tools.convert import memory
-    memory._MOST_BOX_BYTES = 2**21
-    from dist_checkpointing.tools.convert.sources import CheckpointSource
-    read, count = CheckpointSource.read, 0
+    from dist_checkpointing.tools.convert import plan
+    plan._MOST_BOX_BYTES = 2**21
+    from dist_checkpointing import Checkpoint
+    read, count = Checkpoint.read, 0
     def failing(self, wanted):
         global count
         count += 1
@@ -140,7 +140,7 @@ FAILING_READ = """
             os.kill(os.getpid(), signal.{name})
             time.sleep(0.5)
         return read(self, wanted)
-    CheckpointSource.read = failing
+    Checkpoint.read = failing
 """
 
 

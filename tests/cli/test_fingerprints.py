@@ -12,7 +12,8 @@ import torch
 from dist_checkpointing import Checkpoint, CorruptCheckpointError, fingerprint, save
 from dist_checkpointing.checkpoint.partial_reads import PartialReads
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tools.convert import Rules, convert, sources
+from dist_checkpointing.tools.convert import Rules, convert
+from dist_checkpointing.tools.convert.source import Source
 from samples import Run
 from states import ALONE, rows, shard
 
@@ -145,13 +146,13 @@ def test_a_wrong_write_leaves_nothing(
 ) -> None:
     """What is on the disk counts, and not what was meant to be there."""
     a = saved(tmp_path / "a")
-    read = sources.CheckpointSource.read
+    read = Source.read
 
     def swapped(self: Any, wanted: Any) -> list[torch.Tensor]:
         values = read(self, wanted)
-        return [own.flip(0) for own in values] if self.path == a else values
+        return [own.flip(0) for own in values] if self.opened.path == a else values
 
-    monkeypatch.setattr(sources.CheckpointSource, "read", swapped)
+    monkeypatch.setattr(Source, "read", swapped)
     with pytest.raises(CorruptCheckpointError, match="other fingerprints than the source"):
         convert(a, tmp_path / "b", to)
     left = tmp_path / "b"
@@ -160,12 +161,12 @@ def test_a_wrong_write_leaves_nothing(
 
 def test_a_wrong_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = saved(tmp_path / "a")
-    read = sources.CheckpointSource.read
+    read = Source.read
 
     def swapped(self: Any, wanted: Any) -> list[torch.Tensor]:
         return [values.flip(0) for values in read(self, wanted)]
 
-    monkeypatch.setattr(sources.CheckpointSource, "read", swapped)
+    monkeypatch.setattr(Source, "read", swapped)
     with pytest.raises(CorruptCheckpointError, match="other fingerprints than the source"):
         convert(a, tmp_path / "b", "zarr")
     assert not (tmp_path / "b" / "metadata.json").exists()

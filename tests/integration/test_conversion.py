@@ -32,6 +32,7 @@ from dist_checkpointing.tools.convert import (
     convert,
     open_source,
 )
+from dist_checkpointing.tools.inspect.opening import OpenedFiles
 from samples import GOLDEN, GOLDEN_NAMES
 from states import between, cell, flat, shard
 from tiers import examples
@@ -163,12 +164,11 @@ def test_bits_arrive(sources: dict[str, Path], source: str, to: str, tmp_path: P
     assert torch.equal(common.pop("order"), order)
     assert {**common, "order": order}.keys() == COMMON.keys()
     assert {**common, "order": 0} == {**COMMON, "order": 0}
-    assert dict(found.objects) == {"rng": (2,)}
+    assert {key: own.shape for key, own in found.objects.items()} == {"rng": (2,)}
     for rank in range(2):
-        value = found.object_cell("rng", (rank,))
+        value = found.objects["rng"][rank]
         assert value["seed"] == rank
         assert torch.equal(value["t"], torch.ones(2) * rank)
-    found.close()
 
 
 def test_safetensors_say_what_they_cannot_hold(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -200,8 +200,7 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     assert found.keys() == expected.keys()
     again = open_source(tmp_path / "out.pt")
     assert repr(again.common) == repr(common)
-    assert repr(again.object_cell("o", (0,))) == repr(cell)
-    again.close()
+    assert repr(again.objects["o"][0]) == repr(cell)
 
 
 def test_torch_leaves_out_what_weights_only_refuses(tmp_path: Path) -> None:
@@ -434,17 +433,17 @@ def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> 
     write: Any = save_file if kind == "safetensors" else torch.save
     write({"w": torch.ones(4)}, path)
     opened = open_source(path)
-    opened.check_unchanged()
-    opened.limit_mapped(16)
+    opened.require_unchanged()
+    assert isinstance(opened, OpenedFiles)
+    opened.files.most_bytes = 16
     first = Box((0,), (4,))
     assert_same({"w": opened.read([("w", first)])[0]}, {"w": torch.ones(4)})
     write({"w": torch.zeros(4)}, tmp_path / "new")
     (tmp_path / "new").replace(path)
     with pytest.raises(dc.CorruptCheckpointError, match="changed or replaced"):
-        opened.check_unchanged()
+        opened.require_unchanged()
     with pytest.raises(dc.CorruptCheckpointError, match="changed or replaced"):
         opened.read([("w", first)])
-    opened.close()
 
 
 def test_reading_safetensors_names_the_package_that_is_missing(
@@ -515,7 +514,7 @@ def test_a_failed_read_leaves_nothing(
     def failing(*_: Any) -> list[torch.Tensor]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dist_checkpointing.tools.convert.sources.CheckpointSource.read", failing)
+    monkeypatch.setattr(dc.Checkpoint, "read", failing)
     with pytest.raises(dc.CheckpointingException, match="No space left") as caught:
         convert(sources["zarr"], tmp_path / "out", to, options=ROOMY)
     assert "Traceback" not in str(caught.value)

@@ -34,8 +34,8 @@ from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools.app import app, main
 from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
-from dist_checkpointing.tools.convert.memory import Budget
-from dist_checkpointing.tools.convert.verification import PartChecks
+from dist_checkpointing.tools.convert.plan import Budget
+from dist_checkpointing.tools.convert.source import PartChecks
 from states import between, rows, save_on, shard
 from states import flat as flat_part
 

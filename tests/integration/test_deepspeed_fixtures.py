@@ -15,9 +15,9 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.interop.torch_state import TorchState
+from dist_checkpointing.strategies.deepspeed import STAND_INS
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.tools.convert import convert, open_source
-from dist_checkpointing.tools.convert.deepspeed_files import STAND_INS
 from make_deepspeed import Net
 from samples import GOLDEN, Run
 
@@ -281,9 +281,24 @@ def test_without_zero_the_file_of_the_model_is_converted(tmp_path: Path) -> None
     assert "module.frozen.weight" in dc.Checkpoint.open(tmp_path / "out")
 
 
-def test_other_commands_name_it(dckpt: Run) -> None:
-    for path in (FOLDER / "zero3", FOLDER / "zero3" / STEP, FOLDER / "universal2"):
-        finished = dckpt("ls", path)
-        assert finished.code == 2
-        assert "it is a DeepSpeed checkpoint" in finished.err
-        assert f"dckpt convert {path} DST --to tensorstore" in finished.err
+@pytest.mark.parametrize("name", ["zero3", f"zero3/{STEP}", "universal2"])
+def test_commands_open_it_or_name_it(name: str, dckpt: Run) -> None:
+    rows = dckpt("ls", FOLDER / name, "--json").json["tensors"]
+    values = expected(name.partition("/")[0])
+    assert {row["key"]: row["shape"] for row in rows if not row["key"].endswith(".step")} == {
+        key: list(tensor.shape) for key, tensor in values.items() if not key.endswith(".step")
+    }
+    key = "model.body.weight"
+    shown = dckpt("show", FOLDER / name, key, "--slice", "1:3,:2", "--json").json
+    assert torch.tensor(shown["values"]).equal(values[key][1:3, :2].float())
+    assert dckpt("show", FOLDER / name, "step", "--json").json["value"] == 3
+    finished = dckpt("verify", FOLDER / name)
+    assert finished.code == 2
+    assert "it is a DeepSpeed checkpoint" in finished.err
+    assert "dckpt convert makes a checkpoint of it" in finished.err
+
+
+def test_it_is_the_same_as_what_is_converted(tmp_path: Path, dckpt: Run) -> None:
+    convert(FOLDER / "zero3", tmp_path / "out")
+    finished = dckpt("diff", FOLDER / "zero3", tmp_path / "out")
+    assert finished.code == 0, finished.out

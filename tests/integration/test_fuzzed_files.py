@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import hostile_state
 from dist_checkpointing import CheckpointManager
 from dist_checkpointing.format.dtypes import from_name
-from dist_checkpointing.tools.convert.safetensors_files import header_bytes
+from dist_checkpointing.strategies.safetensors_folder import header_bytes
 from limited_child import LimitedChild
 from tiers import examples
 

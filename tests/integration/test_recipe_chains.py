@@ -41,10 +41,10 @@ from dist_checkpointing.planning.recipe_rules import (
 )
 from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.strategies.safetensors_folder import DTYPE_NAMES
 from dist_checkpointing.strategies.selection import open_checkpoint
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.convert import convert, open_source
-from dist_checkpointing.tools.convert.safetensors_files import DTYPE_NAMES
 from states import BACKENDS
 from tiers import examples
 

@@ -167,15 +167,15 @@ def _program(arguments: list[str]) -> list[str]:
 
 
 def _safetensors(path: Path) -> list[str]:
-    from dist_checkpointing.tools.convert.safetensors_files import SafetensorsSource
+    from dist_checkpointing.strategies.safetensors_folder import SafetensorsFiles
 
-    return [_outcome(lambda: SafetensorsSource(path).close())]
+    return [_outcome(lambda: SafetensorsFiles(path).require_unchanged())]
 
 
 def _torch_file(path: Path) -> list[str]:
-    from dist_checkpointing.tools.convert.torch_file import TorchFileSource
+    from dist_checkpointing.strategies.torch_file import TorchFile
 
-    return [_outcome(lambda: TorchFileSource(path, most_bytes=1 << 20).close())]
+    return [_outcome(lambda: TorchFile(path, most_bytes=1 << 20).require_unchanged())]
 
 
 def _manager(root: Path) -> list[str]:

@@ -7,17 +7,20 @@
     convert("ckpt/1000", "model", "safetensors", rules=Rules.parse(include=["^model"]))
 """
 
+from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
 from dist_checkpointing.tools.convert.convert import (
     Conversion,
     ConvertOptions,
     convert,
     targets,
 )
-from dist_checkpointing.tools.convert.memory import return_freed_memory
-from dist_checkpointing.tools.convert.opening import open_source
-from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
-from dist_checkpointing.tools.convert.rules import Rules
-from dist_checkpointing.tools.convert.torch_file import COMMON_KEY, OBJECTS_KEY
+from dist_checkpointing.tools.convert.plan import (
+    ConversionPlan,
+    Rules,
+    plan_conversion,
+    return_freed_memory,
+)
+from dist_checkpointing.tools.inspect.opening import open_source
 
 __all__ = [
     "COMMON_KEY",

@@ -1,20 +1,26 @@
-"""convert: from a checkpoint or a file of tensors into another, within a budget of memory."""
+"""convert: from a checkpoint or files of tensors into another, within a budget of memory."""
 
 from __future__ import annotations
 
 import errno
-import itertools
+import signal
 import threading
 import time
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointingException,
+    CorruptCheckpointError,
     Finding,
     RankFailedError,
     StrategyNotFoundError,
@@ -23,42 +29,40 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
 from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.removal import remove_checkpoint
+from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.recipe import Derivation, Recipe
+from dist_checkpointing.serialization.save import save_with_hooks
+from dist_checkpointing.serialization.save_steps import SaveHooks
+from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
 from dist_checkpointing.storage.progress import Meter, ProgressOption
+from dist_checkpointing.strategies import safetensors_folder, torch_file
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
-from dist_checkpointing.tools.convert.backend_target import convert_to_backend, lazy_strategy
-from dist_checkpointing.tools.convert.copying import Copier, stopping
-from dist_checkpointing.tools.convert.destination import (
+from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
+from dist_checkpointing.tools.convert.plan import (
+    DEFAULT_MEMORY_BYTES,
+    Budget,
+    ConversionPlan,
+    Rules,
+    budget_of,
+    plan_conversion,
+)
+from dist_checkpointing.tools.convert.source import PartChecks, Source
+from dist_checkpointing.tools.convert.write import (
+    LazyPlanner,
     check_apart,
     check_checkpoint_place,
+    cleared_on_failure,
+    copy_into_files,
+    lazy_strategy,
+    leaves_of,
     written_beside,
 )
-from dist_checkpointing.tools.convert.file_targets import (
-    DEFAULT_SHARD_BYTES,
-    check_safetensors,
-    loadable,
-    texts_for_safetensors,
-    write_safetensors,
-    write_torch_file,
-)
-from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Budget, budget_of
-from dist_checkpointing.tools.convert.model_files import MODEL_FILES_KEY, files_to_write
-from dist_checkpointing.tools.convert.opening import open_source
-from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
-from dist_checkpointing.tools.convert.proof import prove
-from dist_checkpointing.tools.convert.recipe_source import RecipeSource
-from dist_checkpointing.tools.convert.rules import Rules
-from dist_checkpointing.tools.convert.safetensors_files import (
-    INDEX_SUFFIX,
-    SUFFIX,
-    SafetensorsSource,
-)
-from dist_checkpointing.tools.convert.sources import Source
-from dist_checkpointing.tools.convert.torch_file import TorchFileSource
-from dist_checkpointing.tools.convert.verification import PartChecks
+from dist_checkpointing.tools.inspect.opening import OpenedFiles, open_source
 
 SAFETENSORS = "safetensors"
 TORCH = "torch"
+DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,34 +168,31 @@ def convert(
     """
     options, rules = options or ConvertOptions(), rules or Rules()
     began = time.perf_counter()
-    backend = None if to in (SAFETENSORS, TORCH) else parse_backend(to)
-    if backend is None and rules.reshards:
+    kind = {SAFETENSORS: _ToSafetensors, TORCH: _ToTorch}.get(to, _ToCheckpoint)
+    target = to
+    if kind is _ToCheckpoint:
+        name, version = parse_backend(to)
+        target = f"{name} {version}"
+    elif rules.reshards:
         finding = Finding("only checkpoints are cut into parts", found=to)
         raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
-    place = as_location(destination) if backend is not None else as_local_folder(destination)
+    place = as_location(destination) if kind is _ToCheckpoint else as_local_folder(destination)
     opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
-    made = None
-    try:
-        if recipe is not None:
-            opened = RecipeSource(opened, recipe)
-            made = opened.made
-        job = _Job(opened, place, to, backend, rules, options, progress)
-        job.check()
-        if not options.dry_run:
-            job.run()
-        return Conversion(
-            source=opened.kind,
-            target=to if backend is None else f"{backend[0]} {backend[1]}",
-            plan=job.plan,
-            left_out=tuple(job.left_out),
-            verified_bytes=0 if job.checks is None else job.checks.num_bytes,
-            not_verified=job.not_verified,
-            num_proven=job.num_proven,
-            made=made,
-            seconds=time.perf_counter() - began,
-        )
-    finally:
-        opened.close()
+    job: _Job = kind(Source(opened, recipe), place, to, rules, options, progress)
+    job.check()
+    if not options.dry_run:
+        job.run()
+    return Conversion(
+        source=job.source.kind,
+        target=target,
+        plan=job.plan,
+        left_out=tuple(job.left_out),
+        verified_bytes=0 if job.source.checks is None else job.source.checks.num_bytes,
+        not_verified=job.not_verified,
+        num_proven=job.num_proven,
+        made=job.source.made,
+        seconds=time.perf_counter() - began,
+    )
 
 
 def targets() -> list[str]:
@@ -215,171 +216,275 @@ def parse_backend(text: str) -> tuple[str, int]:
     return max(found, key=lambda backend: backend[1])
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
+@dataclass(eq=False)
+class _Job(ABC):
+    """One conversion; each subclass writes into one kind of target."""
+
     source: Source
     destination: Location
     to: str
-    backend: tuple[str, int] | None
     rules: Rules
     options: ConvertOptions
     progress: ProgressOption | None
     left_out: list[str] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)
     plan: ConversionPlan = field(init=False)
     budget: Budget = field(init=False)
-    checks: PartChecks | None = None
     not_verified: str | None = None
     num_proven: int = 0
 
-    @property
-    def as_folder(self) -> bool:
-        """Whether safetensors files go into a folder."""
-        return self.to == SAFETENSORS and not self.destination.name.endswith(SUFFIX)
-
     def check(self) -> None:
         """Find out all that can be wrong before a byte is written."""
-        self.plan = plan_conversion(self.source.index, self.source.objects, self.rules)
-        check_apart(self.source.files(), self.destination)
-        if self.backend is not None:
-            check_checkpoint_place(self.destination, overwrite=self.options.overwrite)
-        elif self.to == SAFETENSORS:
-            check_safetensors(self.plan)
-            self._choose_texts()
-        else:
-            self._choose_for_torch()
+        source = self.source
+        objects = {key: handle.shape for key, handle in source.objects.items()}
+        self.plan = plan_conversion(source.index, objects, self.rules)
+        check_apart(source.paths, self.destination)
+        self.check_target()
         location.check_room(self.destination.absolute().parent, self.plan.num_bytes)
-        if self.backend is not None:
-            # Imports what will be used, so that its memory counts before the rest is divided.
-            lazy_strategy(self.backend, Budget(1, 1, 1, 1))
-        # Before memory is divided, like the imports.
-        self._find_checksums()
+        # Before memory is divided, so that the checksums count.
+        checks = self._find_checksums()
         self.budget = budget_of(self.options.memory_bytes, self.options.threads)
-        self.source.limit_mapped(self.budget.mapped_bytes)
-        if self.checks is not None:
-            self.checks.most_bytes = self.budget.box_bytes
-            self.source.verify_with(self.checks)
+        self.limit_mapped(source)
+        if checks is not None:
+            checks.most_bytes = self.budget.box_bytes
+        source.checks = checks
 
-    def _find_checksums(self) -> None:
+    def _find_checksums(self) -> PartChecks | None:
         if not self.options.verify:
             self.not_verified = "verification was turned off"
-            return
-        self.checks = self.source.checksums({tensor.source.key for tensor in self.plan.tensors})
-        if self.checks is None and self.plan.tensors:
+            return None
+        checks = self.source.find_checksums({tensor.source.key for tensor in self.plan.tensors})
+        if checks is None and self.plan.tensors:
             self.not_verified = "the source keeps no checksums"
+        return checks
 
-    def _choose_texts(self) -> None:
-        if self.rules.tensors_only:
-            return
-        common = self.source.common
-        self.common = texts_for_safetensors(common)
-        self.files = files_to_write(common) if self.as_folder else {}
-        kept = {*self.common, *([MODEL_FILES_KEY] if self.files else [])}
-        lost = [name for name in common if name not in kept]
-        if lost:
-            self.left_out.append(f"common state that is no text ({_few(lost)})")
-        if self.plan.objects:
-            self.left_out.append(f"objects ({_few(o.key for o in self.plan.objects)})")
+    def limit_mapped(self, source: Source) -> None:
+        """Let mapped files count as memory in use for no longer than the budget allows."""
+        if isinstance(source.opened, OpenedFiles):
+            source.opened.files.most_bytes = self.budget.mapped_bytes
 
-    def _choose_for_torch(self) -> None:
-        if self.rules.tensors_only:
-            return
-        self.common, lost = loadable(self.source.common)
-        if lost:
-            self.left_out.append(f"common state that torch.load would refuse ({_few(lost)})")
-        cells = {
-            planned.key: {
-                cell: self.source.object_cell(planned.source_key, cell)
-                for cell in itertools.product(*map(range, planned.shape))
-            }
-            for planned in self.plan.objects
-        }
-        self.objects, lost = loadable(cells)
-        if lost:
-            self.left_out.append(f"objects that torch.load would refuse ({_few(lost)})")
+    @abstractmethod
+    def check_target(self) -> None:
+        """Find out whether the target can hold what is planned, and is free."""
+
+    @abstractmethod
+    def write(self, stop: threading.Event) -> None:
+        """Write it, and prove that it is what the source holds."""
 
     def run(self) -> None:
-        """Convert."""
+        """Convert; Ctrl-C lets all threads end soon."""
         stop = threading.Event()
         try:
-            with stopping(stop):
-                if self.backend is not None:
-                    self.num_proven = convert_to_backend(
-                        self.source,
-                        self.plan,
-                        self.destination,
-                        self.backend,
-                        self.budget,
-                        overwrite=self.options.overwrite,
-                        tensors_only=self.rules.tensors_only,
-                        trusted=self.options.trusted,
-                        progress=self.progress,
-                        stop=stop,
-                    )
-                else:
-                    self._write_files(stop)
+            with _stopping(stop):
+                self.write(stop)
         except RankFailedError as error:
             # There is one rank, so its name and its traceback say nothing to the caller.
             findings = [Finding(f.problem, f.key, path=f.path) for f in error.findings]
-            message = f"cannot write {self.destination}: nothing of it is left"
-            raise CheckpointingException(message, findings) from error
+            raise CheckpointingException(self._nothing_is_left, findings) from error
         except OSError as error:
             if isinstance(error, CheckpointingException):
                 raise
             remedy = "Free some space." if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
             finding = Finding(str(error), remedy=remedy)
-            message = f"cannot write {self.destination}: nothing of it is left"
-            raise CheckpointingException(message, [finding]) from error
+            raise CheckpointingException(self._nothing_is_left, [finding]) from error
 
-    def _write_files(self, stop: threading.Event) -> None:
+    @property
+    def _nothing_is_left(self) -> str:
+        return f"cannot write {self.destination}: nothing of it is left"
+
+    def prove(self, written: Checkpoint) -> None:
+        """Compare what was written with the fingerprints of the source.
+
+        Those of tensors with another dtype differ. A format that keeps none is read again.
+
+        Raises:
+            CorruptCheckpointError: if any has another fingerprint.
+        """
+        kept = self.source.index.fingerprints
+        expected = {
+            tensor.key: kept[tensor.source.key]
+            for tensor in self.plan.tensors
+            if tensor.dtype == tensor.source.dtype and tensor.source.key in kept
+        }
+        own = Source(written)
+        self.limit_mapped(own)
+        found: Mapping[str, str] = own.index.fingerprints or fingerprints_by_reading(
+            own.index, expected, own.read, most_bytes=self.budget.box_bytes
+        )
+        findings = [
+            Finding("was not converted bit by bit", key, expected=text, found=found.get(key))
+            for key, text in expected.items()
+            if found.get(key) != text
+        ]
+        if findings:
+            message = "what was written has other fingerprints than the source"
+            raise CorruptCheckpointError(message, findings)
+        self.num_proven = len(expected)
+
+
+class _ToCheckpoint(_Job):
+    """Into a checkpoint of any backend: an ordinary save whose data is lazy."""
+
+    def check_target(self) -> None:
+        check_checkpoint_place(self.destination, overwrite=self.options.overwrite)
+        # Imports what will be used, so that its memory counts before the rest is divided.
+        lazy_strategy(parse_backend(self.to), Budget(1, 1, 1, 1))
+
+    def write(self, stop: threading.Event) -> None:
+        source, plan = self.source, self.plan
+        planner = LazyPlanner(source, plan, self.budget, stop)
+        strategy = lazy_strategy(parse_backend(self.to), self.budget, planner)
+        writer, has_fingerprints = strategy.make_writer(self.destination), False
+        # Cut here as the backend would anyway, but along what is stored.
+        most_bytes = self.budget.box_bytes
+        if isinstance(writer.layout, RowBlockLayout):
+            most_bytes = min(most_bytes, writer.layout.max_chunk_bytes)
+        # A dict that holds nothing but sharded leaves leaves no trace in the common state.
+        leaves = dict(enumerate(leaves_of(plan, source, most_bytes)))
+        common = {} if self.rules.tensors_only else source.opened.common
+        free_key = next(name for name in map(str, range(len(common) + 1)) if name not in common)
+        has_fingerprints = bool(source.index.fingerprints)
+        with cleared_on_failure(self.destination):
+            save_with_hooks(
+                SaveHooks(before_claim=lambda _: source.opened.require_unchanged()),
+                {**common, free_key: leaves} if leaves else dict(common),
+                self.destination,
+                comm=SingleProcess(),
+                sharded_strategy=strategy,
+                overwrite=self.options.overwrite,
+                progress=self.progress,
+                trusted=self.options.trusted,
+                fingerprints=has_fingerprints and writer.keeps_fingerprints,
+            )
+        if has_fingerprints:
+            try:
+                self.prove(Checkpoint.open(self.destination))
+            except BaseException:
+                remove_checkpoint(self.destination)
+                raise
+
+
+class _ToFiles(_Job):
+    """Into files of another format, which are created with room for the values."""
+
+    @property
+    def rows(self) -> list[TensorRow]:
+        """What is created."""
+        return [(tensor.key, tensor.dtype, tensor.shape) for tensor in self.plan.tensors]
+
+    @abstractmethod
+    def create(self, path: Path) -> dict[Path, dict[str, int]]:
+        """Create the files; at which byte of which the values of each tensor begin."""
+
+    @abstractmethod
+    def reopen(self, path: Path) -> TensorFiles[Any] | None:
+        """What was written; None if it cannot be read here."""
+
+    def is_alike(self, path: Path) -> bool:
+        """Whether the destination holds the same kind of files as would be written there."""
+        return path.is_file()
+
+    def write(self, stop: threading.Event) -> None:
         meter = Meter("convert", 0, self.progress)
         beside = written_beside(
-            Path(self.destination), overwrite=self.options.overwrite, replaceable=self._is_alike
+            Path(self.destination), overwrite=self.options.overwrite, replaceable=self.is_alike
         )
         with beside as path, meter.phase("writing"):
             meter.expect(self.plan.num_bytes)
-            copier = Copier(self.source, self.budget, stop, meter.add)
-            if self.to == SAFETENSORS:
-                write_safetensors(
-                    self.plan,
-                    path,
-                    copier,
-                    as_folder=self.as_folder,
-                    shard_bytes=self.options.shard_bytes,
-                    texts=self.common,
-                )
-                for name, data in self.files.items():
-                    (path / name).write_bytes(data)
-            else:
-                write_torch_file(self.plan, path, copier, common=self.common, objects=self.objects)
-            self.source.check_unchanged()
-            self._prove(path)
+            tensors = {tensor.key: tensor for tensor in self.plan.tensors}
+            starts = self.create(path)
+            copy_into_files(tensors, starts, self.source, self.budget, stop, meter.add)
+            self.source.opened.require_unchanged()
+            if self.source.index.fingerprints and (files := self.reopen(path)) is not None:
+                self.prove(OpenedFiles(files, trusted=True))
 
-    def _prove(self, path: Path) -> None:
-        """Compare what was written with the fingerprints of the source, if it has any."""
-        written: Source
-        if not self.source.index.fingerprints:
+
+class _ToSafetensors(_ToFiles):
+    model_files: Mapping[str, bytes] = {}
+
+    @property
+    def as_folder(self) -> bool:
+        """Whether the files go into a folder."""
+        return not self.destination.name.endswith(safetensors_folder.SUFFIX)
+
+    def check_target(self) -> None:
+        safetensors_folder.require_storable(self.rows)
+        if self.rules.tensors_only:
             return
-        if self.to == TORCH:
-            # It holds nothing but what torch.load takes without trust.
-            written = TorchFileSource(path, trusted=True, most_bytes=self.budget.mapped_bytes)
-        elif find_spec("safetensors") is not None:
-            written = SafetensorsSource(path)
-        else:
-            return  # the package that reads them is an extra
-        written.limit_mapped(self.budget.mapped_bytes)
-        self.num_proven = prove(self.plan, self.source, written, self.budget.box_bytes)
+        common = self.source.opened.common
+        self.common = safetensors_folder.texts_of(common)
+        kept = {*self.common}
+        if self.as_folder and (files := safetensors_folder.model_files_of(common)):
+            self.model_files = files
+            kept.add(safetensors_folder.MODEL_FILES_KEY)
+        if lost := [name for name in common if name not in kept]:
+            self.left_out.append(f"common state that is no text ({_few(lost)})")
+        if self.plan.objects:
+            self.left_out.append(f"objects ({_few(o.key for o in self.plan.objects)})")
 
-    def _is_alike(self, path: Path) -> bool:
-        """Whether the destination holds the same kind of files as would be written there."""
+    def create(self, path: Path) -> dict[Path, dict[str, int]]:
+        most_bytes = self.options.shard_bytes if self.as_folder else None
+        created = safetensors_folder.create(path, self.rows, self.common, most_bytes)
+        for name, data in self.model_files.items():
+            (path / name).write_bytes(data)
+        return created
+
+    def reopen(self, path: Path) -> TensorFiles[Any] | None:
+        # The package that reads them is an extra.
+        return safetensors_folder.SafetensorsFiles(path) if find_spec("safetensors") else None
+
+    def is_alike(self, path: Path) -> bool:
         if not self.as_folder:
             return path.is_file()
-        if not path.is_dir():
-            return False
-        names = [entry.name for entry in path.iterdir() if entry.name not in self.files]
-        return all(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
+        suffixes = (safetensors_folder.SUFFIX, safetensors_folder.INDEX_SUFFIX)
+        return path.is_dir() and all(
+            entry.name in self.model_files or entry.name.endswith(suffixes)
+            for entry in path.iterdir()
+        )
+
+
+class _ToTorch(_ToFiles):
+    objects: Mapping[str, Any] = {}
+
+    def check_target(self) -> None:
+        if self.rules.tensors_only:
+            return
+        handles = {o.key: self.source.objects[o.source_key] for o in self.plan.objects}
+        cells = {key: {cell: own[cell] for cell in own} for key, own in handles.items()}
+        common = self.source.opened.common
+        self.common, self.objects = torch_file.loadable(common), torch_file.loadable(cells)
+        for what, given, kept in (
+            ("common state", common, self.common),
+            ("objects", cells, self.objects),
+        ):
+            if lost := [name for name in given if name not in kept]:
+                self.left_out.append(f"{what} that torch.load would refuse ({_few(lost)})")
+
+    def create(self, path: Path) -> dict[Path, dict[str, int]]:
+        return {path: torch_file.create(path, self.rows, self.common, self.objects)}
+
+    def reopen(self, path: Path) -> TensorFiles[Any]:
+        # It holds nothing but what torch.load reads without trust.
+        return torch_file.TorchFile(path, trusted=True, most_bytes=self.budget.mapped_bytes)
+
+
+@contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """Set the event at Ctrl-C, so that threads end soon and not after all their work."""
+    previous: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        previous(number, frame)
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _few(names: Iterable[object]) -> str:

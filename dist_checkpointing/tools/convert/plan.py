@@ -1,15 +1,22 @@
-"""What a conversion will do, as a value: nothing is read and nothing is written for it."""
+"""What a conversion will do, as a value: its rules, what they make of a source, in which boxes it
+is copied, and how much memory each step may use. Nothing is read and nothing is written here.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
 from dist_checkpointing.format.geometry import (
     Box,
     ChunkGrid,
@@ -20,10 +27,170 @@ from dist_checkpointing.format.geometry import (
 )
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.mapping.tensor_memory import is_lossless
-from dist_checkpointing.tools.convert.rules import Rules
+from dist_checkpointing.storage.options import StorageOptions
 
-_LOW = 2**20
-"""Parts are not made smaller than this many bytes for the sake of reading."""
+_CUT = re.compile(r"\s*axis\s*=\s*(\d+)\s*,\s*parts\s*=\s*(\d+)\s*")
+_SMALL_BYTES = 2**20
+"""Parts are not made smaller than this for the sake of reading."""
+
+DEFAULT_MEMORY_BYTES: Final = 2 * 2**30
+_MIN_REST_BYTES = 192 * 2**20
+_SLACK_BYTES = 96 * 2**20
+"""For what comes with the work: modules, plans, threads, what the allocator keeps."""
+
+_COPIES = 3
+"""Of a box at a time: as it was read, as it was cast, on its way into the file."""
+
+_MOST_BOX_BYTES = 128 * 2**20
+_M_MMAP_THRESHOLD = -3
+
+Pattern = re.Pattern[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """Cuts the tensors whose key matches: ``parts`` along each of ``axes``."""
+
+    pattern: Pattern
+    axes: tuple[tuple[int, int], ...]
+
+    def chunk_shape(self, shape: Ints) -> Ints | None:
+        """Shape of the parts of a tensor; None if it lacks one of the axes.
+
+        As ``torch.chunk`` cuts: all parts are alike but the last, and there may be fewer of them.
+        """
+        if any(axis >= len(shape) for axis, _ in self.axes):
+            return None
+        chunk = [max(extent, 1) for extent in shape]
+        for axis, parts in self.axes:
+            chunk[axis] = max(1, -(-shape[axis] // parts))
+        return tuple(chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """All that a conversion changes; by default nothing.
+
+    Attributes:
+        include: A key is converted if one of these is found in it, or if there are none.
+        exclude: A key is left out if one of these is found in it.
+        renames: Patterns and what replaces their matches, applied one after the other.
+        casts: Patterns and dtypes of floating-point tensors; the first that is found in the (old)
+            key counts.
+        reshards: Reshards; the first whose pattern is found counts.
+        lossy: Whether a cast may change values.
+        tensors_only: Leave out objects and common state.
+    """
+
+    include: tuple[Pattern, ...] = ()
+    exclude: tuple[Pattern, ...] = ()
+    renames: tuple[tuple[Pattern, str], ...] = ()
+    casts: tuple[tuple[Pattern, DType], ...] = ()
+    reshards: tuple[Reshard, ...] = ()
+    lossy: bool = False
+    tensors_only: bool = False
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        rename: Iterable[str] = (),
+        cast: Iterable[str] = (),
+        reshard: Iterable[str] = (),
+        lossy: bool = False,
+        tensors_only: bool = False,
+    ) -> Rules:
+        """The rules as texts say them.
+
+        Args:
+            include: regular expressions, searched in keys.
+            exclude: likewise.
+            rename: ``REGEX=REPLACEMENT``; the last ``=`` is the one between them.
+            cast: ``DTYPE`` or ``REGEX=DTYPE``.
+            reshard: ``axis=0,parts=8`` or ``REGEX:axis=0,parts=8``; more axes follow after ``;``.
+            lossy: whether a cast may change values.
+            tensors_only: leave out objects and common state.
+
+        Raises:
+            CheckpointingException: for a text that says nothing.
+        """
+        return cls(
+            tuple(_pattern("include", text) for text in include),
+            tuple(_pattern("exclude", text) for text in exclude),
+            tuple(map(_rename, rename)),
+            tuple(map(_cast, cast)),
+            tuple(map(_reshard, reshard)),
+            lossy,
+            tensors_only,
+        )
+
+    def takes(self, key: str) -> bool:
+        """Whether a key is converted."""
+        if self.include and not any(pattern.search(key) for pattern in self.include):
+            return False
+        return not any(pattern.search(key) for pattern in self.exclude)
+
+    def new_name(self, key: str) -> str:
+        """What a key is called afterwards."""
+        for pattern, replacement in self.renames:
+            try:
+                key = pattern.sub(replacement, key)
+            except (re.error, IndexError) as error:
+                raise _bad("rename", f"{pattern.pattern}={replacement}", error) from error
+        return key
+
+    def new_dtype(self, key: str, dtype: DType) -> DType:
+        """What dtype a tensor has afterwards."""
+        if dtype.name not in FLOATING:
+            return dtype
+        return next((new for pattern, new in self.casts if pattern.search(key)), dtype)
+
+    def reshard_of(self, key: str) -> Reshard | None:
+        """How a tensor is cut afterwards; None for as it is."""
+        return next((rule for rule in self.reshards if rule.pattern.search(key)), None)
+
+
+def _bad(what: str, text: str, error: object) -> CheckpointingException:
+    return CheckpointingException(f"{what} {text!r}: {error}")
+
+
+def _pattern(what: str, text: str) -> Pattern:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise _bad(what, text, f"not a regular expression: {error}") from error
+
+
+def _rename(text: str) -> tuple[Pattern, str]:
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals or not pattern:
+        raise _bad("rename", text, "expected REGEX=REPLACEMENT")
+    return _pattern("rename", pattern), replacement
+
+
+def _cast(text: str) -> tuple[Pattern, DType]:
+    pattern, _, name = text.rpartition("=")
+    try:
+        dtype = from_name(name.removeprefix("torch."))
+    except UnsupportedFormatError as error:
+        raise _bad("cast", text, f"{name!r} is not one of {', '.join(sorted(FLOATING))}") from error
+    if dtype.name not in FLOATING:
+        finding = Finding("only floating-point tensors are cast", found=dtype.name)
+        raise CheckpointingException(f"cast {text!r}: not to a floating-point dtype", [finding])
+    return _pattern("cast", pattern), dtype
+
+
+def _reshard(text: str) -> Reshard:
+    pattern, _, cuts = text.rpartition(":")
+    axes: dict[int, int] = {}
+    for cut in cuts.split(";"):
+        match = _CUT.fullmatch(cut)
+        if match is None or int(match[2]) < 1 or int(match[1]) in axes:
+            raise _bad("reshard", text, "expected [REGEX:]axis=0,parts=8[;axis=1,parts=2]")
+        axes[int(match[1])] = int(match[2])
+    return Reshard(_pattern("reshard", pattern), tuple(sorted(axes.items())))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,12 +280,11 @@ def plan_conversion(
     """
     keys = [key for key in index if rules.takes(key)]
     cells = [] if rules.tensors_only else [key for key in objects if rules.takes(key)]
-    if (index or objects) and not keys and not cells:
-        finding = Finding(
-            f"none of {len(index) + len(objects)} keys", remedy="See what there is: dckpt ls."
-        )
-        raise CheckpointingException("include and exclude leave nothing to convert", [finding])
     names = {key: rules.new_name(key) for key in (*keys, *cells)}
+    num_stored = len(index) + len(objects)
+    if num_stored and not names:
+        finding = Finding(f"none of {num_stored} keys", remedy="See what there is: dckpt ls.")
+        raise CheckpointingException("include and exclude leave nothing to convert", [finding])
     _check_names(names)
     tensors, uncut = [], []
     for key in keys:
@@ -128,12 +294,18 @@ def plan_conversion(
             uncut.append(key)
         tensors.append(PlannedTensor(stored, names[key], rules.new_dtype(key, stored.dtype), chunk))
     casts = _casts(tensors)
-    if not rules.lossy:
-        _check_lossless(casts)
+    rounding = [cast for cast in casts if not cast.is_lossless]
+    if rounding and not rules.lossy:
+        message = "the cast loses precision or range; allow that with lossy (--lossy)"
+        findings = [
+            Finding(f"{cast.stored} to {cast.wanted} ({cast.tensors} tensors) changes values")
+            for cast in rounding
+        ]
+        raise CheckpointingException(message, findings)
     return ConversionPlan(
         tuple(sorted(tensors, key=lambda tensor: tensor.key)),
         tuple(PlannedObject(key, names[key], tuple(objects[key])) for key in cells),
-        len(index) + len(objects) - len(keys) - len(cells),
+        num_stored - len(keys) - len(cells),
         sum(old != new for old, new in names.items()),
         casts,
         tuple(uncut),
@@ -162,17 +334,6 @@ def _casts(tensors: Iterable[PlannedTensor]) -> tuple[CastCount, ...]:
     )
 
 
-def _check_lossless(casts: Iterable[CastCount]) -> None:
-    findings = [
-        Finding(f"{cast.stored} to {cast.wanted} ({cast.tensors} tensors) changes values")
-        for cast in casts
-        if not cast.is_lossless
-    ]
-    if findings:
-        remedy = "the cast loses precision or range; allow that with lossy (--lossy)"
-        raise CheckpointingException(remedy, findings)
-
-
 def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
     """The boxes in which a tensor is saved; together they cover it.
 
@@ -188,17 +349,20 @@ def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
         assert pieces is not None
         most = max(1, most_bytes // tensor.widest_itemsize)
         for box, flat in pieces:
-            for part in _boxes(box, flat):
-                yield from split_rows(part, most)
+            for part in boxes_of_part(box, flat):
+                if part.num_elements:
+                    yield from split_rows(part, most)
         return
     chunk = tuple(min(c, e) for c, e in zip(chunk, tensor.shape, strict=True))
     itemsize = tensor.widest_itemsize
     if is_cut_across(tensor):
         # Low enough that whole rows of parts can be read at once: else each would be read often.
         part_row = itemsize * math.prod(chunk[1:])
-        rows = max(1, most_bytes // (itemsize * math.prod(tensor.shape[1:])), _LOW // part_row)
-        chunk = divided(tensor.shape, chunk, itemsize, rows * part_row)
-    grid = ChunkGrid(tensor.shape, divided(tensor.shape, chunk, itemsize, most_bytes))
+        rows = max(
+            1, most_bytes // (itemsize * math.prod(tensor.shape[1:])), _SMALL_BYTES // part_row
+        )
+        chunk = _divided(tensor.shape, chunk, itemsize, rows * part_row)
+    grid = ChunkGrid(tensor.shape, _divided(tensor.shape, chunk, itemsize, most_bytes))
     for index in itertools.product(*map(range, grid.counts)):
         yield grid.box(index)
 
@@ -208,11 +372,7 @@ def is_cut_across(tensor: PlannedTensor) -> bool:
     return tensor.chunk_shape is not None and tensor.chunk_shape[1:] != tensor.shape[1:]
 
 
-def _boxes(box: Box, flat: tuple[int, int] | None) -> list[Box]:
-    return [own for own in boxes_of_part(box, flat) if own.num_elements]
-
-
-def divided(shape: Ints, chunk: Ints, itemsize: int, most_bytes: int) -> Ints:
+def _divided(shape: Ints, chunk: Ints, itemsize: int, most_bytes: int) -> Ints:
     """A chunk shape of at most ``most_bytes`` that divides the given one if possible."""
     for axis, extent in enumerate(chunk):
         if itemsize * math.prod(chunk) <= most_bytes:
@@ -248,3 +408,59 @@ def runs(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
         extent = min(height, tensor.shape[0] - start)
         block = Box((start, *whole.offset[1:]), (extent, *tensor.shape[1:]))
         yield from split_rows(block, most)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many threads work on how much at a time.
+
+    Attributes:
+        threads: Threads that read and write.
+        box_bytes: Bytes of the box that one of them holds.
+        buffer_bytes: Bytes that a writer may collect.
+        mapped_bytes: Bytes to read of mapped files before they are mapped again.
+    """
+
+    threads: int
+    box_bytes: int
+    buffer_bytes: int
+    mapped_bytes: int
+
+
+def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
+    """Divide what the budget leaves among threads and buffers.
+
+    Args:
+        memory_bytes: bytes that the whole process may have, including what it has already.
+        threads: number of threads; by default as StorageOptions.
+
+    Raises:
+        CheckpointingException: if that is too little to begin.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    used = pages * os.sysconf("SC_PAGE_SIZE")
+    rest = memory_bytes - used
+    if rest < _MIN_REST_BYTES:
+        least = -(-(used + _MIN_REST_BYTES) // 2**20)
+        finding = Finding(
+            "the program itself takes most of it",
+            expected=f"at least {least} MiB",
+            found=f"{memory_bytes // 2**20} MiB",
+            remedy=f"Allow more: --memory {least}MiB.",
+        )
+        raise CheckpointingException("the memory budget is too small", [finding])
+    rest -= _SLACK_BYTES
+    count = threads or StorageOptions().threads
+    box_bytes = max(2**20, min(_MOST_BOX_BYTES, rest // (2 * _COPIES * count)))
+    return Budget(count, box_bytes, max(2**20, rest // 4), max(2**23, rest // 8))
+
+
+def return_freed_memory() -> None:
+    """Let the allocator of this process give large blocks back as soon as they are freed.
+
+    glibc otherwise learns from the first one to keep them, in every thread, which at the end is
+    more than what is in use. For programs that have nothing else to do: it costs page faults.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have none, and do not keep them
+        mallopt(_M_MMAP_THRESHOLD, 2**20)

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import holder_of
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import is_committed
+from dist_checkpointing.format.commit import CheckpointingConfig, is_committed
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME
 from dist_checkpointing.tools.runs import LATEST, is_run, located, step_folders
 
-_SAFETENSORS: Final = "*.safetensors*"
+if TYPE_CHECKING:
+    from dist_checkpointing.strategies.tensor_files import TensorFiles
+
+_SAFETENSORS = (".safetensors", ".safetensors.index.json")
+_TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+"""How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
+
+_OPENED_ELSEWHERE = (
+    "dckpt ls, show, stats and diff open it; dckpt convert makes a checkpoint of it."
+)
 _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
     (
         "safetensors (such as a Hugging Face model)",
-        (_SAFETENSORS,),
-        "dckpt ls, show, stats and diff open it; dckpt convert makes a checkpoint of it.",
+        ("*.safetensors*",),
+        _OPENED_ELSEWHERE,
     ),
     (
         "an Orbax checkpoint (JAX)",
@@ -30,7 +42,7 @@ _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
     (
         "a DeepSpeed checkpoint",
         ("*_model_states.pt", "global_step*/*_model_states.pt", "zero_to_fp32.py"),
-        "dckpt convert {path} DST --to tensorstore makes a checkpoint of it.",
+        _OPENED_ELSEWHERE,
     ),
     (
         "Megatron's older format (torch)",
@@ -74,18 +86,71 @@ def open_named(path: Location, *, trusted: bool = False) -> Checkpoint:
         return Checkpoint.open(place, trusted=trusted)
 
 
-def open_tensors(path: Location, *, trusted: bool = False) -> Checkpoint:
-    """Like ``open_named``; also opens safetensors (files or a folder) and torch.save files."""
-    place = located(path)
-    if isinstance(place, Path) and (
-        place.is_file()
-        or (place.is_dir() and not is_committed(place) and any(place.glob(_SAFETENSORS)))
-    ):
-        # Not at the top: it imports torch.
-        from dist_checkpointing.tools.inspect.tensor_files import open_files  # noqa: PLC0415
+class OpenedFiles(Checkpoint):
+    """Files of tensors in another format, as a checkpoint."""
 
-        return open_files(place, trusted=trusted)
-    return open_named(place, trusted=trusted)
+    def __init__(self, files: TensorFiles[Any], *, trusted: bool) -> None:
+        super().__init__(files.path, CheckpointingConfig(files.backend), 0, trusted=trusted)
+        self.files = files
+        self.__dict__["reads"] = files  # fills the cached property
+
+    def require_unchanged(self) -> None:
+        self.files.require_unchanged()
+
+
+def open_tensors(path: Location, *, trusted: bool = False) -> Checkpoint:
+    """Like ``open_named``; also opens files of other formats, see ``open_source``."""
+    place = located(path)
+    with explaining(place):
+        return open_source(place, trusted=trusted)
+
+
+def open_source(
+    path: str | PathLike[str], *, trusted: bool = False, most_bytes: int = 2**31
+) -> Checkpoint:
+    """A checkpoint, or files of safetensors, torch.save or DeepSpeed, looked into like one.
+
+    Args:
+        path: a folder or file; or the URL of a checkpoint.
+        trusted: unpickle anything in it.
+        most_bytes: size of a file that may be loaded as a whole, if it must.
+
+    Raises:
+        CheckpointNotFoundError: if there is nothing of these.
+        CheckpointingException: if it cannot be read.
+    """
+    place = as_location(path)
+    is_folder = location.is_folder(place)
+    if not isinstance(place, Path) or (is_folder and is_committed(place)):
+        return Checkpoint.open(place, trusted=trusted)
+    # Not at the top: these import torch.
+    from dist_checkpointing.strategies.deepspeed import (  # noqa: PLC0415
+        DeepSpeedFiles,
+        step_folder,
+    )
+    from dist_checkpointing.strategies.safetensors_folder import SafetensorsFiles  # noqa: PLC0415
+    from dist_checkpointing.strategies.torch_file import TorchFile  # noqa: PLC0415
+
+    if is_folder:
+        if any(name.endswith(_SAFETENSORS) for name in location.names_in(place)):
+            return OpenedFiles(SafetensorsFiles(place), trusted=trusted)
+        if (step := step_folder(place)) is not None:
+            return OpenedFiles(DeepSpeedFiles(step, trusted=trusted), trusted=trusted)
+        return Checkpoint.open(place, trusted=trusted)
+    if not place.is_file():
+        problem, message = "no such file or folder", f"{place} does not exist"
+        if location.is_there(place):
+            problem, message = "it is neither a file nor a folder", f"{place} cannot be read"
+        raise CheckpointNotFoundError(message, [Finding(problem, path=str(place))])
+    if place.name.endswith(_SAFETENSORS):
+        return OpenedFiles(SafetensorsFiles(place), trusted=trusted)
+    with place.open("rb") as file:
+        signature = file.read(4)
+    if signature in _TORCH_SIGNATURES:
+        content = TorchFile(place, trusted=trusted, most_bytes=most_bytes)
+        return OpenedFiles(content, trusted=trusted)
+    problem = "neither a folder with a checkpoint, nor a file of safetensors or torch.save"
+    raise CheckpointNotFoundError(f"{place} cannot be read", [Finding(problem, path=str(place))])
 
 
 @contextmanager

@@ -1,8 +1,7 @@
-"""Safetensors files: reads one, or a folder as Hugging Face lays it out, and writes headers.
+"""Safetensors: one file, or a folder as Hugging Face lays it out, with its configuration.
 
-The library writes only files whose tensors are all in memory, so the header of a file is made here,
-before its values are there. A file is 8 bytes with the length of a JSON header, the header, and the
-values.
+A file is 8 bytes with the length of a JSON header, the header, and the values. Files are created
+with room for the values, before these are known.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -25,22 +24,16 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.dtypes import DType, from_name
-from dist_checkpointing.format.geometry import Box, Ints, ints_from_json
+from dist_checkpointing.format.dtypes import from_name
+from dist_checkpointing.format.geometry import Box, ints_from_json
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.tools.convert.model_files import MODEL_FILES_KEY, model_files
-from dist_checkpointing.tools.convert.sources import MappedSource
+from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-SINGLE_NAME: Final = "model.safetensors"
-INDEX_NAME: Final = "model.safetensors.index.json"
-METADATA_KEY: Final = "__metadata__"
-MAX_HEADER_BYTES: Final = 100_000_000
-"""What readers of the format take at most."""
+MODEL_FILES_KEY: Final = "hugging_face"
+"""Where the common state keeps the configuration and tokenizer files of a model: name -> bytes."""
 
-_ALIGNMENT = 8
 DTYPE_NAMES: Final = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -63,10 +56,17 @@ DTYPE_NAMES: Final = {
     "C64": "complex64",
 }
 _BY_DTYPE = {name: code for code, name in DTYPE_NAMES.items()}
+_METADATA_KEY = "__metadata__"
+_MAX_HEADER_BYTES = 100_000_000
+"""What readers of the format accept."""
+
 _MAX_INDEX_BYTES = 1 << 30
+_ALIGNMENT = 8
+_MODEL_FILE_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_MAX_MODEL_FILE_BYTES = 128 * 2**20
 
 
-class SafetensorsSource(MappedSource[dict[Path, Any]]):
+class SafetensorsFiles(TensorFiles[dict[Path, Any]]):
     """Safetensors files. The texts in their headers are its common state.
 
     Args:
@@ -78,9 +78,12 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
         UnsupportedFormatError: if a file holds a dtype that we do not.
     """
 
+    backend = "safetensors"
+
     def __init__(self, path: Path) -> None:
         files, weight_map = _files(path)
         super().__init__(path, files)
+        self.kind = f"safetensors, {len(files)} file{'s' if len(files) != 1 else ''}"
         self._file_of: dict[str, Path] = {}
         self._texts: dict[str, str] = {}
         tensors: list[StoredTensor] = []
@@ -102,22 +105,16 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
             raise CorruptCheckpointError("the files do not fit together", findings)
         self._index = Index.of(sorted(tensors, key=lambda stored: stored.key))
 
-    @property
-    def kind(self) -> str:
-        count = len(self._files)
-        return f"safetensors, {count} file{'s' if count != 1 else ''}"
-
-    @cached_property
     def common(self) -> dict[Any, Any]:
-        # Says what wrote the file, which will not be true of the next one.
+        # The format says what wrote the file, which will not be true of the next one.
         texts = {name: text for name, text in self._texts.items() if name != "format"}
-        path = Path(self.path)
-        own = path.suffix == SUFFIX
-        files = {} if own else model_files(path if path.is_dir() else path.parent)
+        files = {}
+        if self.path.suffix != SUFFIX:
+            files = _model_files(self.path if self.path.is_dir() else self.path.parent)
         return {**texts, **({MODEL_FILES_KEY: files} if files else {})}
 
     def _open(self) -> dict[Path, Any]:
-        return {file: _open(file) for file in self._files}
+        return {file: _open(file) for file in self.paths}
 
     def _copy(self, content: dict[Path, Any], key: str, box: Box) -> torch.Tensor:
         file = self._file_of[key]
@@ -125,11 +122,8 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
             view: torch.Tensor = content[file].get_slice(key)[box.slices() or ...]
         return view.clone(memory_format=torch.contiguous_format)
 
-    def file_of(self, key: str) -> Path:
-        return self._file_of[key]
-
-    def files(self) -> tuple[Location, ...]:
-        return (self.path, *self._files)
+    def location(self, index: Index, key: str, box: Box, number: int) -> str:  # noqa: ARG002
+        return str(self._file_of[key])
 
 
 def _open(file: Path) -> Any:
@@ -160,14 +154,9 @@ def _stored(key: str, mapped: Any) -> StoredTensor:
     if code not in DTYPE_NAMES:
         finding = Finding("unknown dtype", key, found=code)
         raise UnsupportedFormatError("a tensor cannot be read", [finding])
-    # The library takes extents that no tensor can have if another one is 0.
+    # The library accepts extents that no tensor can have if another one is 0.
     shape = ints_from_json(list(mapped.get_shape()))
     return StoredTensor.undivided(key, from_name(DTYPE_NAMES[code]), shape)
-
-
-def holds_safetensors(folder: Location) -> bool:
-    """Whether a folder looks like one of safetensors files."""
-    return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in location.names_in(folder))
 
 
 def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
@@ -195,37 +184,123 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
     return [path.parent / name for name in names], weight_map
 
 
-def can_hold(dtype: DType) -> bool:
-    """Whether the format has this dtype."""
-    return dtype.name in _BY_DTYPE
+def _model_files(folder: Path) -> dict[str, bytes]:
+    """The small files of a model by name; empty for a folder without a configuration."""
+    if not (folder / "config.json").is_file():
+        return {}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if _is_model_file(path.name)
+        and path.is_file()
+        and path.stat().st_size <= _MAX_MODEL_FILE_BYTES
+    }
+
+
+def _is_model_file(name: str) -> bool:
+    return (
+        Path(name).name == name
+        and not name.startswith(".")
+        and name.endswith(_MODEL_FILE_SUFFIXES)
+        and not name.endswith(".index.json")
+    )
+
+
+def model_files_of(common: Mapping[Any, Any]) -> dict[str, bytes]:
+    """The files of a model in a common state; nothing that could be written elsewhere."""
+    kept = common.get(MODEL_FILES_KEY)
+    if not isinstance(kept, dict):
+        return {}
+    return {
+        name: data
+        for name, data in kept.items()
+        if isinstance(name, str) and isinstance(data, bytes) and _is_model_file(name)
+    }
+
+
+def texts_of(common: Mapping[Any, Any]) -> dict[str, str]:
+    """What of a common state the header of a file can hold: texts by name."""
+    return {k: v for k, v in common.items() if isinstance(k, str) and isinstance(v, str)}
+
+
+def require_storable(rows: Iterable[TensorRow]) -> None:
+    """Raise CheckpointingException if the format cannot hold some tensors, naming all of them."""
+    findings = []
+    for key, dtype, _ in rows:
+        if dtype.name not in _BY_DTYPE:
+            remedy = "Leave it out with --exclude, or --cast it."
+            problem = "safetensors has no such dtype"
+            findings.append(Finding(problem, key, found=dtype.name, remedy=remedy))
+        if key == _METADATA_KEY:
+            findings.append(Finding("is a name of the format itself", key, remedy="--rename it."))
+    if findings:
+        raise CheckpointingException("cannot be converted to safetensors", findings)
+
+
+def create(
+    path: Path, rows: Sequence[TensorRow], texts: Mapping[str, str], shard_bytes: int | None
+) -> dict[Path, dict[str, int]]:
+    """Create one file, or a model as Hugging Face lays it out, with room for the values.
+
+    Args:
+        path: A file, or a folder to make.
+        rows: What to create.
+        texts: Texts for the headers.
+        shard_bytes: Most bytes of values in a file of a folder; None for one file.
+
+    Returns:
+        For each file, at which byte the values of each key begin. They follow in C order.
+    """
+    sizes = {key: math.prod(shape) * dtype.itemsize for key, dtype, shape in rows}
+    files = [list(rows)]
+    if shard_bytes is not None:
+        files = list(in_batches(((row, sizes[row[0]]) for row in rows), shard_bytes)) or [[]]
+        path.mkdir()
+    count = len(files)
+    names = [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+    if count == 1:
+        names = [f"model{SUFFIX}"]
+    created: dict[Path, dict[str, int]] = {}
+    for name, own in zip(names, files, strict=True):
+        header, starts = header_bytes(own, {**texts, "format": "pt"})
+        if len(header) - 8 > _MAX_HEADER_BYTES:
+            finding = Finding("the header", found=f"{len(header)} bytes")
+            raise CheckpointingException("too many tensors for one safetensors file", [finding])
+        file = path if shard_bytes is None else path / name
+        with file.open("xb") as opened:
+            opened.write(header)
+            opened.truncate(len(header) + sum(sizes[key] for key in starts))
+        created[file] = starts
+    if count > 1:
+        weight_map = {key: file.name for file, starts in created.items() for key in starts}
+        content = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        text = json.dumps(content, indent=2).encode() + b"\n"
+        local_folder.write_atomic(path / f"model{INDEX_SUFFIX}", text)
+    return created
 
 
 def header_bytes(
-    tensors: Iterable[tuple[str, DType, Ints]], metadata: Mapping[str, str]
+    rows: Iterable[TensorRow], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
     """The beginning of a file, and at which byte of the file the values of each key begin.
 
     The values follow without gaps, wide elements first, so that all are aligned.
     """
-    rows: dict[str, Any] = {METADATA_KEY: dict(metadata)}
-    places, position = {}, 0
-    for key, dtype, shape in sorted(tensors, key=lambda row: (-row[1].itemsize, row[0])):
-        places[key] = position
-        position += math.prod(shape) * dtype.itemsize
-        rows[key] = {
+    header: dict[str, Any] = {_METADATA_KEY: dict(metadata)}
+    position = 0
+    for key, dtype, shape in sorted(rows, key=lambda row: (-row[1].itemsize, row[0])):
+        stop = position + math.prod(shape) * dtype.itemsize
+        header[key] = {
             "dtype": _BY_DTYPE[dtype.name],
             "shape": list(shape),
-            "data_offsets": [places[key], position],
+            "data_offsets": [position, stop],
         }
-    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+        position = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    begin = 8 + len(text)
-    starts = {key: begin + place for key, place in places.items()}
+    del header[_METADATA_KEY]
+    starts = {key: 8 + len(text) + row["data_offsets"][0] for key, row in header.items()}
     return struct.pack("<Q", len(text)) + text, starts
-
-
-def file_names(count: int) -> list[str]:
-    """What Hugging Face calls the files of a model."""
-    if count == 1:
-        return [SINGLE_NAME]
-    return [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]

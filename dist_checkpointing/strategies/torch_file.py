@@ -1,0 +1,238 @@
+"""Files of torch.save: slices of tensors in the mapped file, and files with room for tensors."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import math
+import mmap
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.format.checksums import bytes_of
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.mapping.nested_dicts import (
+    MISSING,
+    DictKey,
+    flatten,
+    unflatten,
+    unflatten_part,
+)
+from dist_checkpointing.strategies.safe_pickle import deserialize_file
+from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
+from dist_checkpointing.strategies.torch_archives import entries
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+COMMON_KEY: Final = "__common__"
+"""Where a file that was converted from a checkpoint keeps the common state."""
+
+OBJECTS_KEY: Final = "__objects__"
+"""Likewise, of the sharded objects: ``{key: {cell: value}}``."""
+
+_ONLY_KEY = "tensor"
+_MAP_NORESERVE = 0x4000
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FileContent:
+    """What a file holds: tensors by path, sharded objects cell by cell, and the rest."""
+
+    tensors: dict[str, torch.Tensor]
+    cells: dict[str, dict[Ints, Any]]
+    common: dict[Any, Any]
+
+
+class TorchFile(TensorFiles[_FileContent]):
+    """A file of torch.save: its tensors by path, joined by dots; the rest is common state.
+
+    Args:
+        path: the file.
+        trusted: unpickle anything in it, each time that it is mapped.
+        most_bytes: size of a file that may be loaded as a whole, if it must.
+
+    Raises:
+        UnsupportedFormatError: if it holds more than plain data and is not trusted.
+        CorruptCheckpointError: if it is damaged.
+    """
+
+    backend = "torch"
+    kind = "torch.save file"
+
+    def __init__(self, path: Path, *, trusted: bool = False, most_bytes: int) -> None:
+        super().__init__(path, [path])
+        self.is_mapped = zipfile.is_zipfile(path)
+        size = path.stat().st_size
+        if not self.is_mapped and size > most_bytes:
+            finding = Finding(
+                "larger than the memory budget",
+                expected=f"at most {most_bytes} bytes",
+                found=size,
+                remedy="Load it and torch.save it again, or allow more memory.",
+            )
+            message = "the file is of before PyTorch 1.6 and can only be read as a whole"
+            raise CheckpointingException(message, [finding])
+        self._trusted = trusted
+        content = self._mapped(0)
+        self._cells, self._common = content.cells, content.common
+        self._index = Index.of(
+            StoredTensor.undivided(key, tensor_memory.from_torch(tensor.dtype), tensor.shape)
+            for key, tensor in sorted(content.tensors.items())
+        )
+
+    def _open(self) -> _FileContent:
+        content = deserialize_file(self.path, trusted=self._trusted, maps_file=self.is_mapped)
+        if isinstance(content, torch.Tensor):
+            content = {_ONLY_KEY: content}
+        if not isinstance(content, dict):
+            found = type(content).__name__
+            finding = Finding("expected a dict", found=found, path=str(self.path))
+            raise CheckpointingException("not a file of tensors", [finding])
+        content = dict(content)
+        common: dict[Any, Any] = {}
+        cells: dict[str, dict[Ints, Any]] = {}
+        if isinstance(content.get(COMMON_KEY), dict):
+            common = content.pop(COMMON_KEY)
+        if _are_objects(content.get(OBJECTS_KEY)):
+            cells = content.pop(OBJECTS_KEY)
+        leaves, skeleton = flatten(content)
+        tensors: dict[str, torch.Tensor] = {}
+        for path in [path for path, leaf in leaves.items() if _is_storable(leaf)]:
+            key = ".".join(str(s.key if isinstance(s, DictKey) else s.index) for s in path)
+            if key in tensors:
+                finding = Finding("two tensors have this path", key, path=str(self.path))
+                raise CheckpointingException("tensors cannot be told apart", [finding])
+            tensors[key] = leaves.pop(path).detach()
+        rest = unflatten_part(skeleton, leaves)
+        return _FileContent(tensors, cells, common | ({} if rest is MISSING else rest))
+
+    def _copy(self, content: _FileContent, key: str, box: Box) -> torch.Tensor:
+        view = content.tensors[key][box.slices()]
+        return view.clone(memory_format=torch.contiguous_format)
+
+    def common(self) -> dict[Any, Any]:
+        return self._common
+
+    def object_grids(self, index: Index) -> Mapping[str, Ints]:  # noqa: ARG002
+        return {
+            key: tuple(max(axis) + 1 for axis in zip(*cells, strict=True))
+            for key, cells in self._cells.items()
+        }
+
+    def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:  # noqa: ARG002
+        return self._cells[key][cell]
+
+
+def _are_objects(value: object) -> bool:
+    """Whether a value is what ``OBJECTS_KEY`` holds: full grids of cells by key."""
+    if not isinstance(value, dict):
+        return False
+    for key, cells in value.items():
+        if not isinstance(key, str) or not isinstance(cells, dict) or not cells:
+            return False
+        if not all(isinstance(c, tuple) and all(type(i) is int for i in c) for c in cells):
+            return False
+        if len({len(cell) for cell in cells}) != 1 or min(min(c, default=0) for c in cells) < 0:
+            return False
+        extents = [max(axis) + 1 for axis in zip(*cells, strict=True)]
+        if math.prod(extents) != len(cells):
+            return False
+    return True
+
+
+def _is_storable(leaf: object) -> bool:
+    """Whether a leaf is a tensor that a checkpoint can hold; others stay in the common state."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return False
+    return any(leaf.dtype is row.torch for row in tensor_memory.DTYPES) and not leaf.is_meta
+
+
+def create(
+    path: Path, rows: Sequence[TensorRow], common: Mapping[Any, Any], objects: Mapping[str, Any]
+) -> dict[str, int]:
+    """Create a file that ``torch.load(weights_only=True)`` reads, with room for the tensors.
+
+    Returns:
+        At which byte the values of each tensor begin. They follow in C order.
+
+    Raises:
+        CheckpointingException: if a tensor has the name under which the rest is kept.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in rows]
+    state: dict[str, Any] = _without_memory(rows, sizes)
+    tensors: list[torch.Tensor] = []
+    for name, value in ((COMMON_KEY, common), (OBJECTS_KEY, objects)):
+        if value and name in state:
+            finding = Finding("is where the rest is kept", name, remedy="--rename it.")
+            raise CheckpointingException("a tensor cannot have this key", [finding])
+        if value:
+            leaves, skeleton = flatten(value)
+            for at, leaf in leaves.items():
+                if isinstance(leaf, torch.Tensor):
+                    leaves[at] = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    tensors.append(leaves[at])
+            state[name] = unflatten(skeleton, leaves)
+    with torch.serialization.skip_data():
+        torch.save(state, path)
+    with path.open("r+b") as file:
+
+        def read(start: int, size: int) -> bytes:
+            file.seek(start)
+            return file.read(size)
+
+        # torch.save numbers storages in the order in which it meets their tensors.
+        found = entries(read, path.stat().st_size)
+        records = [found[f"data/{number}"] for number in range(len(rows) + len(tensors))]
+        expected = [*sizes, *(tensor.nbytes for tensor in tensors)]
+        assert [size for _, size in records] == expected, "torch.save wrote other storages"
+        for tensor, (start, _) in zip(tensors, records[len(rows) :], strict=True):
+            file.seek(start)
+            file.write(bytes_of(tensor_memory.as_numpy(tensor)))
+    return {key: start for (key, *_), (start, _) in zip(rows, records, strict=False)}
+
+
+def _without_memory(rows: Sequence[TensorRow], sizes: Sequence[int]) -> dict[str, Any]:
+    """Tensors at addresses that take no memory, because nothing is written there."""
+    starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    addresses = mmap.mmap(-1, max(1, starts[-1]), flags=flags)
+    state = {}
+    for (key, dtype, shape), size, start in zip(rows, sizes, starts, strict=False):
+        flat = torch.empty(0, dtype=dtype.torch)
+        if size:
+            count = size // dtype.itemsize
+            flat = torch.frombuffer(addresses, dtype=dtype.torch, count=count, offset=start)
+        state[key] = flat.view(shape)
+    return state
+
+
+def loadable(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What of some values ``torch.load(weights_only=True)`` reads."""
+    return {name: value for name, value in values.items() if _is_loadable({name: value})}
+
+
+def _is_loadable(value: Any) -> bool:
+    leaves, skeleton = flatten(value)
+    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+    others = {p: None if isinstance(leaf, torch.Tensor) else leaf for p, leaf in leaves.items()}
+    buffer = io.BytesIO()
+    try:
+        torch.save(unflatten(skeleton, others), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # noqa: BLE001 - whatever a pickle of anything raises
+        logger.debug("cannot be kept in a file of torch.save: %s", error)
+        return False
+    # A tensor inside a leaf would end up in the file without its values.
+    hidden = [name for name in zipfile.ZipFile(buffer).namelist() if "/data/" in name]
+    return not hidden and all(map(_is_storable, tensors))

@@ -1,0 +1,287 @@
+"""What is converted: a checkpoint, as a recipe changes it, compared with its checksums."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing.byte_sizes import in_batches
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.slicing import ObjectHandle
+from dist_checkpointing.checkpoint.verify_checkpoint import stored_objects_damage
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.checksums import (
+    StoredPart,
+    checksum_files,
+    checksum_of,
+    concatenate_tables,
+    read_table,
+)
+from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.seal import check_config, check_files, read_seal
+from dist_checkpointing.mapping import ShardedTensor, tensor_memory
+from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
+from dist_checkpointing.serialization.load_recipe import source_leaves
+from dist_checkpointing.storage.options import ReadMode, StorageOptions
+from dist_checkpointing.strategies.verification import not_covered, stored_chunk
+from dist_checkpointing.tools.inspect.opening import OpenedFiles
+
+KeyBoxes = Sequence[tuple[str, Box]]
+
+_STRIDED_BLOCK_BYTES = 16 * 2**20
+_TOGETHER_BYTES = 8 * 2**20
+_MOST_TOGETHER = 512
+_HASHED_BYTES = 4 * 2**20
+"""Values that do not lie in one run are copied so many at a time to be hashed."""
+
+_REMEDY = "Convert another checkpoint, or take it as it is: --no-verify (verify=False)."
+
+
+class Source:
+    """Tensors, objects and common state to convert, read from any thread.
+
+    Args:
+        opened: What they are read from.
+        recipe: What to make of it first.
+
+    Attributes:
+        made: What the recipe makes of it; None without one.
+        index: The tensors.
+        objects: The sharded objects.
+        kind: What is read, in words.
+        checks: Compares what is read, if set.
+
+    Raises:
+        StateMismatchError: naming the rule that does not fit.
+    """
+
+    def __init__(self, opened: Checkpoint, recipe: Recipe | None = None) -> None:
+        self.opened = opened
+        if isinstance(opened, OpenedFiles):
+            self.kind = opened.files.kind
+        else:
+            name, version = opened.backend
+            self.kind = f"checkpoint, {name} {version}"
+            # Threads are the caller's, and pages of a mapped file would count as memory in use.
+            opened.reads.options = StorageOptions(
+                threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
+            )
+        self.index: Index = opened.index
+        self.objects: Mapping[str, ObjectHandle] = opened.objects
+        self.made: Derivation | None = None
+        self.checks: PartChecks | None = None
+        if recipe is not None:
+            self.made = _derived(recipe, opened)
+            self.index = self.made.index
+            self.objects = {new: opened.objects[old] for new, old in self.made.objects.items()}
+
+    @property
+    def paths(self) -> tuple[Location, ...]:
+        """What must not be written to while it is read."""
+        own = self.opened.files.paths if isinstance(self.opened, OpenedFiles) else ()
+        return (self.opened.path, *own)
+
+    def find_checksums(self, keys: Collection[str]) -> PartChecks | None:
+        """What the source knows of the values of some tensors; None if it keeps no checksums."""
+        if isinstance(self.opened, OpenedFiles):
+            return None
+        if self.made is not None:
+            keys = {stored for key in keys for stored in self.made.tensors[key].sources}
+        return checks_of(self.opened, keys)
+
+    def read(self, wanted: KeyBoxes) -> list[torch.Tensor]:
+        """A new contiguous CPU tensor for each box of a tensor."""
+        made = self.made
+        if made is None:
+            return self._stored(wanted)
+        leaves = [ShardedTensor.of_box(self.index[key], box) for key, box in wanted]
+        for leaf in leaves:
+            # Takes no room until it is written: what is stored as it is wanted replaces it.
+            leaf.init_data("cpu")
+        whole = {id(leaf.data) for leaf in leaves}
+        parts = (part for leaf in leaves for part in source_leaves(made, leaf))
+        sized = ((part, part.box.num_elements * made.stored[part.key].dtype.itemsize)
+                 for part in parts)  # fmt: skip
+        for batch in in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER):
+            stored = self._stored([(part.key, part.box) for part in batch])
+            for part, values in zip(batch, stored, strict=True):
+                assert part.data is not None
+                if id(part.data) in whole and part.data.dtype == values.dtype:
+                    part.data.data = values
+                else:
+                    part.data.copy_(values)
+        return [_data(leaf) for leaf in leaves]
+
+    def _stored(self, wanted: KeyBoxes) -> list[torch.Tensor]:
+        values = self.opened.read(wanted)
+        if self.checks is not None:
+            self.checks.compare(wanted, values, self.opened.read, self._location)
+        return values
+
+    def _location(self, part: StoredPart) -> str:
+        index = self.opened.index
+        number = stored_chunk(part, index).index or 0
+        return self.opened.reads.location(index, part.key, part.box, number)
+
+
+def _data(leaf: ShardedTensor) -> torch.Tensor:
+    assert leaf.data is not None
+    return leaf.data
+
+
+def _derived(recipe: Recipe, opened: Checkpoint) -> Derivation:
+    made = derive(recipe, opened.index, opened.objects)
+    findings = [
+        Finding("no template says what fills it", key, remedy="Fill with zeros.")
+        for key, tensor in made.tensors.items()
+        if any(piece.key is None and piece.fill == "template" for piece in tensor.pieces)
+    ]
+    if findings:
+        raise StateMismatchError("the recipe needs a template", findings)
+    return made
+
+
+class PartChecks:
+    """The checksums of some tensors. Every part is compared once, when it is first read.
+
+    A part that is read as a whole is compared as it was read. Of one that is not, all of it is read
+    once more, a block at a time: so memory stays bounded, however large a part is.
+
+    Attributes:
+        most_bytes: Size of a block.
+        num_bytes: Bytes that have been compared.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Sequence[StoredPart]], tensors: Mapping[str, StoredTensor]
+    ) -> None:
+        self.most_bytes = _HASHED_BYTES
+        self.num_bytes = 0
+        self._parts = dict(parts)
+        self._bounds: dict[str, npt.NDArray[np.int64]] = {}
+        self._itemsizes = {key: tensors[key].dtype.itemsize for key in parts}
+        self._lock = threading.Lock()
+
+    def compare(
+        self,
+        wanted: KeyBoxes,
+        values: Sequence[torch.Tensor],
+        read: Callable[[KeyBoxes], list[torch.Tensor]],
+        location: Callable[[StoredPart], str],
+    ) -> None:
+        """Compare every part that meets what was read, unless that was done. From any thread.
+
+        Raises:
+            CorruptCheckpointError: for parts that are not what was saved.
+        """
+        findings = []
+        for (key, box), tensor in zip(wanted, values, strict=True):
+            for part in self._claim(key, box):
+                found = checksum_of(
+                    np.ascontiguousarray(tensor_memory.as_numpy(block))
+                    for block in self._blocks(part, box, tensor, read)
+                )
+                if found != part.digest:
+                    findings.append(_damage(part, found, location(part)))
+                with self._lock:
+                    self.num_bytes += part.num_elements * self._itemsizes[key]
+        if findings:
+            raise CorruptCheckpointError("the source is not what was saved", findings)
+
+    def _claim(self, key: str, box: Box) -> list[StoredPart]:
+        """The parts that meet a box and that nobody has claimed."""
+        with self._lock:
+            parts, bounds = self._parts.pop(key, ()), self._bounds.pop(key, None)
+            if not parts:
+                return []
+            if bounds is None:
+                corners = [(part.box.offset, part.box.stop) for part in parts]
+                bounds = np.array(corners, np.int64).reshape(len(parts), 2, -1)
+            start, stop = np.array(box.offset), np.array(box.stop)
+            meets = ((bounds[:, 0] < stop) & (bounds[:, 1] > start)).all(axis=1)
+            if not meets.all():
+                self._parts[key] = [parts[row] for row in np.flatnonzero(~meets).tolist()]
+                self._bounds[key] = bounds[~meets]
+            return [parts[row] for row in np.flatnonzero(meets).tolist()]
+
+    def _blocks(
+        self,
+        part: StoredPart,
+        box: Box,
+        tensor: torch.Tensor,
+        read: Callable[[KeyBoxes], list[torch.Tensor]],
+    ) -> Iterator[torch.Tensor]:
+        """The values of a part in C order: of the box that was read, or read for it."""
+        is_read = box.contains(part.box)
+        if is_read:
+            tensor = tensor[part.box.relative_to(box.offset).slices()]
+            if part.flat_range is None and tensor.is_contiguous():
+                yield tensor
+                return
+        most = (_HASHED_BYTES if is_read else self.most_bytes) // self._itemsizes[part.key]
+        for run in boxes_of_part(part.box, part.flat_range):
+            for block in split_rows(run, most):
+                if is_read:
+                    yield tensor[block.relative_to(part.box.offset).slices()]
+                else:
+                    yield from read([(part.key, block)])
+
+
+def checks_of(opened: Checkpoint, keys: Collection[str]) -> PartChecks | None:
+    """The checksums of some tensors; None if there are none in the checkpoint.
+
+    Common state, objects, and all that describes the tensors are compared here.
+
+    Raises:
+        CorruptCheckpointError: if those differ, or if the checksums cannot be read, or do not speak
+            of all there is.
+    """
+    folder, tensors = opened.folder, opened.index
+    seal = read_seal(folder)
+    is_sealed = seal is not None and not seal.is_open
+    if seal is not None and is_sealed:
+        names = [file.name for file in seal.files.values() if file.digest is not None]
+        _refuse([*check_config(seal, folder), *check_files(seal, folder, names)])
+    table = concatenate_tables(read_table(path) for path in checksum_files(folder))
+    if is_sealed:
+        _refuse(stored_objects_damage(opened, table.objects))
+    if not any((own.is_object == 0).any() for own in table.columns):
+        return None
+    parts: dict[str, list[StoredPart]] = {}
+    for part in table.parts_of(keys):
+        if part.key in tensors and part.digest is not None:
+            parts.setdefault(part.key, []).append(part)
+    findings = []
+    for key in sorted(keys):
+        own = parts.get(key, ())
+        if all(part.lies_in(tensors[key].global_shape) for part in own):
+            findings += not_covered(tensors[key], own)
+        else:
+            findings.append(Finding("a checksum of what is no part of the tensor", key))
+    if findings:
+        findings = [replace(finding, remedy=_REMEDY) for finding in findings]
+        raise CorruptCheckpointError("the source cannot be verified", findings)
+    return PartChecks(parts, tensors)
+
+
+def _refuse(findings: Sequence[Finding]) -> None:
+    if findings:
+        raise CorruptCheckpointError("the source is not what was saved", findings)
+
+
+def _damage(part: StoredPart, found: int, where: str) -> Finding:
+    return Finding(
+        "checksum differs: bits were flipped after it was saved",
+        part.key,
+        expected=f"{part.digest or 0:016x}",
+        found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
+        path=where,
+        remedy=_REMEDY,
+    )
