@@ -315,8 +315,6 @@ _STYLE: Final = """<style>
 .dckpt summary{cursor:pointer;margin-left:-1.2em}.dckpt small{opacity:.65;margin-left:.6em}
 .dckpt input{margin:.3em 0;width:20em;max-width:90%}
 </style>"""
-
-
 # A tensor is hidden unless its key holds the text; a group, unless it holds a tensor that is shown.
 _SEARCH: Final = """
 const box = this.parentNode, text = this.value.toLowerCase();

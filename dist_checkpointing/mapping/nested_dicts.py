@@ -42,8 +42,6 @@ class Position(NamedTuple):
 
 Step = DictKey | Position
 Path = tuple[Step, ...]
-
-
 MISSING: Final = object()
 """Stands for a leaf without a value."""
 NO_LEAF: Final = object()

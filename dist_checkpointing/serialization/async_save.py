@@ -38,8 +38,6 @@ from dist_checkpointing.strategies.selection import Selection
 from dist_checkpointing.threads import Ownership
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
 Finalize = Literal["background", "caller"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -357,11 +357,8 @@ class _Walk:
 
 
 _UNUSED = object()
-
-
 # Calls. Some make gigabytes of a small number, so they may only have arguments that a pickler
 # writes. A rule returns how many bytes a call allocates beyond a small object.
-
 LEAST_VIEW_ELEMENTS = 1 << 24
 VIEWS_PER_ELEMENT = 64
 """A tensor that repeats elements of its storage (``expand``) may have ``LEAST_VIEW_ELEMENTS``, or

@@ -41,9 +41,7 @@ _COLUMN_PARALLEL = (
     "dense_h_to_4h|embed_tokens|lm_head|q_proj|k_proj|v_proj|gate_proj|up_proj"
 )
 _ROW_PARALLEL = "linear_proj|linear_fc2|dense_4h_to_h|o_proj|down_proj"
-
 # How a model would be cut.
-
 Stored = Literal["stored"]
 AS_STORED: Final[Stored] = "stored"
 

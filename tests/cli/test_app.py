@@ -27,7 +27,7 @@ def test_one_finding_is_told_in_one_line(dckpt: Run, tmp_path: Path) -> None:
     finished = dckpt("ls", tmp_path / "nope")
     assert finished.code == EXIT_BAD_INPUT
     assert finished.err == (
-        f"error: Checkpoint directory {tmp_path / 'nope'} does not exist: no such folder; "
+        f"error: {tmp_path / 'nope'} does not exist: no such file or folder; "
         f"file {tmp_path / 'nope'}\n"
     )
     (tmp_path / "file").touch()

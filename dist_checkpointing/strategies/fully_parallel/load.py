@@ -37,8 +37,6 @@ from dist_checkpointing.strategies.unplanned_strategies import as_planned
 
 _ALIGNMENT_BYTES = 16
 """Tensors of any dtype may begin at such a position in a message."""
-
-
 Rows = npt.NDArray[np.void]
 _HEAD = struct.Struct("<QQ")
 _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsize", "<i8")])
@@ -308,8 +306,6 @@ MIN_SHARED_BYTES = 16 * 2**20
 Two ranks that each read half of 16 MiB save that much time if a rank reads 1 GB/s, and more if it
 reads less. From the page cache each rank was faster alone at any size.
 """
-
-
 ExchangeAlgorithm = Literal["broadcast", "gather_object", "gather_rounds"]
 _SHARING = "sharing out the reads"
 _PASSING = "passing on what was read"

@@ -57,8 +57,6 @@ from dist_checkpointing.strategies.torch_dist.writer import STORAGE_CLASSES, con
 from dist_checkpointing.threads import in_threads
 
 _MOST_DESCRIPTION_BYTES = 1 << 16
-
-
 _MOST_ELEMENTS = 1 << 62
 
 

@@ -29,8 +29,6 @@ from dist_checkpointing.testing.simulated_ranks import run_ranks
 
 StateOf = Callable[[int], dict[str, Any]]
 """Returns the state dict or template of a rank."""
-
-
 Observe = Callable[[str, Sequence[Any]], None]
 """Called with the name and arguments of a method before it runs, then with ``"<name>.done"`` and
 its result. An error that it raises is raised by the method."""
