@@ -101,6 +101,8 @@ class OpenedFiles(Checkpoint):
 def open_tensors(path: Location, *, trusted: bool = False) -> Checkpoint:
     """Like ``open_named``; also opens files of other formats, see ``open_source``."""
     place = located(path)
+    if isinstance(place, Path) and place.is_file():
+        return open_source(place, trusted=trusted)
     with explaining(place):
         return open_source(place, trusted=trusted)
 
