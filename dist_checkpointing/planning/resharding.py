@@ -191,7 +191,9 @@ def _in_pieces(
     is_all = names == tuple(index.pieces)
     pieces = PieceColumns.of(index.pieces if is_all else {key: index.pieces[key] for key in names})
     width = whole.shape[1]
-    offsets, shapes = padded(pieces.offsets, width, 0), padded(pieces.shapes, width, 1)
+    # A part of an index keeps the width that the whole one had.
+    offsets = padded(pieces.offsets[:, :width], width, 0)
+    shapes = padded(pieces.shapes[:, :width], width, 1)
     flat, (tensor, number) = pieces.flat, counted(np.diff(pieces.starts))
     full = np.ones((len(pieces), width), dtype=np.int64)
     full[tensors] = whole
