@@ -43,7 +43,7 @@ class Body:
 
     def varint(self, most: int) -> int:
         """One unsigned integer of variable length."""
-        # By hand: every open database has a dozen of these, and a column costs as much as a hundred.
+        # By hand: opening a database reads a dozen, each far cheaper than a column.
         value = shift = 0
         for byte in self.data[self.position : self.position + _MOST_VARINT_BYTES]:
             self.position += 1
