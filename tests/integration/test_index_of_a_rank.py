@@ -72,6 +72,30 @@ def test_all_keys_are_known_where_strictness_asks_for_them(checkpoint: Path) -> 
     run_ranks(RANKS, one)
 
 
+def test_a_rank_asks_for_tensors_of_fewer_axes_than_others(tmp_path: Path) -> None:
+    """Uneven parts, of which each rank asks for another tensor."""
+
+    def shards(rank: int) -> dict[str, ShardedTensor]:
+        begin, end = [(0, 1), (1, 4), (4, 9)][rank]
+        rows = torch.arange(18).reshape(9, 2)[begin:end]
+        return {
+            "line": ShardedTensor.from_offset("line", rows[:, 0].clone(), (9,), (begin,)),
+            "matrix": ShardedTensor.from_offset("matrix", rows.clone(), (9, 2), (begin, 0)),
+        }
+
+    run_ranks(RANKS, lambda comm: save(shards(comm.rank), tmp_path / "c", comm=comm))
+
+    def one(comm: Comm) -> None:
+        key = "matrix" if comm.rank == 0 else "line"
+        shape = (9, 2) if comm.rank == 0 else (9,)
+        whole = ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.int64))
+        found = load({key: whole}, tmp_path / "c", comm=comm)[key]
+        full = torch.arange(18).reshape(9, 2)
+        assert found.equal(full if comm.rank == 0 else full[:, 0])
+
+    run_ranks(RANKS, one)
+
+
 class SeesAll(DefaultLoadPlanner):
     """Keeps what it is told."""
 
