@@ -9,7 +9,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
+from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions
 from samples import (
     BACKENDS,
     GOLDEN_NAMES,

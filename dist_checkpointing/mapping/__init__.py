@@ -1,6 +1,7 @@
 """The four kinds of leaves of a sharded state dict: each says what it is a part of."""
 
 from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.mapping.objects_and_factories import (
     CommonStateDict,
     FactoryBuildFn,
@@ -19,10 +20,13 @@ from dist_checkpointing.mapping.objects_and_factories import (
     is_main_replica,
 )
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
+from dist_checkpointing.mapping.tensor_memory import DTYPES, DType, as_numpy
 
 __all__ = [
+    "DTYPES",
     "CheckpointingException",
     "CommonStateDict",
+    "DType",
     "FactoryBuildFn",
     "FactoryMergeFn",
     "LocalNonpersistentObject",
@@ -37,5 +41,8 @@ __all__ = [
     "StoredState",
     "apply_factories",
     "apply_factory_merges",
+    "as_numpy",
+    "flatten",
     "is_main_replica",
+    "unflatten",
 ]

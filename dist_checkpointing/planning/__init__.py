@@ -1,5 +1,6 @@
 """Who writes and who reads which box: items, plans, planner protocol, default planners."""
 
+from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.planning.items import (
     LoadItemType,
     LocalPlans,
@@ -22,6 +23,7 @@ from dist_checkpointing.planning.planners import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     Destinations,
+    Leaves,
     LoadPlanner,
     SavePlanner,
 )
@@ -34,6 +36,7 @@ from dist_checkpointing.planning.recipe_rules import (
     Missing,
     Rename,
     Resize,
+    Rule,
     Split,
     Stack,
     Transpose,
@@ -54,6 +57,7 @@ __all__ = [
     "Destinations",
     "Drop",
     "Keep",
+    "Leaves",
     "LoadItemType",
     "LoadPlan",
     "LoadPlanner",
@@ -66,6 +70,8 @@ __all__ = [
     "Recipe",
     "Rename",
     "Resize",
+    "RowBlockLayout",
+    "Rule",
     "SavePlan",
     "SavePlanner",
     "Split",
@@ -73,6 +79,7 @@ __all__ = [
     "TensorWriteData",
     "Transpose",
     "Unstack",
+    "WholeShardLayout",
     "WriteItem",
     "WriteItemType",
     "distribute_shards_to_ranks",

@@ -1,29 +1,57 @@
 """For tests: ranks simulated by threads, and the conformance suite for backends."""
 
-from __future__ import annotations
-
+import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+import typing
 
 from dist_checkpointing.testing.simulated_ranks import run_ranks
 
-if TYPE_CHECKING:
-    from dist_checkpointing.testing.conformance import StrategyConformance
+if typing.TYPE_CHECKING:
+    from dist_checkpointing.testing.conformance import (
+        CUT_SHAPE,
+        CUTS,
+        Contents,
+        Failures,
+        RoundTrips,
+        StorageProtocol,
+        StrategyConformance,
+        assert_same_bits,
+        data_of,
+        failures_on,
+        observed,
+        poisoned,
+        random_bits,
+        template,
+    )
 
-__all__ = ["StrategyConformance", "run_ranks"]
+__all__ = [
+    "CUTS",
+    "CUT_SHAPE",
+    "Contents",
+    "Failures",
+    "RoundTrips",
+    "StorageProtocol",
+    "StrategyConformance",
+    "assert_same_bits",
+    "data_of",
+    "failures_on",
+    "observed",
+    "poisoned",
+    "random_bits",
+    "run_ranks",
+    "template",
+]
 
-_SUITE = f"{__name__}.conformance"
+if not typing.TYPE_CHECKING:
 
+    def __getattr__(name: str) -> typing.Any:
+        # Imported on first use, so that run_ranks works without pytest.
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        suite = f"{__name__}.conformance"
+        if suite not in sys.modules:
+            import pytest  # noqa: PLC0415
 
-def __getattr__(name: str) -> Any:
-    # Imported on first use, so that run_ranks works without pytest.
-    if name != "StrategyConformance":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _SUITE not in sys.modules:
-        import pytest  # noqa: PLC0415
-
-        # Without this, a failing assert in the suite would not show the values that it compared.
-        pytest.register_assert_rewrite(_SUITE)
-    from dist_checkpointing.testing.conformance import StrategyConformance  # noqa: PLC0415
-
-    return StrategyConformance
+            # Without this, a failing assert in the suite would not show the values it compared.
+            pytest.register_assert_rewrite(suite)
+        return getattr(importlib.import_module(suite), name)

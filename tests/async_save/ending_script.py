@@ -17,8 +17,7 @@ from dist_checkpointing import AsyncSaver, ShardedTensor, async_save
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.serialization.async_save import Finalize
 from dist_checkpointing.storage import WriteResults
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 
 
 class StallingWriter(ZarrV3Writer):

@@ -37,8 +37,11 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import ThreadComm
 from dist_checkpointing.storage import Durability, Progress, StorageOptions
-from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
+from dist_checkpointing.strategies import (
+    TorchDistSaveShardedStrategy,
+    Zarr3SaveShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
 
 WORLD = 3
 STEPS_A_ROUND = 6

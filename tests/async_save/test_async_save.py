@@ -29,7 +29,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.serialization.save_steps import SaveJob
-from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from dist_checkpointing.strategies import StrategyAction, get_default_strategy
 from dist_checkpointing.testing import run_ranks
 from states import BACKENDS, cell, full_at_step, parts_at_step
 
@@ -190,7 +190,7 @@ def test_a_change_of_the_common_state_is_noticed_too(tmp_path: Path) -> None:
 def test_an_io_error_reaches_every_rank_and_the_next_call(
     tmp_path: Path, finalize: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+    from dist_checkpointing.strategies import ZarrV3Writer
 
     part_writer = ZarrV3Writer.part_writer
     broken = [True]
@@ -234,7 +234,7 @@ def test_an_io_error_reaches_every_rank_and_the_next_call(
 
 def test_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same copies are written once more; nothing of the failed try is left."""
-    from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
+    from dist_checkpointing.strategies import TensorStoreWriter
 
     finish = TensorStoreWriter.finish
     left = [2]

@@ -14,8 +14,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.strategies import base
-from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
+from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest, base
 from dist_checkpointing.testing import run_ranks
 from states import BACKENDS, assert_at_step, at_step
 

@@ -22,7 +22,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing import threads as background
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
+from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
 from states import assert_at_step, at_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -23,12 +23,10 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
-from dist_checkpointing.format.removal import remove_checkpoint
+from dist_checkpointing.format import Attempt, CheckpointingConfig, remove_checkpoint
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.storage import WriteResults
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from states import BACKENDS, at_step
 
 

@@ -28,7 +28,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.format.commit import Attempt
+from dist_checkpointing.format import Attempt
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.manager.run_folder import read_record, write_record
 from dist_checkpointing.testing import run_ranks

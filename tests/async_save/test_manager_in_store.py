@@ -14,7 +14,7 @@ from dist_checkpointing.errors import (
     CheckpointingException,
     UnsupportedFormatError,
 )
-from dist_checkpointing.format.commit import data_folder
+from dist_checkpointing.format import data_folder
 from dist_checkpointing.mapping import ShardedStateDict
 from stores import new_url
 

@@ -22,13 +22,15 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.format import SEAL_NAME
 from dist_checkpointing.format.leftovers import leftovers
-from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.manager.run_folder import read_record
 from dist_checkpointing.storage import Checksum, StorageOptions
-from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
+from dist_checkpointing.strategies import (
+    LoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+    Zarr3LoadShardedStrategy,
+)
 from dist_checkpointing.testing import run_ranks
 from states import ALONE, shard, trained
 

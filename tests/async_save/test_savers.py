@@ -22,7 +22,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm, ThreadComm, default_comm
 from dist_checkpointing.serialization.async_save import _KEPT_AS
 from dist_checkpointing.storage import Progress
-from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
+from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
 from states import assert_at_step, at_step
 
@@ -58,7 +58,7 @@ def test_async_save_keeps_one_saver_for_its_ranks(
 def test_the_next_async_save_raises_what_nobody_has_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
+    from dist_checkpointing.strategies import TensorStoreWriter
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")

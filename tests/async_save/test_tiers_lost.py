@@ -18,7 +18,7 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     RankFailedError,
 )
-from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
+from dist_checkpointing.format import Attempt, CheckpointingConfig
 from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.serialization.save_steps import Disks
 from dist_checkpointing.testing import run_ranks

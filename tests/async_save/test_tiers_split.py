@@ -22,7 +22,7 @@ from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem import ObjectStore
 from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.testing import run_ranks
 from real_ranks import run_script

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dist_checkpointing import load_plain_tensors, save
-from dist_checkpointing.format.dtypes import from_name
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.strategies.safetensors_folder import header_bytes
 from dist_checkpointing.tools.app import app
 from scripts import TELL_PEAK, run_forked, run_fresh, told_peak
@@ -202,7 +202,9 @@ def test_peak_memory_stays_within_its_budget(
     keys = [f"w{i}" for i in range(8)]
     path = tmp_path / f"model.{kind}"
     if kind == "safetensors":
-        header, starts = header_bytes([(key, from_name("float32"), shape) for key in keys], {})
+        header, starts = header_bytes(
+            [(key, dtypes.from_name("float32"), shape) for key in keys], {}
+        )
         with path.open("wb") as file:
             file.write(header)
             file.truncate(max(starts.values()) + 4 * 4096 * 4096)

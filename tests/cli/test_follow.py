@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.filesystem.locks import FolderLock, holder_of
+from dist_checkpointing.filesystem import FolderLock, holder_of
 from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.tools import ls as following
 from samples import Run

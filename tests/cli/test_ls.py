@@ -12,8 +12,7 @@ import torch
 
 import dist_checkpointing
 from dist_checkpointing import save
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.index import Index, StoredTensor, write_index
+from dist_checkpointing.format import Index, StoredTensor, dtypes, write_index
 from samples import Run, Sample, Samples
 from scripts import TELL_PEAK, run_fresh, told_peak
 from states import shard

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import ChunkGrid
+from dist_checkpointing.format import ChunkGrid
 from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.map import checkpoint_map
 from samples import GOLDEN, GOLDEN_NAMES

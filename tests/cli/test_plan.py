@@ -13,11 +13,16 @@ from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.commit import CheckpointingConfig
-from dist_checkpointing.format.dtypes import from_name
-from dist_checkpointing.format.geometry import Box, Window
-from dist_checkpointing.format.index import Index, StoredTensor, write_index
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.format import (
+    Box,
+    CheckpointingConfig,
+    Index,
+    StoredTensor,
+    Window,
+    dtypes,
+    write_index,
+)
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools import report
 from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.load_forecast import bytes_read
@@ -138,7 +143,7 @@ def test_on_the_checkpoints_of_megatron(name: str) -> None:
 
 def test_a_checkpoint_far_larger_than_memory(tmp_path: Path) -> None:
     shape, chunk = (2**22, 2**22), (2**19, 2**22)
-    stored = StoredTensor("lm_head.weight", from_name("bfloat16"), shape, chunk)
+    stored = StoredTensor("lm_head.weight", dtypes.from_name("bfloat16"), shape, chunk)
     (tmp_path / ".dckpt").mkdir()
     write_index(Index.of([stored]), tmp_path)
     config = CheckpointingConfig("zarr", 2)

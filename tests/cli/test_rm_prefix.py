@@ -17,8 +17,8 @@ from damage import files_in
 from dist_checkpointing import Checkpoint, ShardedTensor, save
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.storage import StorageOptions
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from dist_checkpointing.tools import report
 from dist_checkpointing.tools.app import app
 from samples import GOLDEN, GOLDEN_NAMES, Run
@@ -267,7 +267,7 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: s
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     from dist_checkpointing import CheckpointExistsError
-    from dist_checkpointing.filesystem.locks import FolderLock
+    from dist_checkpointing.filesystem import FolderLock
 
     folder = saved(tmp_path / "c", ("zarr", 2))
     with (
@@ -300,8 +300,7 @@ def test_keys_are_shown_as_they_are(tmp_path: Path) -> None:
 
 def test_a_backend_that_cannot_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dist_checkpointing import UnsupportedFormatError
-    from dist_checkpointing.strategies.base import LoadShardedStrategy
-    from dist_checkpointing.strategies.zarr.v3 import Zarr3LoadShardedStrategy
+    from dist_checkpointing.strategies import LoadShardedStrategy, Zarr3LoadShardedStrategy
 
     folder = saved(tmp_path / "c", ("zarr", 2))
     for name in ("plan_removal", "remove_sharded_tensors"):

@@ -19,8 +19,8 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointExistsError, UnsupportedFormatError
-from dist_checkpointing.filesystem.object_store import ObjectPath
-from dist_checkpointing.format.commit import StoreAttempt
+from dist_checkpointing.filesystem import ObjectPath
+from dist_checkpointing.format import StoreAttempt
 from dist_checkpointing.manager import Retention
 from dist_checkpointing.testing import run_ranks
 from samples import Run

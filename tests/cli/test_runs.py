@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.filesystem.locks import FolderLock
+from dist_checkpointing.filesystem import FolderLock
 from dist_checkpointing.manager import Retention
 from samples import Run, Samples
 from states import at_step, trained, wholes

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.filesystem import object_store_locks
-from dist_checkpointing.filesystem.locks import Holder, Kind
-from dist_checkpointing.filesystem.object_store import ObjectPath
+from dist_checkpointing.filesystem import Holder, Kind, ObjectPath, object_store_locks
 from dist_checkpointing.filesystem.object_store_locks import Claim
-from dist_checkpointing.format.commit import StoreAttempt
+from dist_checkpointing.format import StoreAttempt
 from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.tools import ls as following
 from samples import Run

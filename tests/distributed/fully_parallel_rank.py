@@ -20,12 +20,13 @@ import torch.distributed as dist
 from dist_checkpointing import CheckpointingException, ShardedTensor, load, save
 from dist_checkpointing.comm import default_comm, group_comm
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
-from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
-from dist_checkpointing.strategies.fully_parallel import (
+from dist_checkpointing.strategies import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
+    StrategyAction,
+    get_default_strategy,
 )
-from dist_checkpointing.testing.conformance.backend_hooks import observed
+from dist_checkpointing.testing import observed
 
 ALGORITHMS: Any = ("broadcast", "gather_object", "gather_rounds")
 CASES: dict[str, tuple[tuple[str, int], Any]] = {

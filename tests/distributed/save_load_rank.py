@@ -29,7 +29,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import TorchComm
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
-from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from dist_checkpointing.strategies import StrategyAction, get_default_strategy
 
 BACKENDS = [("zarr", 1), ("zarr", 2), ("tensorstore", 1), ("torch_dist", 1)]
 WAIT_SECONDS = 2.0

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dist_checkpointing import ShardedObject, ShardedTensor, load, save
-from dist_checkpointing.strategies.checkpointable import LocalShardsContainer
+from dist_checkpointing.strategies import LocalShardsContainer
 
 FULL = {
     "rows": torch.arange(60.0).reshape(12, 5),

@@ -25,9 +25,10 @@ import dist_checkpointing
 from dist_checkpointing import CheckpointManager, ShardedTensor, interop
 from dist_checkpointing.planning import DefaultSavePlanner
 from dist_checkpointing.storage import StorageReader, StorageWriter
-from dist_checkpointing.strategies.async_calls import AsyncCallsQueue
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
-from dist_checkpointing.strategies.tensorstore import (
+from dist_checkpointing.strategies import (
+    AsyncCallsQueue,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )

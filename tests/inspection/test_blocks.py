@@ -6,9 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box, Pieces
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
 from dist_checkpointing.storage.streaming import batches, blocks
 
 FLOAT = dtypes.from_name("float32")

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.mapping.tensor_memory import DTYPES
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing.conformance.sample_shards import random_bits
+from dist_checkpointing.mapping import DTYPES
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import random_bits
 from dist_checkpointing.tools import diff, values
 from dist_checkpointing.tools.diff import (
     Difference,

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box, Pieces
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
 from dist_checkpointing.tools.ls import (
     Entry,
     as_tree,

@@ -12,7 +12,7 @@ import torch
 
 from dist_checkpointing import Checkpoint, save
 from dist_checkpointing.checkpoint.partial_reads import PartialReads
-from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format import Box
 from dist_checkpointing.tools.diff import compare_checkpoints
 from dist_checkpointing.tools.values import statistics_of_part, stream_statistics
 from states import shard

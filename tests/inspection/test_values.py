@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint, save
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.mapping.tensor_memory import DTYPES
-from dist_checkpointing.testing.conformance.sample_shards import random_bits
+from dist_checkpointing.format import Box
+from dist_checkpointing.mapping import DTYPES
+from dist_checkpointing.testing import random_bits
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.values import (
     Statistics,

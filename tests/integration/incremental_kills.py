@@ -36,10 +36,13 @@ from typing import Any
 import torch
 
 import dist_checkpointing as dc
-from dist_checkpointing.format.removal import remove_checkpoint
-from dist_checkpointing.storage.options import Durability, StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
+from dist_checkpointing.format import remove_checkpoint
+from dist_checkpointing.storage import Durability, StorageOptions
+from dist_checkpointing.strategies import (
+    TensorStoreSaveShardedStrategy,
+    Zarr3SaveShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
 
 # What survives a killed process need not be on the disk. Small files, so that there are several.
 OPTIONS = StorageOptions(threads=2, durability=Durability.PAGE_CACHE, data_file_bytes=20_000)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import dist_checkpointing as dc
 from dist_checkpointing.checkpoint import checkpoint as html_view
 from dist_checkpointing.comm import default_comm
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
+from dist_checkpointing.format import Box
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import assert_same_bits
 from dist_checkpointing.tools.diff import Tolerance, compare_checkpoints
 from samples import Sample, Samples
 from scripts import run_fresh

@@ -14,11 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from dist_checkpointing import InvalidShardingError, ShardedTensor, load
-from dist_checkpointing.strategies.checkpointable import (
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
-)
-from dist_checkpointing.testing.conformance.sample_shards import (
+from dist_checkpointing.strategies import CheckpointableShardedTensor, LocalShardsContainer
+from dist_checkpointing.testing import (
     CUT_SHAPE,
     CUTS,
     assert_same_bits,

@@ -17,13 +17,12 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.filesystem import local_folder, locks
-from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock
-from dist_checkpointing.format.commit import Attempt
+from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, local_folder, locks
+from dist_checkpointing.format import Attempt, remove_checkpoint
 from dist_checkpointing.format.leftovers import leftovers
-from dist_checkpointing.format.removal import remove_checkpoint
-from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy, writer
+from dist_checkpointing.storage import StorageOptions
+from dist_checkpointing.strategies import TorchDistSaveShardedStrategy
+from dist_checkpointing.strategies.torch_dist import writer
 from dist_checkpointing.testing import run_ranks
 from scripts import run_fresh
 from states import BACKEND, BACKENDS, assert_at_step, shard, trained

@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 import dist_checkpointing as dc
 from dist_checkpointing.checkpoint.partial_reads import PartialReads
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import random_bits
+from dist_checkpointing.format import Box
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import random_bits, run_ranks
 from dist_checkpointing.tools.convert import (
     COMMON_KEY,
     OBJECTS_KEY,

@@ -26,12 +26,16 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME, StoredPart, checksum
-from dist_checkpointing.format.dtypes import from_name
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import StoredTensor
-from dist_checkpointing.storage.options import Checksum, StorageOptions
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.format import (
+    CHECKSUMS_NAME,
+    Box,
+    StoredPart,
+    StoredTensor,
+    checksum,
+    dtypes,
+)
+from dist_checkpointing.storage import Checksum, StorageOptions
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools.app import app, main
 from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
 from dist_checkpointing.tools.convert.plan import Budget
@@ -298,7 +302,7 @@ def test_any_parts_are_found_in_whatever_is_read(
     def read(wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         return [stored[box.slices()].contiguous() for _, box in wanted]
 
-    tensor = StoredTensor("w", from_name("int32"), shape, shape)
+    tensor = StoredTensor("w", dtypes.from_name("int32"), shape, shape)
     checks = PartChecks({"w": parts}, {"w": tensor})
     checks.most_bytes = max(4, most_bytes)
 

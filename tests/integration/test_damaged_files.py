@@ -18,7 +18,7 @@ import xxhash
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from states import cell, every_kind
 

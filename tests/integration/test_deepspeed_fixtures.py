@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.interop.torch_state import TorchState
+from dist_checkpointing.format import Box
+from dist_checkpointing.interop import TorchState
 from dist_checkpointing.strategies.deepspeed import STAND_INS
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.tools.convert import convert, open_source

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-from dist_checkpointing.strategies.torch_dist import TorchDistCommonLoadStrategy
-from dist_checkpointing.strategies.zarr import (
+from dist_checkpointing.strategies import (
+    TorchCommonLoadStrategy,
+    TorchDistCommonLoadStrategy,
     Zarr3LoadShardedStrategy,
     Zarr3SaveShardedStrategy,
     ZarrLoadShardedStrategy,

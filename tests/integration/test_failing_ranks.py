@@ -20,11 +20,9 @@ import torch
 import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing import save
-from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.thread_comm import ThreadComm
-from dist_checkpointing.filesystem.locks import LOCK_NAME
-from dist_checkpointing.format.commit import Attempt
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.comm import Comm, ThreadComm
+from dist_checkpointing.filesystem import LOCK_NAME
+from dist_checkpointing.format import Attempt, Index
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -36,9 +34,9 @@ from dist_checkpointing.planning import (
     WriteItem,
 )
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult
-from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from dist_checkpointing.strategies.zarr import (
+from dist_checkpointing.strategies import (
+    SaveShardedStrategy,
+    TorchCommonSaveStrategy,
     Zarr3LoadShardedStrategy,
     Zarr3SaveShardedStrategy,
     ZarrLoadShardedStrategy,

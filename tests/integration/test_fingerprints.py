@@ -13,18 +13,17 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import INDEX_NAME, Index, read_index
-from dist_checkpointing.mapping.tensor_memory import DTYPES
+from dist_checkpointing.format import INDEX_NAME, Box, Index, read_index
+from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
+from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.storage.fingerprints import _sums_of_blocks, sums_of_tensor
-from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from dist_checkpointing.strategies.tensorstore import (
+from dist_checkpointing.strategies import (
+    FullyParallelSaveStrategyWrapper,
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
+    Zarr3SaveShardedStrategy,
 )
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from states import ALONE, BACKEND, between, every_kind, flat, rows, save_on, shard, wholes
 

@@ -16,8 +16,8 @@ from zarr.storage import ObjectStore as ZarrStore
 
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.errors import RankFailedError
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
-from dist_checkpointing.format.commit import data_folder
+from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions
+from dist_checkpointing.format import data_folder
 from dist_checkpointing.testing import run_ranks
 from s3_proxy import Fault, proxy_before
 from stores import new_url

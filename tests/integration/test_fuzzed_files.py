@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import hostile_state
 from dist_checkpointing import CheckpointManager
-from dist_checkpointing.format.dtypes import from_name
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.strategies.safetensors_folder import header_bytes
 from limited_child import LimitedChild
 from tiers import examples
@@ -136,7 +136,8 @@ def test_a_safetensors_header_is_read_or_refused(
     child: LimitedChild, tmp_path_factory: pytest.TempPathFactory, change: Callable[[bytes], bytes]
 ) -> None:
     head, _ = header_bytes(
-        [("a", from_name("float32"), (3, 4)), ("b", from_name("bool"), ())], {"made by": "us"}
+        [("a", dtypes.from_name("float32"), (3, 4)), ("b", dtypes.from_name("bool"), ())],
+        {"made by": "us"},
     )
     path = tmp_path_factory.getbasetemp() / "x.safetensors"
     path.write_bytes(change(head + bytes(49)))

@@ -16,8 +16,7 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.mapping.tensor_memory import as_numpy
+from dist_checkpointing.mapping import ShardedBase, as_numpy
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from dist_checkpointing.testing import run_ranks
 from ocdbt_databases import read_by_tensorstore

@@ -16,12 +16,15 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.storage import staging
-from dist_checkpointing.storage.options import Checksum, StorageOptions
+from dist_checkpointing.storage import Checksum, StorageOptions, staging
 from dist_checkpointing.storage.staging import DeviceBlocks, HostBlocks
-from dist_checkpointing.strategies import chunk_reads
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
-from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
+from dist_checkpointing.strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+    StrategyAction,
+    chunk_reads,
+    get_default_strategy,
+)
 from dist_checkpointing.strategies.tensorstore import writer
 from dist_checkpointing.strategies.torch_dist import writer as data_files
 from dist_checkpointing.strategies.zarr import chunk_files

@@ -18,8 +18,8 @@ import xxhash
 import hostile_pickles
 import hostile_state
 from dist_checkpointing import load, save
-from dist_checkpointing.format.index import INDEX_NAME
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.format import INDEX_NAME
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.compression import make_codec
 from limited_child import LimitedChild
 from tiers import share

@@ -18,13 +18,10 @@ import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing import Checkpoint, fingerprint, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.storage import fingerprints
+from dist_checkpointing.storage import Checksum, StorageOptions, fingerprints
 from dist_checkpointing.storage.fingerprints import sums_of_tensor
-from dist_checkpointing.storage.options import Checksum, StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import assert_same_bits, run_ranks
 from states import cell, every_kind, rows, shard, wholes
 
 SHARING = pytest.mark.parametrize(

@@ -17,15 +17,16 @@ from damage import flip
 from dist_checkpointing import load_plain_tensors, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import hard_links
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME
-from dist_checkpointing.format.seal import SEAL_NAME
+from dist_checkpointing.format import CHECKSUMS_NAME, SEAL_NAME
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_steps import SaveHooks
-from dist_checkpointing.storage.options import BaseCheck, StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
+from dist_checkpointing.storage import BaseCheck, StorageOptions
+from dist_checkpointing.strategies import (
+    TensorStoreSaveShardedStrategy,
+    Zarr3SaveShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
+from dist_checkpointing.testing import assert_same_bits, run_ranks
 from states import between, wholes
 
 STRATEGIES = (TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import load_plain_tensors, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.storage.options import Durability, StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.storage import Durability, StorageOptions
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from states import rows
 from tiers import examples

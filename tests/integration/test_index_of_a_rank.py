@@ -10,11 +10,9 @@ import torch
 
 from dist_checkpointing import ShardedObject, ShardedTensor, StateMismatchError, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning import DefaultLoadPlanner
-from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
-from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
+from dist_checkpointing.format import Index
+from dist_checkpointing.planning import DefaultLoadPlanner, Leaves
+from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy, TensorStoreReader
 from dist_checkpointing.testing import run_ranks
 
 RANKS = 3

@@ -15,10 +15,10 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.checkpoint import partial_reads
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.storage import driver
-from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy, ocdbt_nodes
+from dist_checkpointing.format import Box
+from dist_checkpointing.storage import StorageOptions, driver
+from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy
+from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
 from states import shard
 
 COUNT = 3000

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dist_checkpointing import Checkpoint, Recipe, ShardedObject, load, load_plain_tensors, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.planning.model_recipes import (
+from dist_checkpointing.planning import (
     llama_to_megatron,
     megatron_to_llama,
     megatron_to_mixtral,

@@ -494,7 +494,7 @@ def test_removal_from_zarr_2_keeps_index_and_consolidated_metadata_in_step(tmp_p
 
 
 def test_removal_keeps_the_codec(tmp_path: Path) -> None:
-    from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+    from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 
     dc.save({"a": rows("a"), "b": rows("b")}, tmp_path, Zarr3SaveShardedStrategy(codec="zstd"))
     dc.remove_sharded_tensors(tmp_path, "a")

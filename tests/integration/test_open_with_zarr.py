@@ -17,10 +17,9 @@ import zarr
 import dist_checkpointing as dc
 from dist_checkpointing import ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import random_bits
+from dist_checkpointing.mapping import DTYPES, DType
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
+from dist_checkpointing.testing import random_bits, run_ranks
 from states import FORMAT, between, flat, rows, save_on, shard
 
 CODEC = pytest.mark.parametrize("codec", [None, "zstd", "gzip", "blosc"])

@@ -14,11 +14,13 @@ import torch
 
 from dist_checkpointing import CheckpointExistsError, CorruptCheckpointError, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem.locks import FolderLock
+from dist_checkpointing.filesystem import FolderLock
 from dist_checkpointing.planning import LoadPlan, LoadPlanner
-from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader
+from dist_checkpointing.strategies import (
+    TorchCommonLoadStrategy,
+    Zarr3LoadShardedStrategy,
+    ZarrV3Reader,
+)
 from dist_checkpointing.testing import run_ranks
 from states import shard
 

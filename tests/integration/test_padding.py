@@ -13,9 +13,12 @@ import torch
 
 from dist_checkpointing import Checkpoint, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.storage.options import ReadMode, StorageOptions
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, StrategyAction
-from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.storage import ReadMode, StorageOptions
+from dist_checkpointing.strategies import (
+    FullyParallelLoadStrategyWrapper,
+    PlannedLoadStrategy,
+    StrategyAction,
+)
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.testing import run_ranks
 from samples import BACKENDS

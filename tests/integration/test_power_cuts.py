@@ -22,10 +22,13 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.interop import DCPWriter
-from dist_checkpointing.storage.options import Durability, StorageOptions
-from dist_checkpointing.strategies.base import PlannedSaveStrategy
-from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.storage import Durability, StorageOptions
+from dist_checkpointing.strategies import (
+    PlannedSaveStrategy,
+    StrategyAction,
+    Zarr3SaveShardedStrategy,
+    get_default_strategy,
+)
 from lossy_disk import LossyDisk
 from states import BACKEND, BACKENDS, assert_at_step, save_on, shard, trained
 

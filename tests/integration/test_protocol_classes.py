@@ -30,7 +30,7 @@ from dist_checkpointing.planning import (
     WriteItemType,
 )
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult
-from dist_checkpointing.strategies.base import (
+from dist_checkpointing.strategies import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     StrategyAction,

@@ -21,11 +21,8 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import Recipe, ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.dtypes import ELEMENT_TYPES, FLOATING
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.planning import derived_tensors
-from dist_checkpointing.planning.recipe import Derivation
-from dist_checkpointing.planning.recipe_rules import (
+from dist_checkpointing.format import ELEMENT_TYPES, FLOATING, Box
+from dist_checkpointing.planning import (
     CastTo,
     Concat,
     Drop,
@@ -38,9 +35,11 @@ from dist_checkpointing.planning.recipe_rules import (
     Stack,
     Transpose,
     Unstack,
+    derived_tensors,
 )
+from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.serialization import preview_recipe
-from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
 from dist_checkpointing.strategies.safetensors_folder import DTYPE_NAMES
 from dist_checkpointing.strategies.selection import open_checkpoint
 from dist_checkpointing.testing import run_ranks

@@ -16,8 +16,7 @@ import dist_checkpointing as dc
 from dist_checkpointing import load
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.mapping.state_dict_parts import partition
-from dist_checkpointing.planning.recipe import derive
-from dist_checkpointing.planning.recipe_rules import (
+from dist_checkpointing.planning import (
     CastTo,
     Concat,
     Drop,
@@ -31,9 +30,9 @@ from dist_checkpointing.planning.recipe_rules import (
     Transpose,
     Unstack,
 )
-from dist_checkpointing.serialization.load_recipe import preview_recipe
-from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from dist_checkpointing.planning.recipe import derive
+from dist_checkpointing.serialization import preview_recipe
+from dist_checkpointing.strategies import LoadShardedStrategy, TensorStoreLoadShardedStrategy
 from dist_checkpointing.tools.convert import convert
 from dist_checkpointing.tools.load_forecast import RankWants, forecast_of
 from states import blanks, shard, wholes
@@ -499,10 +498,11 @@ def test_a_tensor_without_elements_is_as_stored(tmp_path: Path) -> None:
 
 
 def test_deriving_does_not_grow_with_what_no_rule_matches() -> None:
-    from dist_checkpointing.format.dtypes import from_name
-    from dist_checkpointing.format.index import Index, StoredTensor
+    from dist_checkpointing.format import Index, StoredTensor, dtypes
 
-    index = Index.of(StoredTensor.undivided(f"t{n}", from_name("float32"), (4,)) for n in range(50))
+    index = Index.of(
+        StoredTensor.undivided(f"t{n}", dtypes.from_name("float32"), (4,)) for n in range(50)
+    )
     made = derive(dc.Recipe(Drop("t7")), index)
     assert len(made.tensors) == 49
     assert made.left_out == ["t7"]

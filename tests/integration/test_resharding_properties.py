@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 import dist_checkpointing as dc
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping import ReplicaId
-from dist_checkpointing.mapping.tensor_memory import DTYPES
-from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer
-from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import random_bits
+from dist_checkpointing.mapping import DTYPES, ReplicaId
+from dist_checkpointing.planning import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.strategies import (
+    Zarr3SaveShardedStrategy,
+    ZarrSaveShardedStrategy,
+    ZarrV2Writer,
+    ZarrV3Writer,
+)
+from dist_checkpointing.testing import random_bits, run_ranks
 from stores import copied_up, new_url
 from tiers import examples
 

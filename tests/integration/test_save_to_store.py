@@ -20,13 +20,10 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import file_writer
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
-from dist_checkpointing.format.commit import data_folder
-from dist_checkpointing.format.seal import SealedFile, read_seal
+from dist_checkpointing.filesystem import ObjectPath, ObjectStore, file_writer
+from dist_checkpointing.format import SealedFile, data_folder, read_seal
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies.data_files import DataFiles
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.strategies import DataFiles, TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from s3_proxy import Fault, proxy_before
 from stores import new_url

@@ -14,18 +14,16 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing import CheckpointingException, load, verify_checkpoint
-from dist_checkpointing.checkpoint.verify_checkpoint import examine_checkpoint
+from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.local_folder import fsync_folder
+from dist_checkpointing.format import SEAL_NAME, Seal, read_seal, seal
 from dist_checkpointing.format import checksums as checksum_tables
-from dist_checkpointing.format import seal
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
-from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.serialization import save_steps
-from dist_checkpointing.storage.options import Checksum, StorageOptions
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from dist_checkpointing.storage import Checksum, StorageOptions
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 from samples import BACKENDS, Samples
 from states import rows, save_on, shard

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedTensor, load, save
-from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format import Box
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
-from dist_checkpointing.storage.options import ReadMode, StorageOptions
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.storage import ReadMode, StorageOptions
+from dist_checkpointing.strategies import (
+    PlannedLoadStrategy,
+    StrategyAction,
+    Zarr3SaveShardedStrategy,
+    get_default_strategy,
+)
 from states import BACKEND, flat, shard
 
 BUDGET = 2**20

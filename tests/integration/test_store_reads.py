@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import dist_checkpointing as dc
 from dist_checkpointing.checkpoint import examine_checkpoint
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore, ObjectStoreOptions
+from dist_checkpointing.filesystem import ObjectPath, ObjectStore, ObjectStoreOptions
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS, COMMITS
-from dist_checkpointing.interop.torch_dcp import DCPReader
+from dist_checkpointing.interop import DCPReader
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
-from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
+from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy
+from dist_checkpointing.testing import assert_same_bits
 from s3_proxy import Fault, Proxy, proxy_before
 from samples import GOLDEN_NAMES, METADATA, RANKS, Sample, Samples
 from states import blanks, rows, save_on, shard

@@ -10,11 +10,9 @@ import torch
 
 from dist_checkpointing import CorruptCheckpointError, ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping.tensor_memory import DTYPES
-from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits, random_bits
+from dist_checkpointing.mapping import DTYPES
+from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy, Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import assert_same_bits, random_bits, run_ranks
 from states import between, blanks, flat, shard, wholes
 
 CODECS = [("zarr", 1), ("zarr", 2), "zstd", "gzip", "blosc"]

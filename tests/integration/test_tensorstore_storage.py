@@ -15,14 +15,13 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping.tensor_memory import DTYPES, as_numpy
-from dist_checkpointing.storage.options import ReadMode, StorageOptions
-from dist_checkpointing.storage.progress import Progress
-from dist_checkpointing.strategies.tensorstore import (
+from dist_checkpointing.mapping import DTYPES, as_numpy
+from dist_checkpointing.storage import Progress, ReadMode, StorageOptions
+from dist_checkpointing.strategies import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
-from dist_checkpointing.testing.conformance.sample_shards import random_bits
+from dist_checkpointing.testing import random_bits
 from scripts import run_forked
 from states import cell, rows, save_on, shard
 

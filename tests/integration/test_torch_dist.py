@@ -26,22 +26,22 @@ import dist_checkpointing as dc
 from damage import flip
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.serialization import preview_removal
-from dist_checkpointing.storage.options import ReadMode, StorageOptions
-from dist_checkpointing.strategies.checkpointable import LocalShardsContainer
-from dist_checkpointing.strategies.torch_dist import (
+from dist_checkpointing.storage import ReadMode, StorageOptions
+from dist_checkpointing.strategies import (
+    LocalShardsContainer,
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
-    writer,
 )
+from dist_checkpointing.strategies.torch_dist import writer
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import (
+from dist_checkpointing.testing import (
     CUT_SHAPE,
     CUTS,
     assert_same_bits,
     data_of,
     poisoned,
     random_bits,
+    run_ranks,
     template,
 )
 from states import shard as whole

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.testing.conformance import failures_on
+from dist_checkpointing.testing import failures_on
 from states import cell, flat, rows, save_on, shard
 
 BACKEND = ("torch_dist", 1)

@@ -20,9 +20,11 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import DefaultLoadPlanner
-from dist_checkpointing.strategies import chunk_reads
-from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
+from dist_checkpointing.strategies import (
+    FullyParallelLoadStrategyWrapper,
+    Zarr3LoadShardedStrategy,
+    chunk_reads,
+)
 from dist_checkpointing.testing import run_ranks
 from samples import BACKENDS
 from states import flat, rows, shard

@@ -11,9 +11,8 @@ import torch
 
 import dist_checkpointing as dc
 from damage import flip
-from dist_checkpointing.checkpoint.verify_checkpoint import examine_checkpoint
-from dist_checkpointing.format.geometry import Pieces
-from dist_checkpointing.format.index import Index, StoredTensor, read_index, write_index
+from dist_checkpointing.checkpoint import examine_checkpoint
+from dist_checkpointing.format import Index, Pieces, StoredTensor, read_index, write_index
 from samples import BACKENDS, Sample, Samples
 from states import shard
 

@@ -39,16 +39,13 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.format.index import read_index
+from dist_checkpointing.format import read_index
 from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
-from dist_checkpointing.mapping.tensor_memory import DTYPES
+from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner
-from dist_checkpointing.planning.chunking import RowBlockLayout
-from dist_checkpointing.strategies.tensorstore import (
-    TensorStoreSaveShardedStrategy,
-)
-from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
+from dist_checkpointing.planning import RowBlockLayout
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, TensorStoreWriter
 from states import shard
 
 pytestmark = [

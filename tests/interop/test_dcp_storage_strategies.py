@@ -36,8 +36,7 @@ from dist_checkpointing.interop import (
     DCPStorageSaveStrategy,
     DCPWriter,
 )
-from dist_checkpointing.strategies.base import StrategyAction
-from dist_checkpointing.strategies.registry import default_strategies
+from dist_checkpointing.strategies import StrategyAction, default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
 from few_worlds import FewWorlds
 from states import between, shard

@@ -22,7 +22,7 @@ from dist_checkpointing.interop.megatron.modules import (
 from dist_checkpointing.interop.megatron.modules.strategies import async_utils, fully_parallel
 from dist_checkpointing.interop.megatron.modules.strategies import torch as formats
 from dist_checkpointing.mapping import is_main_replica
-from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from dist_checkpointing.strategies import LoadShardedStrategy, SaveShardedStrategy
 
 
 class Writer(SaveShardedStrategy):

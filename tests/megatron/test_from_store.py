@@ -11,9 +11,8 @@ import torch
 
 from dist_checkpointing import ObjectPath, ShardedObject, ShardedTensor, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.commit import data_folder
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import random_bits
+from dist_checkpointing.format import data_folder
+from dist_checkpointing.testing import random_bits, run_ranks
 from real_ranks import run_script
 
 FOLDERS = [Path(folder) for folder in os.environ.get("MEGATRON_CORE", "").split(":") if folder]

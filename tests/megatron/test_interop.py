@@ -25,7 +25,7 @@ from dist_checkpointing import (
     ShardedTensorFactory,
     StrategyNotFoundError,
 )
-from dist_checkpointing.format.commit import Attempt
+from dist_checkpointing.format import Attempt
 from dist_checkpointing.interop import megatron
 from dist_checkpointing.interop.megatron.import_hook import LeftOutError
 from scripts import run_fresh

@@ -13,8 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import CheckpointingException, ShardedTensor
-from dist_checkpointing.planning import BalancedSavePlanner, SavePlan, distribute_shards_to_ranks
-from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.planning import (
+    BalancedSavePlanner,
+    RowBlockLayout,
+    SavePlan,
+    WholeShardLayout,
+    distribute_shards_to_ranks,
+)
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 

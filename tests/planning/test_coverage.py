@@ -19,9 +19,13 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTensor
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.format.geometry import Box, Pieces
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
-from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.format import Box, Pieces
+from dist_checkpointing.planning import (
+    DefaultSavePlanner,
+    RowBlockLayout,
+    SavePlan,
+    WholeShardLayout,
+)
 from dist_checkpointing.planning.coverage import (
     check_coverage,
     find_coverage_problems,

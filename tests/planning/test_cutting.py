@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import ShardedObject, ShardedTensor
-from dist_checkpointing.format.geometry import Box, Ints, Pieces, largest_divisor_block, split_rows
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Ints, largest_divisor_block, split_rows
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout, index_of
+from dist_checkpointing.planning import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.planning.chunking import index_of
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 
 Part = tuple[Box, tuple[int, int] | None]

@@ -27,7 +27,7 @@ from dist_checkpointing.planning import (
     SavePlan,
     table_exchange,
 )
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from states import shard
 from tiers import examples

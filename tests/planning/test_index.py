@@ -22,15 +22,16 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.format.geometry import Box, Pieces
-from dist_checkpointing.format.index import (
+from dist_checkpointing.format import (
     FORMAT,
     FORMAT_MINOR,
     INDEX_NAME,
+    Box,
     Index,
+    Pieces,
     StoredTensor,
 )
-from dist_checkpointing.mapping.tensor_memory import DTYPES
+from dist_checkpointing.mapping import DTYPES
 from states import shard
 
 EXTENTS = st.integers(0, 2**48)

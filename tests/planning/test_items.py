@@ -9,18 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.tensor_memory import DTYPES
+from dist_checkpointing.format import Box
+from dist_checkpointing.mapping import DTYPES, ShardedObject, ShardedTensor
 from dist_checkpointing.planning import (
     DefaultSavePlanner,
     MetadataIndex,
+    RowBlockLayout,
     SavePlan,
     TensorWriteData,
+    WholeShardLayout,
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.planning.shard_table import describe
 from states import shard
 

@@ -27,22 +27,22 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format import Index
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
+    Leaves,
     ReadItem,
     SavePlan,
     WriteItem,
 )
-from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.strategies.base import (
+from dist_checkpointing.strategies import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     StrategyAction,
+    Zarr3LoadShardedStrategy,
     get_default_strategy,
 )
-from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from states import rows, shard
 

@@ -24,10 +24,9 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.mapping.nested_dicts import DictKey
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
-from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.planning import DefaultSavePlanner, RowBlockLayout, SavePlan
 from dist_checkpointing.planning.save_plan import SavePlanning
-from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.testing import run_ranks
 from states import shard

@@ -15,9 +15,8 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
-from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.planning import DefaultSavePlanner, Leaves, SavePlan, WriteItem
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from states import rows, shard
 

@@ -24,9 +24,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import Box, Pieces, Window
-from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format import Box, Index, Pieces, SealedFile, StoredTensor, Window
 from dist_checkpointing.mapping.tensor_memory import from_torch
 from dist_checkpointing.planning import (
     BalancedSavePlanner,
@@ -39,16 +37,16 @@ from dist_checkpointing.planning import (
     ReadItem,
     SavePlan,
     TensorWriteData,
+    WholeShardLayout,
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage import WriteResult, WriteResults
-from dist_checkpointing.strategies.tensorstore import (
+from dist_checkpointing.strategies import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
+    ZarrSaveShardedStrategy,
 )
-from dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from states import shard
 

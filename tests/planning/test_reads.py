@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.geometry import Box, Pieces, Window
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, Window
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadTable, plan_load, resharding
 from reference_reads import planned_by_item

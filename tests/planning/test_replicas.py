@@ -24,13 +24,15 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping.tensor_memory import DTYPES
+from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import replica_check
 from dist_checkpointing.planning.replica_check import SAMPLES, Copies, copies_of
 from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
-from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.strategies import (
+    FullyParallelSaveStrategyWrapper,
+    TensorStoreSaveShardedStrategy,
+)
 from dist_checkpointing.testing import run_ranks
 from states import BACKEND, shard
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.format import Index
 from dist_checkpointing.format.file_names import disk_name
-from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies import PlannedLoadStrategy, PlannedSaveStrategy
 
 # numpy parses headers as Python, which CPython before 3.11.4 may do in one thread at a time only.
 _ONE_PARSER = Lock()

@@ -13,19 +13,20 @@ import torch
 
 from dist_checkpointing import ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
-from dist_checkpointing.strategies.fully_parallel import (
+from dist_checkpointing.strategies import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
+    StrategyAction,
+    get_default_strategy,
 )
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.sample_shards import (
+from dist_checkpointing.testing import (
     CUT_SHAPE,
     CUTS,
     assert_same_bits,
     data_of,
     poisoned,
     random_bits,
+    run_ranks,
     template,
 )
 

@@ -19,14 +19,14 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.strategies.base import (
+from dist_checkpointing.strategies import (
     LoadShardedStrategy,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    TorchCommonSaveStrategy,
 )
-from dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from dist_checkpointing.strategies.registry import _BUILT_IN
 from dist_checkpointing.testing import run_ranks
 from states import shard

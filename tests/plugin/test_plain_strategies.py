@@ -28,17 +28,15 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.mapping import is_main_replica
-from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
-from dist_checkpointing.strategies.async_calls import AsyncRequest
-from dist_checkpointing.strategies.base import (
+from dist_checkpointing.mapping import flatten, is_main_replica, unflatten
+from dist_checkpointing.strategies import (
+    AsyncRequest,
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     SaveShardedStrategy,
+    default_strategies,
 )
-from dist_checkpointing.strategies.registry import default_strategies
-from dist_checkpointing.testing import StrategyConformance, run_ranks
-from dist_checkpointing.testing.conformance import Failures, StorageProtocol
+from dist_checkpointing.testing import Failures, StorageProtocol, StrategyConformance, run_ranks
 from few_worlds import FewWorlds
 
 Where = tuple[Any, ...]

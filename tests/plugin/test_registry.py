@@ -18,14 +18,15 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.strategies.base import (
+from dist_checkpointing.strategies import (
     StrategyAction,
+    Zarr3LoadShardedStrategy,
+    Zarr3SaveShardedStrategy,
+    available_strategies,
     default_strategies,
     get_default_strategy,
     register_default_strategy,
 )
-from dist_checkpointing.strategies.registry import available_strategies
-from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from states import shard
 
 Install = Callable[..., None]

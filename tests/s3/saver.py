@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_checkpointing import CheckpointingException, save
-from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem import ObjectStore
 from store_saves import numbered
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from dist_checkpointing import ObjectPath
-from dist_checkpointing.testing import StrategyConformance
-from dist_checkpointing.testing.conformance import Contents
+from dist_checkpointing.testing import Contents, StrategyConformance
 from few_worlds import FewWorlds
 from s3_servers import Server
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_checkpointing.testing.conformance import RoundTrips
+from dist_checkpointing.testing import RoundTrips
 
 
 class FewWorlds(RoundTrips):

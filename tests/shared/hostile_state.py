@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from dist_checkpointing import save
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from states import cell, every_kind
 
 BACKENDS: Final[dict[str, Any]] = {

@@ -130,7 +130,7 @@ def _checkpoint(path: Path) -> list[str]:
     """Load it, read all of it piece by piece, and examine it."""
     import hostile_state
     from dist_checkpointing import Checkpoint, load
-    from dist_checkpointing.checkpoint.verify_checkpoint import examine_checkpoint
+    from dist_checkpointing.checkpoint import examine_checkpoint
 
     def loaded() -> bool:
         return _same(load(hostile_state.state(-1.0), path), hostile_state.loaded())

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.format.geometry import Box, Pieces, Window, split_flat_range
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, Window
+from dist_checkpointing.format.geometry import split_flat_range
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning import LoadItemType, MetadataIndex, ReadItem
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_checkpointing import ShardedObject
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import assert_same_bits
 from states import between, blanks, cell, flat, rows, save_on, shard
 
 GOLDEN = Path(__file__).parents[1] / "golden"

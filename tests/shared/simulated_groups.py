@@ -13,9 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_checkpointing import CheckpointingException
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
-from dist_checkpointing.planning.chunking import RowBlockLayout
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from dist_checkpointing.planning import RowBlockLayout
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 
 T = TypeVar("T")

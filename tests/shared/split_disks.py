@@ -13,7 +13,7 @@ import torch
 from dist_checkpointing import CheckpointManager, ObjectPath, ShardedObject, ShardedTensor
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem import ObjectStore
 from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks

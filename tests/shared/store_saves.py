@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dist_checkpointing import ObjectPath, ShardedTensor
-from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem import ObjectStore
 from dist_checkpointing.filesystem.object_store_locks import THREAD
-from dist_checkpointing.format.commit import CheckpointingConfig, StoreAttempt, read_commit
+from dist_checkpointing.format import CheckpointingConfig, StoreAttempt, read_commit
 
 CONFIG = CheckpointingConfig("tensorstore")
 OTHER_CONFIG = CheckpointingConfig("zarr", 2)

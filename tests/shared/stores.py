@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import pytest
 
 from dist_checkpointing import ObjectPath
-from dist_checkpointing.filesystem import object_store
-from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem import ObjectStore, object_store
 from dist_checkpointing.filesystem.object_store_locks import COMMITS
-from dist_checkpointing.format.commit import DATA, data_folder
+from dist_checkpointing.format import data_folder
+from dist_checkpointing.format.commit import DATA
 from samples import Sample
 
 Url = TypeVar("Url", str, ObjectPath)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing.filesystem import file_writer
-from dist_checkpointing.format.checksums import Digest, digest_of
+from dist_checkpointing.format import Digest, digest_of
 from dist_checkpointing.storage import Durability, StorageOptions
-from dist_checkpointing.strategies.data_files import DataFiles
+from dist_checkpointing.strategies import DataFiles
 
 
 def filled(folder: Path, sizes: Sequence[int], most_pending: int, most_file: int) -> DataFiles:

@@ -11,13 +11,14 @@ import torch
 
 from dist_checkpointing import CheckpointingException
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
-from dist_checkpointing.strategies.base import (
+from dist_checkpointing.strategies import (
+    AsyncCallsQueue,
+    AsyncRequest,
     AsyncSaveShardedStrategy,
+    FullyParallelSaveStrategyWrapper,
     StrategyAction,
     get_default_strategy,
 )
-from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from dist_checkpointing.testing import run_ranks
 from states import BACKEND, rows, shard
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
-from dist_checkpointing.strategies.fully_parallel import (
+from dist_checkpointing.strategies import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
-)
-from dist_checkpointing.strategies.tensorstore import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
-from dist_checkpointing.testing.conformance import Failures, StorageProtocol
+from dist_checkpointing.testing import Failures, StorageProtocol
 from few_worlds import FewWorlds
 
 

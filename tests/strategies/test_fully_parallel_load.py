@@ -26,27 +26,22 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import Box, boxes_of_part
-from dist_checkpointing.format.index import Index, read_index
-from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
+from dist_checkpointing.format import Box, Index, read_index
+from dist_checkpointing.format.geometry import boxes_of_part
+from dist_checkpointing.mapping import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from dist_checkpointing.strategies.fully_parallel import load as passing
-from dist_checkpointing.strategies.tensorstore import (
+from dist_checkpointing.strategies import (
+    FullyParallelLoadStrategyWrapper,
+    LoadShardedStrategy,
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
+    Zarr3LoadShardedStrategy,
+    Zarr3SaveShardedStrategy,
 )
+from dist_checkpointing.strategies.fully_parallel import load as passing
 from dist_checkpointing.strategies.unplanned_strategies import ForeignReader
-from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.backend_hooks import observed
-from dist_checkpointing.testing.conformance.sample_shards import (
-    assert_same_bits,
-    poisoned,
-    random_bits,
-)
+from dist_checkpointing.testing import assert_same_bits, observed, poisoned, random_bits, run_ranks
 from simulated_groups import TinyChunks, each_rank, everybody_fails
 from states import shard
 from tiers import examples

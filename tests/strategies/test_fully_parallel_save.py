@@ -24,14 +24,16 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping import is_main_replica
-from dist_checkpointing.mapping.nested_dicts import flatten
+from dist_checkpointing.mapping import flatten, is_main_replica
 from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner, WriteItem
-from dist_checkpointing.strategies.async_calls import AsyncRequest
-from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveShardedStrategy
-from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies import (
+    AsyncRequest,
+    AsyncSaveShardedStrategy,
+    FullyParallelSaveStrategyWrapper,
+    SaveShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+    Zarr3SaveShardedStrategy,
+)
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import TinyChunks, each_rank, everybody_fails
 from tiers import examples

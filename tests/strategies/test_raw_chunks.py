@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import ObjectPath, ObjectStoreOptions
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.filesystem import ranged_reads
-from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.filesystem import Location, ranged_reads
 from dist_checkpointing.filesystem.ranged_reads import LocalFile, open_file, reads_below
-from dist_checkpointing.format.geometry import Box, Window
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, StoredTensor, Window
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import StrategyConformance
-from dist_checkpointing.testing.conformance import Failures
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import Failures, StrategyConformance
 from few_worlds import FewWorlds
 
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
 
-from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format import Box
 from dist_checkpointing.tools.map import (
     CheckpointMap,
     MappedTensor,

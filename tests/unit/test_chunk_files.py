@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dist_checkpointing import load, save
-from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.mapping import DTYPES, DType
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from states import shard
 
 BLOSC_TYPESIZE = 3

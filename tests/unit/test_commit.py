@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-from dist_checkpointing.format.commit import Attempt
+from dist_checkpointing.format import Attempt
 
 
 def test_claiming_a_folder_takes_no_more_memory_than_its_record(tmp_path: Path) -> None:

@@ -10,17 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format.dtypes import from_name
-from dist_checkpointing.format.geometry import Box, Pieces, ravel_offset
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
+from dist_checkpointing.format.geometry import ravel_offset
 from dist_checkpointing.tools.convert import Rules, plan_conversion
 from dist_checkpointing.tools.convert.plan import PlannedTensor, runs, shards
 
-FLOAT32 = from_name("float32")
+FLOAT32 = dtypes.from_name("float32")
 
 
 def stored(key: str, shape: tuple[int, ...], dtype: str = "float32") -> StoredTensor:
-    return StoredTensor(key, from_name(dtype), shape, tuple(max(1, e) for e in shape))
+    return StoredTensor(key, dtypes.from_name(dtype), shape, tuple(max(1, e) for e in shape))
 
 
 INDEX = Index.of([stored("a.w", (4, 6)), stored("a.b", (6,)), stored("n", (2,), "int64")])
@@ -82,7 +81,7 @@ def test_nothing_left_is_an_error() -> None:
 @st.composite
 def planned(draw: st.DrawFn) -> PlannedTensor:
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-    dtype = from_name(draw(st.sampled_from(["uint8", "bfloat16", "float32"])))
+    dtype = dtypes.from_name(draw(st.sampled_from(["uint8", "bfloat16", "float32"])))
     chunk = tuple(draw(st.integers(1, max(1, extent))) for extent in shape)
     tensor = StoredTensor("k", dtype, shape, chunk)
     if math.prod(shape) and draw(st.booleans()):

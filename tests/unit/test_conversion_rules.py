@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format.dtypes import from_name
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.tools.convert import Rules
 
 
@@ -15,7 +15,7 @@ def test_no_rules_change_nothing() -> None:
     rules = Rules.parse()
     assert rules.takes("a")
     assert rules.new_name("a") == "a"
-    assert rules.new_dtype("a", from_name("float32")).name == "float32"
+    assert rules.new_dtype("a", dtypes.from_name("float32")).name == "float32"
     assert rules.reshard_of("a") is None
 
 
@@ -36,11 +36,11 @@ def test_the_last_equals_sign_divides_a_rename() -> None:
 
 def test_the_first_cast_that_matches_counts_and_integers_stay() -> None:
     rules = Rules.parse(cast=["norm=float32", "bfloat16"])
-    half, whole = from_name("float16"), from_name("int64")
+    half, whole = dtypes.from_name("float16"), dtypes.from_name("int64")
     assert rules.new_dtype("norm.w", half).name == "float32"
     assert rules.new_dtype("fc.w", half).name == "bfloat16"
     assert rules.new_dtype("fc.steps", whole).name == "int64"
-    assert rules.new_dtype("scale", from_name("float8_e8m0fnu")).name == "float8_e8m0fnu"
+    assert rules.new_dtype("scale", dtypes.from_name("float8_e8m0fnu")).name == "float8_e8m0fnu"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,8 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from dist_checkpointing.format.checksums import (
-    Digest,
-    columns_of,
-    digest_of,
-    digest_of_array,
-    digests_at,
-)
+from dist_checkpointing.format import Digest, digest_of
+from dist_checkpointing.format.checksums import columns_of, digest_of_array, digests_at
 
 
 def test_all_ways_give_the_same_digest() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dist_checkpointing.errors import InvalidShardingError, UnsupportedFormatError
-from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.mapping.tensor_memory import DTYPES, DType, as_numpy, as_tensor, is_lossless
+from dist_checkpointing.mapping import DTYPES, DType, as_numpy, tensor_memory
+from dist_checkpointing.mapping.tensor_memory import as_tensor, is_lossless
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 each_dtype = pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.dtypes import ELEMENT_TYPES
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format import ELEMENT_TYPES, Box
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.storage.fingerprints import (
     NOTHING,
     Sums,

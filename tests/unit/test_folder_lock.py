@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from dist_checkpointing.errors import CheckpointExistsError
-from dist_checkpointing.filesystem import locks
-from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock, Holder, Kind
+from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, Holder, Kind, locks
 from tiers import share
 
 # From Python 3.12 on; the children do nothing that needs another thread.

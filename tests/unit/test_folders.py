@@ -29,7 +29,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
 from dist_checkpointing.filesystem.location import as_local_folder, check_one_destination, is_url
 from dist_checkpointing.interop import DCPReader, DCPWriter
-from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.convert import convert

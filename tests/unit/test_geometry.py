@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_checkpointing.format import Box, ChunkGrid, Window
 from dist_checkpointing.format.geometry import (
-    Box,
-    ChunkGrid,
     Ints,
-    Window,
     boxes_of_part,
     largest_divisor_block,
     ravel_offset,

@@ -7,9 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box, Pieces
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
 
 Part = tuple[Box, tuple[int, int] | None]
 FLOAT32 = dtypes.from_name("float32")

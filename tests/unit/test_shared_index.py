@@ -9,9 +9,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box, Pieces
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
 from dist_checkpointing.planning import table_exchange as module
 from dist_checkpointing.planning.table_exchange import SharedIndex
 

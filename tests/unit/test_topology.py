@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing.format.dtypes import from_name
-from dist_checkpointing.format.geometry import Box, Pieces
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
 from dist_checkpointing.tools.load_forecast import (
     MEGATRON_RULES,
     KeyCut,
@@ -18,7 +16,7 @@ from dist_checkpointing.tools.load_forecast import (
 
 def index_of(**shapes: tuple[int, ...]) -> Index:
     return Index.of(
-        StoredTensor(key.replace("__", "."), from_name("float32"), shape, shape)
+        StoredTensor(key.replace("__", "."), dtypes.from_name("float32"), shape, shape)
         for key, shape in shapes.items()
     )
 
@@ -67,7 +65,7 @@ def test_why_a_tensor_is_whole() -> None:
 
 
 def test_names_that_nobody_knows_are_cut_as_they_were_saved() -> None:
-    float32 = from_name("float32")
+    float32 = dtypes.from_name("float32")
     box = Box.whole((4, 6))
     stored = [
         StoredTensor("whole", float32, (8, 8), (8, 8)),

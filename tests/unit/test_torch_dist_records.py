@@ -15,7 +15,7 @@ from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.strategies.torch_archives import BadRecord
 from dist_checkpointing.strategies.torch_dist.reader import StoredLayout, find_tensor
 from dist_checkpointing.strategies.torch_dist.writer import ALIGNMENT, record_format
-from dist_checkpointing.testing.conformance.sample_shards import assert_same_bits, random_bits
+from dist_checkpointing.testing import assert_same_bits, random_bits
 
 SHAPES = pytest.mark.parametrize("shape", [(2, 3), (), (1,), (0, 3), (300, 1, 2), (70_000,)])
 DTYPES = pytest.mark.parametrize("dtype", [row.torch for row in tensor_memory.DTYPES], ids=str)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import StateMismatchError
+from dist_checkpointing.mapping import flatten, unflatten
 from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
     NO_LEAF,
@@ -19,12 +20,10 @@ from dist_checkpointing.mapping.nested_dicts import (
     Path,
     Position,
     Skeleton,
-    flatten,
     is_container,
     overlay,
     path_text,
     paths_of,
-    unflatten,
     unflatten_part,
     value_at,
 )

@@ -1,12 +1,23 @@
 """The suite that every backend passes: subclass it, name the backend, run pytest."""
 
-from dist_checkpointing.testing.conformance.backend_hooks import failures_on
+from dist_checkpointing.testing.conformance.backend_hooks import failures_on, observed
 from dist_checkpointing.testing.conformance.call_order import StorageProtocol
 from dist_checkpointing.testing.conformance.contents import HOSTILE_KEYS, WEIRD_KEYS, Contents
 from dist_checkpointing.testing.conformance.failures import Failures
 from dist_checkpointing.testing.conformance.round_trips import RoundTrips
+from dist_checkpointing.testing.conformance.sample_shards import (
+    CUT_SHAPE,
+    CUTS,
+    assert_same_bits,
+    data_of,
+    poisoned,
+    random_bits,
+    template,
+)
 
 __all__ = [
+    "CUTS",
+    "CUT_SHAPE",
     "HOSTILE_KEYS",
     "WEIRD_KEYS",
     "Contents",
@@ -14,7 +25,13 @@ __all__ = [
     "RoundTrips",
     "StorageProtocol",
     "StrategyConformance",
+    "assert_same_bits",
+    "data_of",
     "failures_on",
+    "observed",
+    "poisoned",
+    "random_bits",
+    "template",
 ]
 
 
