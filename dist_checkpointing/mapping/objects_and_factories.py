@@ -34,11 +34,11 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
         >>> is_main_replica(0), is_main_replica((0, 0)), is_main_replica((0, 1))
         (True, True, False)
     """
-    if not isinstance(replica_id, tuple | list):
+    if type(replica_id) is not tuple:
         replica_id = plain_replica_id(replica_id, "replica_id")
     if isinstance(replica_id, int):
         return replica_id == 0
-    return all(part == 0 for part in replica_id)
+    return replica_id.count(0) == len(replica_id)
 
 
 def invalid_sharding(key: str | None, problem: str, **details: Any) -> InvalidShardingError:

@@ -223,14 +223,16 @@ class ShardRow(NamedTuple):
     source: int
 
 
-def table_of_rows(rank: int, rows: Sequence[ShardRow]) -> ShardTable:
-    """The table of a rank."""
+def table_of_rows(rank: int, rows: Sequence[tuple[Any, ...]]) -> ShardTable:
+    """The table of a rank; a row is a ShardRow, or a tuple of the same fields."""
     count = len(rows)
-    keys, dtypes, global_shapes, offsets, shapes, flat, main, sources = (
+    keys, dtypes, global_shapes, offsets, shapes, ranges, main, sources = (
         zip(*rows, strict=True) if rows else [()] * len(ShardRow._fields)
     )
     names = {name: i for i, name in enumerate(dict.fromkeys((*keys, *dict.fromkeys(dtypes))))}
-    ranges = [(-1, -1) if ends is None else ends for ends in flat]
+    flat = np.full((count, 2), -1, dtype=np.int64)
+    if is_flat := [i for i, ends in enumerate(ranges) if ends is not None]:
+        flat[is_flat] = [ranges[i] for i in is_flat]
 
     def column(values: Iterable[int], dtype: Any = np.int32) -> Any:
         return np.fromiter(values, dtype=dtype, count=count)
@@ -243,7 +245,7 @@ def table_of_rows(rank: int, rows: Sequence[ShardRow]) -> ShardTable:
         global_shapes=padded_rows(global_shapes, 1, 0),
         offsets=padded_rows(offsets, 0, 0),
         shapes=padded_rows(shapes, 1, 0),
-        flat=np.array(ranges, dtype=np.int64).reshape(count, 2),
+        flat=flat,
         main=column(main, np.bool_),
         sources=column(sources),
         ranks=np.full(count, rank, dtype=np.int32),
@@ -309,7 +311,7 @@ def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
             they are checked again here), a dtype that cannot be stored or an empty key.
     """
     findings: list[Finding] = []
-    rows: list[ShardRow] = []
+    rows: list[tuple[Any, ...]] = []
     for source, leaf in enumerate(leaves):
         try:
             leaf.validate_metadata_integrity()
@@ -321,7 +323,8 @@ def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
     return table_of_rows(rank, rows)
 
 
-def _row(leaf: ShardedBase, source: int) -> ShardRow:
+def _row(leaf: ShardedBase, source: int) -> tuple[Any, ...]:
+    """The fields of a ShardRow."""
     key: Any = leaf.key
     if not isinstance(key, str) or not key:
         raise invalid_sharding(None, "a key must be a string that is not empty", found=repr(key))
@@ -330,19 +333,20 @@ def _row(leaf: ShardedBase, source: int) -> ShardRow:
     except UnicodeEncodeError as error:
         problem = f"a key must be text that UTF-8 can hold: {error}"
         raise invalid_sharding(None, problem, found=repr(key)) from error
-    main = is_main_replica(leaf.replica_id)
+    ends = None
     if isinstance(leaf, ShardedTensor):
         shape, flat = leaf.local_shape, leaf.flattened_range
         if leaf.prepend_axis_num:
             shape = (1,) * leaf.prepend_axis_num + tuple(shape)
         dtype = tensor_memory.from_torch(leaf.dtype, key=key).name
-        ends = None if flat is None else (flat.start, flat.stop)
+        if flat is not None:
+            ends = flat.start, flat.stop
     elif isinstance(leaf, ShardedObject):
-        shape, ends, dtype = (1,) * len(leaf.global_shape), None, OBJECT
+        shape, dtype = (1,) * len(leaf.global_shape), OBJECT
     else:
         raise invalid_sharding(key, "an unknown kind of sharded leaf", found=type(leaf).__name__)
-    whole, offset = leaf.global_shape, leaf.global_offset
-    return ShardRow(key, dtype, whole, offset, shape, ends, main, source)
+    main = is_main_replica(leaf.replica_id)
+    return key, dtype, leaf.global_shape, leaf.global_offset, shape, ends, main, source
 
 
 _HEAD = struct.Struct("<QQQ")
