@@ -195,7 +195,7 @@ class PlanWay(Way):
             values["exchange s"] = planned.exchange_seconds
             values["sent / shard bytes"] = sum(map(len, self._messages)) / job.ranks / job.shards
             values["index bytes"], values["read index s"] = planned.read_index()
-            plan, seconds = load_plan(as_leaves(job.wanted()), planned.agreed.index)
+            plan, seconds = load_plan(as_leaves(job.wanted()), planned.index)
             values["load plan s"] = seconds
             values["items read"] = len(plan.items)
 
@@ -215,7 +215,7 @@ class PlanWay(Way):
 
         values["save plan s"] = self._world.fastest(save, 3)
         values["exchange s"] = best[0].exchange_seconds
-        index = best[0].agreed.index
+        index = best[0].index
         values["read index s"] = min(best[0].read_index()[1] for _ in range(3))
         values["load plan s"] = min(load_plan(wanted, index)[1] for _ in range(3))
         return values

@@ -22,7 +22,6 @@ from dist_checkpointing.mapping.nested_dicts import DictKey, Path
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.save_plan import (
-    AgreedPlan,
     PlanCache,
     RankFacts,
     SavePlanning,
@@ -56,8 +55,8 @@ class Message:
 
     def __len__(self) -> int:
         """Bytes that the rank would send if it held all of its parts alone."""
-        parts: list[PackedPart] = pickle.loads(self.brought)[0]  # noqa: S301 - our own
-        late = (part.num_bytes for part in parts if part.data is None)
+        parts: dict[str, PackedPart] = pickle.loads(self.brought)[0]  # noqa: S301 - our own
+        late = (part.num_bytes for part in parts.values() if part.data is None)
         return len(self.brought) + sum(late)
 
 
@@ -66,7 +65,7 @@ def message_of(leaves: Leaves, ranks: int) -> Message:
     planner = DefaultSavePlanner()
     planner.configure_planner(leaves, is_coordinator=False, rank=0, layout=RowBlockLayout())
     table = planner.build_local_plan().table
-    parts = exchanged_parts(table, describe((), rank=0))
+    parts = exchanged_parts(table) | {"others": describe((), rank=0)}
     packed, data = pack_tables(parts, ranks)
     return Message(pickle.dumps((packed, RankFacts(("", "")))), data)
 
@@ -95,7 +94,7 @@ class _OneOfMany(SingleProcess):
         self.seconds = time.process_time() - begin
         seen: set[bytes] = set()
         for rank, (parts, _) in enumerate(values):
-            for part in parts:
+            for part in parts.values():
                 if part.digest not in seen and part.data is None:
                     self._late.setdefault(rank, []).append(part.digest)
                 seen.add(part.digest)
@@ -119,18 +118,18 @@ class Planned:
     """A planned save.
 
     Attributes:
-        agreed: What rank 0 then knows.
+        index: What the checkpoint will hold.
         exchange_seconds: To make objects of what has arrived.
         seconds: In all.
     """
 
-    agreed: AgreedPlan
+    index: Index
     exchange_seconds: float
     seconds: float
 
     def read_index(self) -> tuple[int, float]:
         """Bytes of the index file, and the seconds that a load takes to read them."""
-        data = self.agreed.index.to_json()
+        data = self.index.to_json()
         begin = time.process_time()
         Index.from_json(data)
         return len(data), time.process_time() - begin
@@ -140,8 +139,8 @@ def plan_of_rank0(leaves: Leaves, messages: Sequence[Message]) -> Planned:
     """Plan a save with the messages of all ranks, of which the first is made again."""
     comm = _OneOfMany(messages)
     begin = time.process_time()
-    agreed = SavePlanning(leaves, DefaultSavePlanner(), RowBlockLayout(), comm).agree(comm)
-    return Planned(agreed, comm.seconds, time.process_time() - begin)
+    _, index = SavePlanning(leaves, DefaultSavePlanner(), RowBlockLayout(), comm).agree(comm)
+    return Planned(index, comm.seconds, time.process_time() - begin)
 
 
 def load_plan(wanted: Leaves, stored: Index) -> tuple[LoadPlan, float]:

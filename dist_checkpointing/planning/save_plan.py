@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeGuard
@@ -32,29 +33,13 @@ from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
-_TENSORS, _FLATTENED, _OBJECTS, _OTHERS = "tensors", "flattened", "objects", "others"
-_FIRST_SOURCES: Final = {_TENSORS: 0, _FLATTENED: 1 << 29, _OBJECTS: 1 << 30}
+_TENSORS, _OTHERS = "tensors", "others"
+_KINDS: Final = {_TENSORS: 0, "flattened": 1 << 29, "objects": 1 << 30}
 """Number of the first leaf of each kind, where parts of a table are numbered apart."""
+logger: logging.Logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AgreedPlan:
-    """What the ranks have agreed to save, to the last chunk. It knows no values.
-
-    Attributes:
-        plan: What this rank writes.
-        index: What the checkpoint will hold.
-        dropped: Keys in the state dict that a user's planner left out on purpose.
-        others: The ShardedObjects of all ranks that the storage does not take, sorted by key.
-    """
-
-    plan: SavePlan
-    index: Index
-    dropped: tuple[str, ...]
-    others: ShardTable
-
-
-class PlanCache(AgreedCache[AgreedPlan]):
+class PlanCache(AgreedCache[tuple[SavePlan, Index, ShardTable]]):
     """The plan of the last save, used again as long as nothing about it has changed on any rank.
 
     A program that saves the same kind of state many times owns one, and passes it to every save.
@@ -101,7 +86,7 @@ class RankFacts:
 class SavePlanning:
     """How one rank takes part in planning one save.
 
-    In order: what ``facts_of_rank`` gives is exchanged, then ``exchange_missing_tables`` and
+    In order: what ``facts_of_rank`` gives is exchanged, then ``exchange`` and
     ``plan_from_tables``. All ranks must name the same ``destination``: folder and format. The
     ``others`` are leaves that are saved in another way, and only checked here. Afterwards the
     planner answers for the data of the plan.
@@ -124,6 +109,7 @@ class SavePlanning:
         self._inputs: tuple[Any, ...] | None = None
         self._local_plan: SavePlan | None = None
 
+    @paused_collector()
     def facts_of_rank(self) -> tuple[Mapping[str, ShardTable], RankFacts]:
         """What this rank sends: its tables, or which plan it would use again."""
         if self._cache is not None and self.planner.settings is not None:
@@ -136,16 +122,15 @@ class SavePlanning:
                 return {}, RankFacts(self.destination, plan_number=number)
         return self._tables()
 
+    @paused_collector()
     def _tables(self) -> tuple[Mapping[str, ShardTable], RankFacts]:
         self._configure()
         plan = self._local_plan = self.planner.build_local_plan()
         # Most planners have nothing but the table, and thousands of ranks send it.
         is_bare = type(plan) is SavePlan and plan.storage_data is plan.planner_data is None
         rest = None if is_bare else replace(plan, table=plan.table.take(slice(0, 0)))
-        others = describe(self._others, self._rank)
-        parts = {_TENSORS: plan.table, _OTHERS: others}
-        if _assigns(self.planner):
-            parts = exchanged_parts(plan.table, others)
+        parts = exchanged_parts(plan.table) if _assigns(self.planner) else {_TENSORS: plan.table}
+        parts[_OTHERS] = describe(self._others, self._rank)
         return parts, RankFacts(self.destination, rest)
 
     def _configure(self) -> None:
@@ -162,42 +147,47 @@ class SavePlanning:
             save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
         )
 
-    def agree(self, comm: Comm) -> AgreedPlan:
-        """All of it. Collective; every rank raises alike."""
+    def agree(self, comm: Comm) -> tuple[SavePlan, Index]:
+        """What this rank writes, and what the checkpoint will hold. Collective."""
         exchanged = self.exchange(comm)
-        with comm.agreed(PLANNING), paused_collector():
-            return self.plan_from_tables(exchanged)
+        with comm.agreed(PLANNING):
+            plan, index, _ = self.plan_from_tables(exchanged)
+        return plan, index
 
-    def exchange(self, comm: Comm) -> ExchangedTables[RankFacts]:
-        """What ``plan_from_tables`` needs to know of all ranks. Collective."""
-        facts = paused_collector()(self.facts_of_rank)
-        exchanged = exchange_tables(comm, PLANNING, facts, RankFacts.number)
-        return self.exchange_missing_tables(comm, exchanged)
-
-    def exchange_missing_tables(
-        self, comm: Comm, exchanged: ExchangedTables[RankFacts]
+    def exchange(
+        self, comm: Comm, exchanged: ExchangedTables[RankFacts] | None = None
     ) -> ExchangedTables[RankFacts]:
-        """The tables of all ranks, if some did not send them and the last plan is no use.
+        """What ``plan_from_tables`` needs to know of all ranks. Collective.
 
-        Collective.
+        It is all there if every rank has sent its tables, or would use the same plan again.
         """
+        if exchanged is None:
+            exchanged = exchange_tables(comm, PLANNING, self.facts_of_rank, RankFacts.number)
         if len({facts.plan_number for facts in exchanged.facts}) == 1:
             return exchanged
-        return exchange_tables(comm, PLANNING, paused_collector()(self._tables))
+        return exchange_tables(comm, PLANNING, self._tables)
 
-    def plan_from_tables(self, exchanged: ExchangedTables[RankFacts]) -> AgreedPlan:
-        """The plan that follows from what all ranks have sent. Not collective."""
+    @paused_collector()
+    def plan_from_tables(
+        self, exchanged: ExchangedTables[RankFacts]
+    ) -> tuple[SavePlan, Index, ShardTable]:
+        """The plan that follows from what all ranks have sent. Not collective.
+
+        Returns:
+            What this rank writes, to the last chunk; what the checkpoint will hold; and the
+            ``others`` of all ranks, sorted by key.
+        """
         check_one_destination([facts.destination for facts in exchanged.facts])
-        local, planner = self._local_plan, self.planner
+        local, planner, cache = self._local_plan, self.planner, self._cache
         if local is None:
-            assert self._cache is not None
-            assert self._cache.value is not None
+            assert cache is not None
+            assert cache.value is not None
             self._configure()
-            return self._cache.value
-        other_rows = exchanged.catalog(_OTHERS)
-        if len(other_rows):
-            check_coverage(other_rows, main_rows(other_rows))
-        catalog = exchanged.catalog(_TENSORS, _FLATTENED, _OBJECTS)
+            return cache.value
+        others = exchanged.catalog(_OTHERS)
+        if len(others):
+            check_coverage(others, main_rows(others))
+        catalog = exchanged.catalog(*_KINDS)
         if _assigns(planner):
             check_agreement(catalog)
             written, index = planner.assign(catalog, self._world_size)
@@ -206,26 +196,29 @@ class SavePlanning:
             plan = replace(local, table=_with_sources(table, local.table), index=index)
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
-            tables = exchanged.tables(_TENSORS, _FLATTENED, _OBJECTS)
-            rests = [facts.rest for facts in exchanged.facts]
-            sent = LocalPlans(
-                SavePlan(table) if rest is None else replace(rest, table=table)
-                for rest, table in zip(rests, tables, strict=True)
+            tables = exchanged.tables(*_KINDS)
+            plans, index = checked_plans(
+                LocalPlans(
+                    SavePlan(table) if facts.rest is None else replace(facts.rest, table=table)
+                    for facts, table in zip(exchanged.facts, tables, strict=True)
+                ),
+                planner,
             )
-            plans, index = checked_plans(sent, planner)
             plan = plans[self._rank]
         plan = planner.finalize_plan(plan).for_index(index)
-        agreed = AgreedPlan(plan, index, self._dropped(catalog), other_rows)
-        if self._cache is not None and self._inputs is not None:
-            self._cache.keep(self._inputs, agreed, exchanged.digests)
-        return agreed
+        if self._rank == 0:
+            self._log_dropped(catalog)
+        if cache is not None and self._inputs is not None:
+            cache.keep(self._inputs, (plan, index, others), exchanged.digests)
+        return plan, index, others
 
-    def _dropped(self, catalog: ShardTable) -> tuple[str, ...]:
+    def _log_dropped(self, catalog: ShardTable) -> None:
+        """Log which keys of the state dict a user's planner leaves out."""
         build = getattr(self.planner.build_local_plan, "__func__", None)
-        if build is DefaultSavePlanner.build_local_plan:
-            return ()
-        asked = {leaf.key for leaf in self._leaves.values()}
-        return tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
+        if build is not DefaultSavePlanner.build_local_plan:
+            kept = {catalog.names[number] for number in np.unique(catalog.keys)}
+            if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
+                logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
 
 
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
@@ -234,31 +227,28 @@ def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     return isinstance(planner, DefaultSavePlanner) and type(planner).build_global_plan is build
 
 
-def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTable]:
-    """What a rank sends: its table in parts that are likely to be the same on many ranks, and the
-    rows that are only checked.
+def exchanged_parts(table: ShardTable) -> dict[str, ShardTable]:
+    """The table of a rank in parts that are likely to be the same on many ranks.
 
     Copies of a model are alike even where their parts of a distributed optimizer, or their random
     states, are not. Rows are numbered within the part: which leaf a row is concerns its rank only.
     """
-    parts = {_OTHERS: others}
+    parts = {}
     for kind, rows in _rows_of_kinds(table).items():
         part = table.take(rows)
         # Only the names that occur, so that those of the other parts make no difference.
         used, numbers = np.unique(np.concatenate([part.keys, part.dtypes]), return_inverse=True)
         keys, dtypes = np.split(numbers.astype(np.int32), 2)
         names = tuple(table.names[name] for name in used.tolist())
-        sources = np.arange(len(rows), dtype=np.int32) + _FIRST_SOURCES[kind]
+        sources = np.arange(len(rows), dtype=np.int32) + _KINDS[kind]
         parts[kind] = replace(part, names=names, keys=keys, dtypes=dtypes, sources=sources)
     return parts
 
 
 def _rows_of_kinds(table: ShardTable) -> dict[str, Int64s]:
     is_object, is_flat = table.is_object, table.flat[:, 0] >= 0
-    kinds = {_TENSORS: ~is_object & ~is_flat, _FLATTENED: is_flat, _OBJECTS: is_object}
-    return {
-        kind: np.flatnonzero(mask) for kind, mask in kinds.items() if kind == _TENSORS or mask.any()
-    }
+    masks = zip(_KINDS, (~is_object & ~is_flat, is_flat, is_object), strict=True)
+    return {kind: np.flatnonzero(mask) for kind, mask in masks if kind == _TENSORS or mask.any()}
 
 
 def _with_sources(table: ShardTable, local: ShardTable) -> ShardTable:
@@ -266,7 +256,7 @@ def _with_sources(table: ShardTable, local: ShardTable) -> ShardTable:
     sources = table.sources.copy()
     for kind, rows in _rows_of_kinds(local).items():
         # The kind of a row may not be what it was: a planner may have cut a range into boxes.
-        numbers = table.sources - _FIRST_SOURCES[kind]
+        numbers = table.sources - _KINDS[kind]
         is_of_kind = (numbers >= 0) & (numbers < len(rows))
         sources[is_of_kind] = local.sources[rows][numbers[is_of_kind]]
     return replace(table, sources=sources)

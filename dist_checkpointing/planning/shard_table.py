@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import struct
+import pickle
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -87,6 +87,14 @@ class ShardTable:
     def max_ndim(self) -> int:
         """Number of columns of the padded arrays."""
         return int(self.global_shapes.shape[1])
+
+    def column(self, name: str) -> Any:
+        """The column of this name."""
+        return getattr(self, name)
+
+    def unpacked(self) -> ShardTable:
+        """The same, as PackedTable has it."""
+        return self
 
     def take(self, rows: Any) -> ShardTable:
         """The table of some rows, by mask or positions; itself if the mask is all true."""
@@ -290,7 +298,7 @@ def concatenate(
     for name in COLUMNS:  # keys first
         parts = []
         for table in tables:
-            part = getattr(table, name) if isinstance(table, ShardTable) else table.column(name)
+            part = table.column(name)
             if name in ("keys", "dtypes"):
                 part = translation[id(table.names)][part] if len(part) else part
             elif name in _WIDE and name != "flat":
@@ -349,43 +357,38 @@ def _row(leaf: ShardedBase, source: int) -> tuple[Any, ...]:
     return key, dtype, leaf.global_shape, leaf.global_offset, shape, ends, main, source
 
 
-_HEAD = struct.Struct("<QQQ")
 _CODES: Final = "bhiq"
 _COMPRESSION_LEVEL = 1
 
 
-def pack_column(column: Int64s) -> bytes:
-    """The bytes of a column of int64, which do not tell how many rows it has.
+def pack_columns(columns: Int64s) -> list[bytes]:
+    """The bytes of each column of ``[columns, rows]``, which do not tell how many rows it has.
 
     Neighbours in a model look alike: a number takes a byte, and almost none once compressed.
     """
-    steps = np.diff(column, prepend=0)
-    low, high = int(steps.min(initial=0)), int(steps.max(initial=0))
-    for code in _CODES:
-        limits = np.iinfo(np.dtype(code))
-        if limits.min <= low and high <= limits.max:
-            return code.encode() + steps.astype(np.dtype(code)).tobytes()
-    raise AssertionError("an int64 fits into an int64")
+    packed = []
+    for column in columns:
+        steps = np.diff(column, prepend=0)
+        low, high = int(steps.min(initial=0)), int(steps.max(initial=0))
+        code = next(c for c in _CODES if np.iinfo(c).min <= low and high <= np.iinfo(c).max)
+        packed.append(code.encode() + steps.astype(code).tobytes())
+    return packed
 
 
-def column_end(data: bytes, begin: int, rows: int) -> int:
-    """Where the bytes of a packed column end."""
-    return begin + 1 + rows * np.dtype(chr(data[begin])).itemsize
-
-
-def unpack_column(data: bytes, begin: int, rows: int) -> Int64s:
-    """The packed column that begins there."""
-    steps = np.frombuffer(data, chr(data[begin]), rows, begin + 1)
-    return np.cumsum(steps, dtype=np.int64)
+def unpack_columns(packed: Sequence[bytes], rows: int) -> Int64s:
+    """The columns that ``pack_columns`` packed: ``[columns, rows]``."""
+    columns = np.empty((len(packed), rows), dtype=np.int64)
+    for column, data in zip(columns, packed, strict=True):
+        np.cumsum(np.frombuffer(data, chr(data[0]), rows, 1), out=column)
+    return columns
 
 
 def pack(table: ShardTable) -> bytes:
     """The table without its ranks. There must be one rank only."""
+    columns = (np.atleast_2d(getattr(table, name).T.astype(np.int64)) for name in _PACKED)
     names = json.dumps(table.names).encode()
-    parts = [_HEAD.pack(len(table), table.max_ndim, len(names)), names]
-    for name in _PACKED:
-        parts += map(pack_column, np.atleast_2d(getattr(table, name).T.astype(np.int64)))
-    return zlib.compress(b"".join(parts), _COMPRESSION_LEVEL)
+    packed = names, len(table), [pack_columns(of_name) for of_name in columns]
+    return zlib.compress(pickle.dumps(packed), _COMPRESSION_LEVEL)
 
 
 class PackedTable:
@@ -395,47 +398,26 @@ class PackedTable:
     """
 
     def __init__(self, data: bytes, rank: int) -> None:
-        self._raw = raw = zlib.decompress(data)
-        self._rank = rank
-        self._rows, self.max_ndim, names_size = _HEAD.unpack_from(raw)
-        end = _HEAD.size + names_size
-        self.names: tuple[str, ...] = _names(raw[_HEAD.size : end])
-        self._begins: dict[str, list[int]] = {}
-        for name in _PACKED:
-            width = 1 if name not in _WIDE else 2 if name == "flat" else self.max_ndim
-            begins = self._begins[name] = []
-            for _ in range(width):
-                begins.append(end)
-                end = column_end(raw, end, self._rows)
+        names, self._rows, packed = pickle.loads(zlib.decompress(data))  # noqa: S301 - from a rank
+        self.names: tuple[str, ...] = _names(names)
+        self._rank, self._columns = rank, dict(zip(_PACKED, packed, strict=True))
+        self.max_ndim = len(self._columns["shapes"])
 
     def __len__(self) -> int:
         return int(self._rows)
 
     def column(self, name: str) -> Any:
+        """A column of the ShardTable."""
         if name == "ranks":
             return np.full(self._rows, self._rank, dtype=np.int32)
-        columns = [unpack_column(self._raw, begin, self._rows) for begin in self._begins[name]]
+        columns = unpack_columns(self._columns[name], self._rows)
         if name in _WIDE:
-            return np.array(columns, dtype=np.int64).reshape(len(columns), self._rows).T
+            return columns.T
         return columns[0].astype(np.bool_ if name == "main" else np.int32)
 
-
-def unpack(data: bytes, rank: int) -> ShardTable:
-    """The table of a rank, as it was packed by that rank."""
-    table = PackedTable(data, rank)
-    return ShardTable(names=table.names, **{name: table.column(name) for name in COLUMNS})
-
-
-def unpack_all(packed: Sequence[bytes]) -> list[ShardTable]:
-    """The tables of all ranks, in rank order; those of copies are unpacked once."""
-    known: dict[bytes, ShardTable] = {}
-    tables = []
-    for rank, data in enumerate(packed):
-        table = known.get(data)
-        if table is None:
-            table = known[data] = unpack(data, rank)
-        tables.append(replace(table, ranks=np.full(len(table), rank, dtype=np.int32)))
-    return tables
+    def unpacked(self) -> ShardTable:
+        """All of it."""
+        return ShardTable(self.names, **{name: self.column(name) for name in COLUMNS})
 
 
 @lru_cache(maxsize=64)

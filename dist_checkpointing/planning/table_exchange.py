@@ -19,6 +19,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -26,19 +27,17 @@ import torch
 import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import Ints, PieceColumns
+from dist_checkpointing.format.geometry import Ints, PieceColumns, Pieces
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.sharded_tensor import fields_of
 from dist_checkpointing.planning.shard_table import (
-    Int32s,
     PackedTable,
     ShardTable,
     concatenate,
     pack,
-    pack_column,
-    unpack,
-    unpack_column,
+    pack_columns,
+    unpack_columns,
 )
 
 T = TypeVar("T")
@@ -129,9 +128,8 @@ which takes as much room for every rank as for the one with most."""
 
 
 class PackedPart(NamedTuple):
-    """A part of a rank's table on its way: a digest of its kind and bytes, and these if few."""
+    """A part of a rank's table as it is sent: digest of its kind and bytes, and these if few."""
 
-    kind: str
     digest: bytes
     num_bytes: int
     data: bytes | None
@@ -139,56 +137,58 @@ class PackedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangedTables(Generic[T]):
-    """The tables and facts of all ranks, each distinct part once, by its digest.
+    """The facts and tables of all ranks, each distinct part once.
 
-    Parts are in the order of the lowest ranks that hold them; ``holders`` ascend. Those of a rank
-    that is alone are not packed.
+    Attributes:
+        facts: Of each rank.
+        parts: Digest of each part of a rank's table, by its kind.
+        data: The parts by digest; those of a rank that is alone are not packed.
     """
 
     facts: Sequence[T]
-    parts: Sequence[Sequence[PackedPart]]
+    parts: Sequence[Mapping[str, bytes]]
     data: Mapping[bytes, bytes | ShardTable]
-    holders: Mapping[bytes, Int32s]
 
     def catalog(self, *kinds: str) -> ShardTable:
         """The distinct rows of all ranks, sorted by key, with the ranks that hold each."""
-        chosen = dict.fromkeys(
-            part.digest for parts in self.parts for part in parts if part.kind in kinds
-        )
-        tables: list[ShardTable | PackedTable] = []
-        for number, digest in enumerate(chosen):
-            data = self.data[digest]
-            if isinstance(data, bytes):
-                tables.append(PackedTable(data, number))
-            else:
-                tables.append(replace(data, ranks=np.full(len(data), number, dtype=np.int32)))
-        return concatenate(tables, [self.holders[digest] for digest in chosen])
+        holders: dict[bytes, list[int]] = {}
+        for rank, digests in enumerate(self.parts):
+            for kind in kinds:
+                if kind in digests:
+                    holders.setdefault(digests[kind], []).append(rank)
+        tables = [self._table(digest, number) for number, digest in enumerate(holders)]
+        return concatenate(tables, [np.array(held, dtype=np.int32) for held in holders.values()])
 
     def tables(self, *kinds: str) -> list[ShardTable]:
         """The table of every rank: as many rows as all ranks have together."""
         tables = []
-        for rank, parts in enumerate(self.parts):
-            data = [self.data[part.digest] for part in parts if part.kind in kinds]
-            unpacked = [t if isinstance(t, ShardTable) else unpack(t, rank) for t in data]
-            tables.append(unpacked[0] if len(unpacked) == 1 else concatenate(unpacked))
+        for rank, digests in enumerate(self.parts):
+            parts = [self._table(digests[kind], rank) for kind in kinds if kind in digests]
+            tables.append(parts[0].unpacked() if len(parts) == 1 else concatenate(parts))
         return tables
+
+    def _table(self, digest: bytes, rank: int) -> PackedTable | ShardTable:
+        data = self.data[digest]
+        if isinstance(data, bytes):
+            return PackedTable(data, rank)
+        return replace(data, ranks=np.full(len(data), rank, dtype=np.int32))
 
     @property
     def digests(self) -> list[bytes]:
         """What stands for the table of each rank."""
-        return [b"".join(part.digest for part in parts) for parts in self.parts]
+        return [b"".join(digests.values()) for digests in self.parts]
 
 
 def pack_tables(
     tables: Mapping[str, ShardTable], num_ranks: int
-) -> tuple[list[PackedPart], dict[bytes, bytes]]:
+) -> tuple[dict[str, PackedPart], dict[bytes, bytes]]:
     """The tables of one of so many ranks, as it sends them; and their bytes by digest."""
-    parts, bytes_of = [], {}
+    parts, bytes_of = {}, {}
     for kind, table in tables.items():
         data = pack(table)
         digest = xxhash.xxh3_128_digest(kind.encode() + b"\0" + data)
         is_small = len(data) * num_ranks <= _INLINE_BYTES
-        parts.append(PackedPart(kind, digest, len(data), data if is_small else None))
+        parts[kind] = PackedPart(digest, len(data), data if is_small else None)
         bytes_of[digest] = data
     return parts, bytes_of
 
@@ -204,69 +204,58 @@ def exchange_tables(
     ``produce`` gives this rank's tables, by kind, and facts; ``number_of`` the number that stands
     for facts of a rank without tables, see ``Comm.exchange``.
     """
+    if comm.world_size == 1:
+        tables, facts = comm.exchange(step, produce)[0]
+        parts = {kind: kind.encode() for kind in tables}
+        return ExchangedTables([facts], [parts], {parts[kind]: tables[kind] for kind in tables})
     local: dict[bytes, bytes] = {}
 
-    def parts_of_rank() -> tuple[list[PackedPart], T]:
-        nonlocal local
+    def parts_of_rank() -> tuple[dict[str, PackedPart], T]:
         tables, facts = produce()
-        parts, local = pack_tables(tables, comm.world_size)
+        parts, bytes_of = pack_tables(tables, comm.world_size)
+        local.update(bytes_of)
         return parts, facts
-
-    if comm.world_size == 1:
-        return _of_one_rank(*comm.exchange(step, produce)[0])
 
     of_ranks = comm.exchange(
         step, parts_of_rank, lambda sent: None if sent[0] else number_of(sent[1])
     )
-    distinct: dict[bytes, PackedPart] = {}
-    ranks: dict[bytes, list[int]] = {}
-    for rank, (parts, _) in enumerate(of_ranks):
-        for part in parts:
-            distinct.setdefault(part.digest, part)
-            ranks.setdefault(part.digest, []).append(rank)
+    data: dict[bytes, bytes] = {}
     senders: dict[int, list[PackedPart]] = {}
-    for digest, part in distinct.items():
-        if part.data is None:
-            senders.setdefault(ranks[digest][0], []).append(part)
-    sent = _sent(comm, senders, local) if senders else {}
-    return ExchangedTables(
-        [facts for _, facts in of_ranks],
-        [parts for parts, _ in of_ranks],
-        {digest: sent.get(digest) or part.data or b"" for digest, part in distinct.items()},
-        {digest: np.array(held, dtype=np.int32) for digest, held in ranks.items()},
-    )
+    for rank, (sent, _) in enumerate(of_ranks):
+        for part in sent.values():
+            if part.digest not in data:
+                data[part.digest] = part.data or b""
+                if part.data is None:
+                    senders.setdefault(rank, []).append(part)
+    if senders:
+        _receive(comm, senders, local, data)
+    digests = [{kind: part.digest for kind, part in sent.items()} for sent, _ in of_ranks]
+    return ExchangedTables([facts for _, facts in of_ranks], digests, data)
 
 
-def _of_one_rank(tables: Mapping[str, ShardTable], facts: T) -> ExchangedTables[T]:
-    parts = [PackedPart(kind, kind.encode(), 0, None) for kind in tables]
-    data = {kind.encode(): table for kind, table in tables.items()}
-    return ExchangedTables([facts], [parts], data, dict.fromkeys(data, np.zeros(1, dtype=np.int32)))
-
-
-def _sent(
-    comm: Comm, senders: Mapping[int, Sequence[PackedPart]], local: Mapping[bytes, bytes]
-) -> dict[bytes, bytes]:
-    """What these ranks have to send to all, by digest. Collective."""
+def _receive(
+    comm: Comm,
+    senders: Mapping[int, Sequence[PackedPart]],
+    local: Mapping[bytes, bytes],
+    data: dict[bytes, bytes],
+) -> None:
+    """Put what these ranks have to send to all into ``data``, by digest. Collective."""
     mine = b"".join(local[part.digest] for part in senders.get(comm.rank, ()))
-    streams: dict[int, bytes] = {}
-    if len(senders) * _RANKS_A_SENDER > comm.world_size:
-        streams = dict(enumerate(comm.all_gather(mine)))
-    else:
-        for sender in sorted(senders):
-            size = sum(part.num_bytes for part in senders[sender])
-            tensor = torch.empty(size, dtype=torch.uint8)
+    at_once = comm.all_gather(mine) if len(senders) * _RANKS_A_SENDER > comm.world_size else None
+    for sender, parts in senders.items():
+        if at_once is not None:
+            stream = at_once[sender]
+        else:
+            tensor = torch.empty(sum(part.num_bytes for part in parts), dtype=torch.uint8)
             if sender == comm.rank:
                 tensor.numpy()[:] = np.frombuffer(mine, np.uint8)
             tensor = tensor.to(comm.tensor_device)
             comm.broadcast_tensor(tensor, sender)
-            streams[sender] = tensor.cpu().numpy().tobytes()
-    data = {}
-    for sender, parts in senders.items():
+            stream = tensor.cpu().numpy().tobytes()
         begin = 0
         for part in parts:
-            data[part.digest] = streams[sender][begin : begin + part.num_bytes]
+            data[part.digest] = stream[begin : begin + part.num_bytes]
             begin += part.num_bytes
-    return data
 
 
 _KEYS_A_BLOCK = 256
@@ -291,99 +280,62 @@ class SharedIndex:
         """An index for so many ranks. One that knows more than its columns is sent as it is."""
         if num_ranks == 1 or type(index) is not Index:
             return cls((), (), {}, None, index)
-        rows = sorted(range(len(index)), key=index.keys_column.__getitem__)
+        rows = sorted(zip(*_columns(index), strict=True), key=itemgetter(0))
         parts = [rows[i : i + _KEYS_A_BLOCK] for i in range(0, len(rows), _KEYS_A_BLOCK)]
-        pieces = PieceColumns.of(index.pieces)
-        return cls(
-            [index.keys_column[part[-1]] for part in parts],
-            [_pack(index, pieces, part) for part in parts],
-            index.objects,
-            index.codec,
-        )
+        blocks = [_pack(part, index.pieces) for part in parts]
+        return cls([part[-1][0] for part in parts], blocks, index.objects, index.codec)
 
     def keys(self) -> Iterator[str]:
         if self.whole is not None:
             yield from self.whole
         for block in self.blocks:
-            yield from _keys_of(block)
+            yield from _unpack(block)[0][0]
 
     def index(self, keys: Collection[str] | None) -> Index:
         """The index of the tensors and objects with these keys, as far as they exist; None: all."""
         if self.whole is not None:
             return self.whole
-        if keys is None:
-            wanted: Sequence[int] = range(len(self.blocks))
-            objects = self.objects
-        else:
-            blocks = {bisect.bisect_left(self.last_keys, key) for key in keys}
-            wanted = sorted(blocks - {len(self.blocks)})
-            objects = {key: self.objects[key] for key in keys if key in self.objects}
-        parts = [_index_of(self.blocks[number], keys) for number in wanted]
-        return replace(_joined(parts), objects=objects, codec=self.codec)
+        blocks, objects = self.blocks, self.objects
+        if keys is not None:
+            numbers = {bisect.bisect_left(self.last_keys, key) for key in keys}
+            blocks = [blocks[number] for number in sorted(numbers - {len(blocks)})]
+            objects = {key: objects[key] for key in keys if key in objects}
+        columns: tuple[list[Any], list[Any], list[Any], list[Any]] = [], [], [], []
+        pieces: list[PieceColumns] = []
+        for block in blocks:
+            found, of_block = _unpack(block)
+            if keys is not None:
+                is_wanted = [key in keys for key in found[0]]
+                found = [itertools.compress(column, is_wanted) for column in found]
+                some = {key: of_block[key] for key in of_block if key in keys}
+                of_block = PieceColumns.of(some)
+            for column, more in zip(columns, found, strict=True):
+                column.extend(more)
+            pieces.append(of_block)
+        return Index(*columns, PieceColumns.joined(pieces), objects, self.codec)
 
 
-def _pack(index: Index, pieces: PieceColumns, rows: list[int]) -> bytes:
-    keys = [index.keys_column[row] for row in rows]
-    names = {name: i for i, name in enumerate(dict.fromkeys(index.dtype_column[r] for r in rows))}
-    some = PieceColumns.of({key: pieces[key] for key in keys if key in pieces})
-    dtypes = [names[index.dtype_column[row]] for row in rows]
-    ndim = [len(index.global_shape_column[row]) for row in rows]
+def _columns(index: Index) -> tuple[Sequence[Any], ...]:
+    shapes = index.global_shape_column, index.chunk_shape_column
+    return index.keys_column, index.dtype_column, *shapes
+
+
+def _pack(rows: Sequence[tuple[Any, ...]], pieces: Mapping[str, Pieces]) -> bytes:
+    """The columns of some tensors, and the pieces of those that are stored so."""
+    columns = [*zip(*rows, strict=True)]
+    some = PieceColumns.of({key: pieces[key] for key in columns[0] if key in pieces})
     tables = (
-        np.array([dtypes, ndim, index.has_grid[rows]], dtype=np.int64).T,
-        index.global_shapes[rows],
-        index.chunk_shapes[rows],
-        np.diff(some.starts).reshape(-1, 1),
+        np.stack([np.diff(some.starts), some.ndim], axis=1),
         some.offsets,
         some.shapes,
         some.flat,
     )
-    packed = [(len(table), [*map(pack_column, table.T)]) for table in tables]
-    return zlib.compress(pickle.dumps((keys, [*names], packed)), _LEVEL)
+    packed = [(len(table), pack_columns(table.T)) for table in tables]
+    return zlib.compress(pickle.dumps((columns, some.keys_column, packed)), _LEVEL)
 
 
-def _keys_of(block: bytes) -> Sequence[str]:
-    keys: Sequence[str] = pickle.loads(zlib.decompress(block))[0]  # noqa: S301 - from rank 0
-    return keys
-
-
-def _index_of(block: bytes, wanted: Collection[str] | None) -> Index:
-    """The tensors of a block with these keys; None: all."""
-    keys, names, packed = pickle.loads(zlib.decompress(block))  # noqa: S301 - from rank 0
-    kinds, shapes, chunks, counts, offsets, boxes, flat = (
-        np.array([unpack_column(column, 0, rows) for column in columns], dtype=np.int64)
-        .reshape(len(columns), rows)
-        .T
-        for rows, columns in packed
-    )
-    chosen = [i for i, key in enumerate(keys) if wanted is None or key in wanted]
-    dtypes, ndim, has_grid = kinds.T
-    axes = ndim.tolist()
-    in_pieces = np.flatnonzero(has_grid == 0)
-    is_chosen = np.isin(in_pieces, chosen)
-    rows = np.repeat(is_chosen, counts[:, 0])
-    in_pieces = in_pieces[is_chosen]
-    return Index(
-        [keys[i] for i in chosen],
-        [names[dtypes[i]] for i in chosen],
-        [tuple(shapes[i, : axes[i]].tolist()) for i in chosen],
-        [tuple(chunks[i, : axes[i]].tolist()) if has_grid[i] else None for i in chosen],
-        PieceColumns(
-            [keys[i] for i in in_pieces.tolist()],
-            np.concatenate([[0], np.cumsum(counts[is_chosen])]),
-            ndim[in_pieces],
-            offsets[rows],
-            boxes[rows],
-            flat[rows],
-        ),
-    )
-
-
-def _joined(parts: Sequence[Index]) -> Index:
-    chained = itertools.chain.from_iterable
-    return Index(
-        [*chained(part.keys_column for part in parts)],
-        [*chained(part.dtype_column for part in parts)],
-        [*chained(part.global_shape_column for part in parts)],
-        [*chained(part.chunk_shape_column for part in parts)],
-        PieceColumns.joined([PieceColumns.of(part.pieces) for part in parts]),
-    )
+def _unpack(block: bytes) -> tuple[list[Iterable[Any]], PieceColumns]:
+    found, keys, packed = pickle.loads(zlib.decompress(block))  # noqa: S301 - from rank 0
+    head, *tables = (unpack_columns(columns, rows).T for rows, columns in packed)
+    starts = np.concatenate([[0], np.cumsum(head[:, 0])])
+    return found, PieceColumns(keys, starts, head[:, 1], *tables)

@@ -81,7 +81,6 @@ from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
-from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.common_state_agreement import CommonDigests, compare_common_state
 from dist_checkpointing.validation.save_errors import (
     check_data,
@@ -422,14 +421,10 @@ class SaveJob:
             planning = self._start_planning(comm)
             tables = planning.exchange(comm)
         else:
-            tables = planning.exchange_missing_tables(comm, exchanged)
+            tables = planning.exchange(comm, exchanged)
 
-        @paused_collector()
         def plan() -> None:
-            agreed = planning.plan_from_tables(tables)
-            if agreed.dropped and self.rank == 0:
-                logger.info("left out by the planner: %s", ", ".join(agreed.dropped))
-            self._plan, self.index, self._others = agreed.plan, agreed.index, agreed.others
+            self._plan, self.index, self._others = planning.plan_from_tables(tables)
             self.planner = planning.planner
 
         self._planned = Outcome.of(PLANNING, plan)

@@ -35,10 +35,10 @@ from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import (
     Int64s,
+    PackedTable,
     ShardTable,
     concatenate,
     pack,
-    unpack,
 )
 from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
@@ -176,8 +176,8 @@ def _write_tables(
     tables_of_ranks, position = [], 0
     for rank, written in enumerate(of_ranks):
         if written.table is not None:
-            packed = written.table
-            table = unpack(packed, rank) if isinstance(packed, bytes) else packed
+            table = written.table
+            table = PackedTable(table, rank).unpacked() if isinstance(table, bytes) else table
             sources = np.arange(position, position + len(table), dtype=np.int32)
             tables_of_ranks.append(replace(table, sources=sources))
             position += len(table)

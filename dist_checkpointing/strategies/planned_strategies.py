@@ -23,9 +23,9 @@ from dist_checkpointing.mapping import (
     StateDict,
 )
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
-from dist_checkpointing.planning import DefaultSavePlanner, LoadPlanner, SavePlanner
+from dist_checkpointing.planning import DefaultSavePlanner, LoadPlanner, SavePlan, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.save_plan import AgreedPlan, PlanCache, SavePlanning
+from dist_checkpointing.planning.save_plan import PlanCache, SavePlanning
 from dist_checkpointing.planning.table_exchange import SharedIndex
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.driver import PlanReader, read, read_plan
@@ -145,14 +145,15 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         *,
         cache: PlanCache | None = None,
         others: Iterable[ShardedBase] = (),
-    ) -> tuple[AgreedPlan, SavePlanner]:
+    ) -> tuple[SavePlan, Index, SavePlanner]:
         """Decide who writes what, see ``SavePlanning``. Collective, touches no file.
 
         Returns:
-            The plan, and the planner that answers for its data.
+            The plan of this rank, what the checkpoint will hold, and the planner that answers for
+            the data of the plan.
         """
         planning = self.planning(leaves, writer, comm, cache=cache, others=others)
-        return planning.agree(comm), planning.planner
+        return *planning.agree(comm), planning.planner
 
     def planning(
         self,
@@ -180,8 +181,8 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
         comm = default_comm() if self.comm is None else self.comm
-        writer, agreed, planner = self._planned(sharded_state_dict, checkpoint_dir, comm)
-        driver.write(agreed.plan, agreed.index, planner, writer, comm)
+        writer, plan, index, planner = self._planned(sharded_state_dict, checkpoint_dir, comm)
+        driver.write(plan, index, planner, writer, comm)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
@@ -192,9 +193,9 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
             A request that writes the copies. They are freed when the request is.
         """
         comm = default_comm() if self.comm is None else self.comm
-        writer, agreed, planner = self._planned(sharded_state_dict, checkpoint_dir, comm)
+        writer, plan, index, planner = self._planned(sharded_state_dict, checkpoint_dir, comm)
         with comm.agreed("copying the state"):
-            plan = driver.prepare_write(agreed.plan, writer, comm)
+            plan = driver.prepare_write(plan, writer, comm)
             buffers = StagingBuffers()
             buffers.take()
             copies = stage_plan(plan, planner, buffers)
@@ -208,13 +209,13 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
 
         def finish() -> None:
             of_ranks = driver.gather_written(written.result, writer, comm)
-            driver.finish_durably(agreed.index, of_ranks, writer, comm)
+            driver.finish_durably(index, of_ranks, writer, comm)
 
         return AsyncRequest(write, (), [finish])
 
     def _planned(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
-    ) -> tuple[StorageWriter, AgreedPlan, SavePlanner]:
+    ) -> tuple[StorageWriter, SavePlan, Index, SavePlanner]:
         leaves, _ = _sharded_leaves(sharded_state_dict)
         writer = self.make_writer(as_location(checkpoint_dir))
         with comm.agreed("making the folder"):

@@ -127,8 +127,8 @@ def test_a_balanced_plan_writes_everything_once(world: World, kind: type[Any]) -
     def plan(comm: Comm, group: Comm) -> Any:
         strategy: Any = FullyParallelSaveStrategyWrapper(kind(), group).resolved()
         leaves, _ = flatten({"leaves": world.leaves(comm.rank)})
-        agreed, planner = strategy.plan(leaves, strategy.make_writer(Path("unused")), comm)
-        return [(item, planner.get_data(item)) for item in agreed.plan.items]
+        plan, _, planner = strategy.plan(leaves, strategy.make_writer(Path("unused")), comm)
+        return [(item, planner.get_data(item)) for item in plan.items]
 
     written = {key: torch.zeros(rows * 3, dtype=torch.int64) for key, rows in world.rows.items()}
     times = {key: torch.zeros(rows * 3, dtype=torch.int64) for key, rows in world.rows.items()}
@@ -264,10 +264,10 @@ def test_a_strategy_with_a_planner_of_its_own(tmp_path: Path) -> None:
         )
         leaves, _ = flatten(state)
         writer = strategy.resolved().make_writer(tmp_path)
-        agreed, _ = strategy.resolved().plan(leaves, writer, comm)
+        plan, *_ = strategy.resolved().plan(leaves, writer, comm)
         save(state, tmp_path / "c", strategy, comm=comm)
         assert [leaf.replica_id for leaf in state.values()] == [comm.rank] * 6
-        return len(agreed.plan.items)
+        return len(plan.items)
 
     assert run_ranks(3, one) == [2, 2, 2]
     saved = load_plain_tensors(tmp_path / "c")
@@ -287,8 +287,8 @@ def test_the_options_of_a_balanced_planner_hold_within_the_groups(tmp_path: Path
             for main in (2, 3)
         }
         leaves, _ = flatten(state)
-        agreed, _ = strategy.plan(leaves, strategy.make_writer(tmp_path), comm)
-        return [item.index.fqn for item in agreed.plan.items]
+        plan, *_ = strategy.plan(leaves, strategy.make_writer(tmp_path), comm)
+        return [item.index.fqn for item in plan.items]
 
     assert each_rank([(0, 2), (1, 3)], one) == [["w2"], ["w3"], [], []]
 

@@ -17,7 +17,7 @@ from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.replica_balancing import check_replicas_have_data, choose_writers
-from dist_checkpointing.planning.shard_table import concatenate, describe, pack, unpack_all
+from dist_checkpointing.planning.shard_table import PackedTable, concatenate, describe, pack
 from dist_checkpointing.planning.table_exchange import AgreedCache
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
@@ -198,7 +198,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             return pack(describe(list(leaves.values()), comm.rank))
 
         def writers_of(packed: Sequence[bytes]) -> frozenset[tuple[int, int]]:
-            catalog = concatenate(unpack_all(packed))
+            tables = [PackedTable(data, rank) for rank, data in enumerate(packed)]
+            catalog = concatenate(tables)
             written = catalog.take(choose_writers(catalog, len(packed)))
             return frozenset(zip(written.ranks.tolist(), written.sources.tolist(), strict=True))
 
