@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -14,15 +13,13 @@ from typing import Any, Literal, Self, SupportsFloat
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
-from dist_checkpointing.errors import (
-    CheckpointingException,
-    Finding,
-)
+from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.manager.latest_valid import ValidSteps
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.save_log import Hooks, Stopwatch, tell
-from dist_checkpointing.manager.tiers import Drain, run_files
+from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
+from dist_checkpointing.manager.tier_copies import Drain
+from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
@@ -114,13 +111,13 @@ class CheckpointManager:
         self.root: Any = as_location(root).absolute()
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
-        self._files = run_files(
-            self.root, retention, on_deleted, fast, drain, self._comm, incremental=incremental
+        self._run = Run.open(
+            self.root, retention, on_deleted, self._comm, fast, drain, incremental=incremental
         )
         self._on_saved, self._on_error = on_saved, on_error
         self._trusted, self._is_incremental = trusted, incremental
         if incremental:
-            require_sharing_strategy(sharded_strategy, self._files.folder(0))
+            require_sharing_strategy(sharded_strategy, self._run.folder(0))
         given = {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
         self._save_options = {"trusted": trusted, "fingerprints": fingerprints, **given}
         self._plan_cache = PlanCache()
@@ -130,12 +127,12 @@ class CheckpointManager:
             retries=retries if on_error == "retry" else 0,
             plan_cache=self._plan_cache,
         )
-        self._valid = ValidSteps(self._files, self._comm, trusted=trusted)
+        self._valid = ValidSteps(self._run, self._comm, trusted=trusted)
         self._signalled = threading.Event()
 
     def folder(self, step: int) -> Path:
         """Folder of the checkpoint of a step, or its ObjectPath; whether or not it exists."""
-        return self._files.place(step)
+        return self._run.best_place(step)
 
     def save(
         self,
@@ -161,9 +158,9 @@ class CheckpointManager:
         number, options = self._begin(step, metric, options)
         has_base = options["base"] is not None
         save_with_hooks(
-            self._files.hooks(step, number, watch.note_bytes, has_base=has_base),
+            self._run.hooks(step, number, watch.note_bytes, has_base=has_base),
             state,
-            self._files.folder(step),
+            self._run.folder(step),
             comm=self._comm,
             sharded_strategy=self._strategy,
             plan_cache=self._plan_cache,
@@ -199,16 +196,16 @@ class CheckpointManager:
         number, options = self._begin(step, metric, options)
         has_base = options["base"] is not None
         handle = self._saver.save_with_hooks(
-            self._files.hooks(step, number, watch.note_bytes, has_base=has_base),
+            self._run.hooks(step, number, watch.note_bytes, has_base=has_base),
             state,
-            self._files.folder(step),
+            self._run.folder(step),
             self._strategy,
             step=step,
             capture=capture,
             on_committed=lambda: self._committed(step, number, watch),
             **options,
         )
-        watch.let_go()
+        watch.stop_blocking()
         return handle
 
     def wait(self) -> None:
@@ -228,10 +225,10 @@ class CheckpointManager:
         """Wait for the save in progress, and free the buffers and threads of the manager."""
         try:
             self.wait()
-            self._files.close()
+            self._run.close()
             self._comm.agree("closing the manager", None)
         finally:
-            self._files.stop()
+            self._run.stop()
             self._saver.close()
 
     def __enter__(self) -> Self:
@@ -245,15 +242,15 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """All committed steps, oldest first."""
-        return self._comm.from_rank0("listing the checkpoints", self._files.committed_steps)
+        return self._comm.from_rank0("listing the checkpoints", self._run.committed_steps)
 
     def latest(self) -> int | None:
         """The step that was committed last; the newest committed step if the pointer is lost."""
-        return self._comm.from_rank0("finding the latest checkpoint", self._files.latest)
+        return self._comm.from_rank0("finding the latest checkpoint", self._run.latest)
 
     def best(self) -> int | None:
         """The committed step with the best metric, as ``best`` of the retention says."""
-        return self._comm.from_rank0("finding the best checkpoint", self._files.best)
+        return self._comm.from_rank0("finding the best checkpoint", self._run.best)
 
     def latest_valid(self, *, check: Literal["contents", "structure"] = "contents") -> int | None:
         """The newest step that can be loaded; logs why it skips newer ones.
@@ -304,7 +301,7 @@ class CheckpointManager:
         if step is None:
             return self._valid.load_newest(template, options)
         options = {"trusted": self._trusted, **options}
-        folder = self._files.ready(step)
+        folder = self._run.prepare_read(step)
         loaded: StateDict = load(template, folder, comm=self._comm, **options)
         return loaded
 
@@ -315,10 +312,7 @@ class CheckpointManager:
             CheckpointingException: if neither wrote it, or if it is the last verified one.
         """
         self.wait()
-        with self._comm.agreed(f"deleting step {step}"):
-            if self._comm.rank == 0:
-                self._files.delete(step)
-        self._files.delete_parts(step)
+        self._run.delete(step)
 
     def save_on_signal(self, signum: signal.Signals = signal.SIGTERM) -> None:
         """Make ``preempted()`` return True after any rank has received the signal.
@@ -334,8 +328,8 @@ class CheckpointManager:
 
     def _committed(self, step: int, metric: float | None, watch: Stopwatch) -> None:
         saved = watch.saved(step, self.folder(step), metric)
-        self._files.committed(step, metric)
-        tell(self._on_saved, saved)
+        self._run.committed(step, metric)
+        call_hooks(self._on_saved, saved)
 
     def _begin(
         self, step: int, metric: SupportsFloat | None, options: Mapping[str, Any]
@@ -348,19 +342,10 @@ class CheckpointManager:
             has claimed the folder.
         """
         self.wait()
-        makes_room, number = False, None
-        with self._comm.agreed("beginning a save"):
-            if type(step) is not int or step < 0:
-                finding = Finding("a step must be an int of at least 0", found=repr(step))
-                raise CheckpointingException("cannot save this step", [finding])
-            if self._comm.rank == 0:
-                number = None if metric is None else float(metric)
-                number = None if number is None or math.isnan(number) else number
-                makes_room = self._files.begin(step, self._valid.damaged.get(step))
-        number, makes_room = self._files.begin_parts(step, number, makes_room=makes_room)
+        number, makes_room = self._run.begin(step, metric, self._valid.damaged.get(step))
         base = None
         if self._is_incremental:
-            find = partial(self._files.base_of, step, self._valid.damaged)
+            find = partial(self._run.base_of, step, self._valid.damaged)
             base = self._comm.from_rank0("choosing the base", find)
         return number, {
             **self._save_options,

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,9 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.commit import is_committed
-from dist_checkpointing.format.leftovers import (
-    CONFIG_FNAME,
-    PARTS_NAME,
-    attempt_of,
-    is_in_attempt,
-    leftovers,
-)
+from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, is_in_attempt
 from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, Seal
+from dist_checkpointing.manager.run_folder import RunFolder
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -33,16 +27,18 @@ class FastDisks:
     """Which ranks share a disk.
 
     Attributes:
+        folder: Folder of the run on the disk of this rank.
         leaders: Lowest rank of each disk, ascending.
-        places: Host and folder of each disk, in this order.
-        own: Number of this rank's disk.
+        names: Host and folder of each disk, in this order.
+        number: Number of this rank's disk.
         leads: Whether this rank is the lowest one of its disk.
         run: Name of this use of the disks, the same on all ranks.
     """
 
+    folder: Path
     leaders: tuple[int, ...]
-    places: tuple[str, ...]
-    own: int
+    names: tuple[str, ...]
+    number: int
     leads: bool
     run: str
 
@@ -55,55 +51,31 @@ class FastDisks:
     def find(cls, comm: Comm, folder: Path) -> Self:
         """Find out which ranks see the same folder: each makes a file there. Collective."""
         what, run = "looking for the ranks that share a disk", uuid.uuid4().hex
-        own = folder / f".dckpt-rank-{run}"
+        mark = folder / f".dckpt-rank-{run}"
+
+        def make() -> tuple[str, str]:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+            return run, f"{socket.gethostname()}:{folder}"
+
+        def lowest_rank() -> int:
+            seen = frozenset(location.names_in(folder))
+            return next(r for r, (name, _) in enumerate(made) if f".dckpt-rank-{name}" in seen)
+
         try:
-
-            def make() -> tuple[str, str]:
-                folder.mkdir(parents=True, exist_ok=True)
-                own.touch()
-                return own.name, f"{socket.gethostname()}:{folder}"
-
             made = comm.exchange(what, make)
-
-            def look() -> int:
-                seen = frozenset(location.names_in(folder))
-                return next(rank for rank, (name, _) in enumerate(made) if name in seen)
-
-            first = comm.exchange(what, look)
+            leader_of_rank = comm.exchange(what, lowest_rank)
         finally:
             with suppress(OSError):
-                own.unlink()
-        leaders = tuple(sorted(set(first)))
-        return cls(
-            leaders,
-            tuple(made[rank][1] for rank in leaders),
-            leaders.index(first[comm.rank]),
-            first[comm.rank] == comm.rank,
-            made[0][0].removeprefix(".dckpt-rank-"),
-        )
+                mark.unlink()
+        leaders = tuple(sorted(set(leader_of_rank)))
+        leader = leader_of_rank[comm.rank]
+        names = tuple(made[rank][1] for rank in leaders)
+        number = leaders.index(leader)
+        return cls(folder, leaders, names, number, leader == comm.rank, made[0][0])
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A save that a disk knows as committed, and that is not in the store.
-
-    Attributes:
-        step: Step that it is of.
-        attempt: Name of the save.
-        rank: Lowest rank whose disk says so.
-    """
-
-    step: int
-    attempt: str
-    rank: int
-
-
-def whole_steps(
-    comm: Comm,
-    disks: FastDisks,
-    look: Callable[[], Mapping[int, Path]],
-    is_stored: Callable[[int], bool],
-) -> dict[int, Seal]:
+def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) -> dict[int, Seal]:
     """The seals of the steps that the disks together hold as a whole, and the store does not.
 
     Collective. A disk that has not noted the commit of such a step notes it now.
@@ -111,64 +83,66 @@ def whole_steps(
     Args:
         comm: the ranks of the run.
         disks: which of them share one.
-        look: gives the folder of every step on this rank's disk.
-        is_stored: tells on rank 0 whether a step is in the store.
+        near: the run on this rank's disk.
+        home: the run in the store.
     """
     what = "looking at what is on the disks"
-    own: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
 
     def committed() -> dict[int, str]:
-        own.update(look() if disks.leads else {})
-        named = {step: attempt_of(own[step]) for step in own if is_committed(own[step])}
-        return {step: name for step, name in named.items() if name is not None}
+        folders.update(
+            {step: near.folder(step) for step in near.all_steps()} if disks.leads else {}
+        )
+        names = {step: attempt_of(folders[step]) for step in folders if is_committed(folders[step])}
+        return {step: name for step, name in names.items() if name is not None}
 
-    of_ranks = comm.exchange(what, committed)
+    saves_of_ranks = comm.exchange(what, committed)
 
-    def unstored() -> list[_Candidate]:
-        first: dict[tuple[int, str], int] = {}
-        for rank, found in enumerate(of_ranks):
-            for save in found.items():
-                first.setdefault(save, rank)
-        steps = {step for step, _ in first if not is_stored(step)}
-        return [_Candidate(*save, rank) for save, rank in first.items() if save[0] in steps]
+    def not_stored() -> list[tuple[int, str, int]]:
+        lowest: dict[tuple[int, str], int] = {}
+        for rank, saves in enumerate(saves_of_ranks):
+            for save in saves.items():
+                lowest.setdefault(save, rank)
+        stored = {step for step, _ in lowest if is_committed(home.folder(step))}
+        return [(*save, rank) for save, rank in lowest.items() if save[0] not in stored]
 
-    candidates = comm.from_rank0(what, unstored)
+    candidates = comm.from_rank0(what, not_stored)
     if not candidates:
         return {}
 
-    def seals() -> list[bytes | None]:
-        return [_seal_in(own[c.step]) if c.rank == comm.rank else None for c in candidates]
+    def read_seals() -> list[bytes | None]:
+        return [_seal_in(folders[s]) if rank == comm.rank else None for s, _, rank in candidates]
 
-    brought = comm.exchange(what, seals)
-    contents = [brought[c.rank][row] for row, c in enumerate(candidates)]
-    found = [content and Seal.from_json(content) for content in contents]
+    seals_of_ranks = comm.exchange(what, read_seals)
+    contents = [seals_of_ranks[rank][row] for row, (_, _, rank) in enumerate(candidates)]
+    seals = [content and Seal.from_json(content) for content in contents]
 
     def held() -> list[set[int]]:
-        pairs = zip(candidates, found, strict=True)
-        return [_held(own.get(c.step), seal) if seal else set() for c, seal in pairs]
+        pairs = zip(candidates, seals, strict=True)
+        return [_held(folders.get(step), seal) if seal else set() for (step, _, _), seal in pairs]
 
-    held_by = comm.exchange(what, held)
+    held_by_ranks = comm.exchange(what, held)
     whole: dict[int, Seal] = {}
     with comm.agreed("noting a commit on every disk"):
-        for row, (candidate, seal) in enumerate(zip(candidates, found, strict=True)):
-            if not seal or candidate.step in whole:
+        for row, ((step, attempt, _), seal) in enumerate(zip(candidates, seals, strict=True)):
+            if not seal or step in whole:
                 continue
-            missing = set(range(len(seal.files))).difference(*(rows[row] for rows in held_by))
+            missing = set(range(len(seal.files))).difference(*(rows[row] for rows in held_by_ranks))
             if missing:
-                _tell_missing(comm, disks, candidate, seal, len(missing))
+                if comm.rank == 0:
+                    logger.warning(
+                        "step %d is on some disks and not in the store, and is not loaded: %d of "
+                        "its %d files are on none of %s. A restart with the disk that is missing "
+                        "finds it again",
+                        *(step, len(missing), len(seal.files), ", ".join(disks.names)),
+                    )
                 continue
-            whole[candidate.step] = seal
-            folder = own.get(candidate.step)
-            is_part = folder is not None and is_in_attempt(folder, candidate.attempt)
-            if folder is not None and is_part and not is_committed(folder):
+            whole[step] = seal
+            folder = folders.get(step)
+            if folder and is_in_attempt(folder, attempt) and not is_committed(folder):
                 location.write(folder / SEAL_NAME, contents[row] or b"")
                 location.write(folder / CONFIG_FNAME, json.dumps(dict(seal.config)).encode())
     return whole
-
-
-def is_part(folder: Path) -> bool:
-    """Whether what was last saved into a folder may have other parts on other disks."""
-    return PARTS_NAME in leftovers(folder)
 
 
 def _seal_in(folder: Path) -> bytes | None:
@@ -188,17 +162,3 @@ def _held(folder: Path | None, seal: Seal) -> set[int]:
         return set()
     files = enumerate(seal.files.values())
     return {row for row, file in files if location.size_of(folder / file.name) == file.num_bytes}
-
-
-def _tell_missing(
-    comm: Comm, disks: FastDisks, candidate: _Candidate, seal: Seal, count: int
-) -> None:
-    if comm.rank == 0:
-        logger.warning(
-            "step %d is on some disks and not in the store, and is not loaded: %d of its %d files "
-            "are on none of %s. A restart with the disk that is missing finds it again",
-            candidate.step,
-            count,
-            len(seal.files),
-            ", ".join(disks.places),
-        )

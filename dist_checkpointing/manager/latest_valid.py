@@ -24,8 +24,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import checksum_files, read_table
 from dist_checkpointing.format.commit import data_folder, read_config
 from dist_checkpointing.format.seal import read_seal
-from dist_checkpointing.manager.run_folder import RunFolder
-from dist_checkpointing.manager.tiers import TieredRun
+from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import partition
@@ -140,7 +139,7 @@ class ValidSteps:
     """Which steps of a run can be loaded. All methods are collective.
 
     Args:
-        files: the folder of the run.
+        run: the run.
         comm: the ranks of the run.
         trusted: see ``load``.
 
@@ -148,8 +147,8 @@ class ValidSteps:
         damaged: Step -> number of its save that was found damaged.
     """
 
-    def __init__(self, files: RunFolder | TieredRun, comm: Comm, *, trusted: bool) -> None:
-        self._files = files
+    def __init__(self, run: Run, comm: Comm, *, trusted: bool) -> None:
+        self._run = run
         self._comm = comm
         self._trusted = trusted
         self.damaged: dict[int, int] = {}
@@ -161,7 +160,7 @@ class ValidSteps:
                 if check == "contents":
                     self.verify(step)
                 else:
-                    judge(self._comm, step, partial(check_structure, self._files.ready(step)))
+                    judge(self._comm, step, partial(check_structure, self._run.prepare_read(step)))
             except CheckpointingException as error:
                 self._skip(step, number, error)
             else:
@@ -171,7 +170,7 @@ class ValidSteps:
     def verify(self, step: int) -> None:
         """See ``CheckpointManager.verify``."""
         rank, world_size = self._comm.rank, self._comm.world_size
-        folder = self._files.ready(step, near=False)
+        folder = self._run.prepare_read(step, near=False)
         judge(
             self._comm,
             step,
@@ -192,7 +191,7 @@ class ValidSteps:
         unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
         for step, number in self._saves():
             try:
-                folder = self._files.ready(step)
+                folder = self._run.prepare_read(step)
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
                 looking = partial(is_verifiable, folder, given[0])
                 verify = comm.from_rank0(f"looking for checksums of step {step}", looking)
@@ -210,24 +209,24 @@ class ValidSteps:
             if verify and chosen["verify"] is True:
                 self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
             return loaded
-        raise CheckpointNotFoundError(f"{self._files.root} holds no valid checkpoint", skipped)
+        raise CheckpointNotFoundError(f"{self._run.root} holds no valid checkpoint", skipped)
 
     def _note_valid(self, step: int, *, is_valid: bool) -> None:
         """Record that all of a step is valid, on the rank that says so: rank 0. Collective."""
         with self._comm.agreed(f"noting that step {step} is valid"):
             if is_valid:
-                self._files.verified(step)
+                self._run.verified(step)
 
     def _saves(self) -> list[tuple[int, int]]:
-        return self._comm.from_rank0("listing the checkpoints", self._files.all_saves)
+        return self._comm.from_rank0("listing the checkpoints", self._run.all_saves)
 
     def _skip(self, step: int, number: int, error: CheckpointingException) -> Finding:
         """Log why a step cannot be loaded, and remember which save of it is damaged."""
         if isinstance(error, RankFailedError):
             raise error  # this is about the ranks, not about the checkpoint
         logger.warning("step %d is skipped: %s", step, error)
-        folder = self._files.place(step)
-        self._files.skip(step)
+        folder = self._run.best_place(step)
+        self._run.mark_damaged(step)
         if isinstance(error, CorruptCheckpointError):
             self.damaged[step] = number
         return Finding(str(error), path=str(folder))

@@ -6,7 +6,8 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
 from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.save_log import tell
+from dist_checkpointing.manager.save_log import call_hooks
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
 from dist_checkpointing.serialization.save_steps import SaveHooks
 from dist_checkpointing.storage.options import Durability
@@ -155,57 +156,7 @@ _NO_PREFIX: Final = "\0no tensor\0"
 _FOLDER: Final = re.compile(r"step-(\d+)")
 
 
-class Run:
-    """What the checkpoints of a run need where they lie in one folder that all ranks see."""
-
-    def folder(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, whether or not it exists."""
-        raise NotImplementedError
-
-    def place(self, step: int) -> Path:
-        """Where a step can be read."""
-        return self.folder(step)
-
-    def ready(self, step: int, *, near: bool = True) -> Path:
-        """Where a step can be read by all ranks. Collective.
-
-        Args:
-            step: number of the step.
-            near: read on this rank's disk what is there, where only the store has all of it.
-        """
-        del near
-        return self.place(step)
-
-    def skip(self, step: int) -> None:
-        """Learn that what would be read of a step is damaged."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is done beside the training. Collective."""
-
-    def stop(self) -> None:
-        """Do nothing; called on all ranks, after ``close`` has ended on all of them."""
-
-    def begin_parts(
-        self, step: int, metric: float | None, *, makes_room: bool
-    ) -> tuple[float | None, bool]:
-        """Begin on the disks that rank 0 does not see. Collective, after ``begin`` on rank 0.
-
-        Args:
-            step: step that is about to be saved.
-            metric: what rank 0 has been given.
-            makes_room: what ``begin`` has returned on rank 0.
-
-        Returns:
-            The metric, and whether the new save may replace what is there.
-        """
-        del step
-        return metric, makes_room
-
-    def delete_parts(self, step: int) -> None:
-        """Delete what is on disks that rank 0 does not see. Collective, after ``delete``."""
-
-
-class RunFolder(Run):
+class RunFolder:
     """The checkpoints of one run in one folder, each step in a folder of its own.
 
     No method is collective; only rank 0 may call methods that change files.
@@ -234,25 +185,24 @@ class RunFolder(Run):
         self._lock = threading.RLock()
 
     def folder(self, step: int) -> Path:
+        """Folder of the checkpoint of a step, whether or not it exists."""
         return self.root / f"step-{step:08d}"
 
     def finish_commits(self) -> None:
         """Finish what a killed save had committed in a store, but not yet shown to readers."""
-        try:
+        with self._logging("a commit in %s could not be finished: %s", self.root):
             for step in self.all_steps():
                 if not is_committed(self.folder(step)):
                     finish_commit(self.folder(step))
-        except (OSError, CheckpointingException) as error:
-            logger.warning("a commit in %s could not be finished: %s", self.root, error)
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
-        found = {int(match[1]) for match in map(_FOLDER.fullmatch, folders_in(self.root)) if match}
-        return sorted(found, reverse=True)
+        matches = map(_FOLDER.fullmatch, folders_in(self.root))
+        return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
-    def all_saves(self) -> list[tuple[int, int]]:
-        """Every step that has a folder, newest first, with the number of its save."""
-        return [(step, number_of_save(data_folder(self.folder(step)))) for step in self.all_steps()]
+    def number_of(self, step: int) -> int:
+        """A number that tells the saves of a step apart; 0 if this library made none."""
+        return number_of_save(data_folder(self.folder(step)))
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
@@ -270,12 +220,6 @@ class RunFolder(Run):
         """The metrics of steps that have one."""
         return self._current().metrics
 
-    def best(self) -> int | None:
-        """The committed step with the best metric."""
-        metrics = self.metrics()
-        best = self._retention.best_steps(metrics)
-        return next((s for s in best if check_is_distributed_checkpoint(self.folder(s))), None)
-
     def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
         """The newest committed step that a save of a step may share files with.
 
@@ -286,7 +230,7 @@ class RunFolder(Run):
         for other in [self.latest(), *reversed(self.committed_steps())]:
             if other is None or other == step:
                 continue
-            if damaged.get(other) != number_of_save(data_folder(self.folder(other))):
+            if damaged.get(other) != self.number_of(other):
                 return other
         return None
 
@@ -328,16 +272,12 @@ class RunFolder(Run):
                 self._is_tidy = True
             stored = read_record(self.root)
             record = self._current()
-            folder = self.folder(step)
-            if step not in record.steps and not is_there(folder):
+            if step not in record.steps and not is_there(self.folder(step)):
                 record = record.with_step(step, StepRecord())
             if record != stored:
                 self._write(record, Durability.PAGE_CACHE)
-            return (
-                damaged is not None
-                and damaged == number_of_save(data_folder(folder))
-                and self._is_own(record, step)
-            )
+            is_damaged = damaged is not None and damaged == self.number_of(step)
+            return is_damaged and self._wrote(record, step)
 
     def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
@@ -353,16 +293,20 @@ class RunFolder(Run):
             known = StepRecord(attempt_of(data_folder(self.folder(step))), metric=metric)
             record = replace(self._current().with_step(step, known), latest=step)
             self._write(record, Durability.FSYNC)
-            self.thin_out()
+            self.apply_retention()
 
-    def thin_out(self) -> None:
-        """Delete what retention asks for."""
-        with self._lock:
-            try:
-                self._thin_out(self._current())
-            except (OSError, CheckpointingException) as error:
-                # A folder that cannot be read must not end a training.
-                logger.warning("retention could not go through %s: %s", self.root, error)
+    def apply_retention(self) -> None:
+        """Delete what retention asks for; errors are logged, and must not end a training."""
+        with self._lock, self._logging("retention could not go through %s: %s", self.root):
+            self._delete_due(self._current())
+
+    @staticmethod
+    @contextmanager
+    def _logging(message: str, subject: object) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, CheckpointingException) as error:
+            logger.warning(message, subject, error)
 
     def _current(self) -> RunRecord:
         """The record, brought up to date with what is committed.
@@ -402,7 +346,7 @@ class RunFolder(Run):
         with self._lock:
             record = self._current()
             problem = None
-            if not self._is_own(record, step):
+            if not self._wrote(record, step):
                 problem = "no manager of this root wrote it"
             elif step == record.last_verified:
                 problem = "it is the last checkpoint that is known to be valid"
@@ -414,43 +358,35 @@ class RunFolder(Run):
                 self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
             self._delete(step)
 
-    def is_own(self, step: int) -> bool:
+    def wrote(self, step: int) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
         with self._lock:
-            return self._is_own(self._current(), step)
+            return self._wrote(self._current(), step)
 
-    def _thin_out(self, record: RunRecord) -> None:
+    def _delete_due(self, record: RunRecord) -> None:
         committed = self.committed_steps()
         # After going back to an older step, only steps up to the latest count; later ones stay.
         latest = record.latest
         if latest is None:
             return
-        own = [step for step in committed if self._is_own(record, step) and step <= latest]
+        written = [step for step in committed if self._wrote(record, step) and step <= latest]
         named = (latest, record.last_verified, *self._also_kept())
         protected = [step for step in named if step is not None]
-        due = self._retention.due(own, protected, record.metrics)
-        leftovers = [
-            step
+        due = self._retention.due(written, protected, record.metrics)
+        work = [
+            (self._remove, step)
             for step in record.steps
             if step < latest and step not in protected and is_leftover(self.folder(step))
         ]
-        for step in leftovers:
-            self._try_to(self._remove, step)
-        for step in due.delete:
-            self._try_to(self._delete, step)
-        for step in due.strip:
-            if not record.steps[step].stripped and step not in self._without_optimizer:
-                self._try_to(self._strip, step)
+        work += [(self._delete, step) for step in due.delete]
+        stripped = {step for step in due.strip if record.steps[step].stripped}
+        work += [(self._strip, s) for s in due.strip if s not in stripped | self._without_optimizer]
+        for method, step in work:
+            # The next pass tries again.
+            with self._logging("retention could not deal with step %d: %s", step):
+                method(step)
 
-    @staticmethod
-    def _try_to(work: Callable[[int], None], step: int) -> None:
-        """Log an error instead of raising it: training goes on, and the next pass tries again."""
-        try:
-            work(step)
-        except (OSError, CheckpointingException) as error:
-            logger.warning("retention could not deal with step %d: %s", step, error)
-
-    def _is_own(self, record: RunRecord, step: int) -> bool:
+    def _wrote(self, record: RunRecord, step: int) -> bool:
         known = record.steps.get(step)
         return (
             known is not None
@@ -460,7 +396,7 @@ class RunFolder(Run):
 
     def _delete(self, step: int) -> None:
         self._remove(step)
-        tell(self._on_deleted, step)
+        call_hooks(self._on_deleted, step)
 
     def _remove(self, step: int) -> None:
         if is_there(self.folder(step)):

@@ -56,7 +56,7 @@ class Stopwatch:
         """Note the bytes of all tensors."""
         self.num_bytes = num_bytes
 
-    def let_go(self) -> None:
+    def stop_blocking(self) -> None:
         """Note that the training goes on."""
         self.blocked_seconds = time.perf_counter() - self.begin
 
@@ -67,7 +67,7 @@ class Stopwatch:
         return SavedStep(step, folder, metric, seconds, blocked, self.num_bytes)
 
 
-def tell(hooks: Callable[[T], object] | Sequence[Callable[[T], object]], value: T) -> None:
+def call_hooks(hooks: Callable[[T], object] | Sequence[Callable[[T], object]], value: T) -> None:
     """Call functions of the caller; what they raise is logged, because the checkpoint is there."""
     for hook in (hooks,) if callable(hooks) else hooks:
         try:

@@ -1,4 +1,4 @@
-"""Copies of a step from one place to the next, in the background, by one rank or by one of each
+"""Copies of a step from the disks into the store, in the background, by one rank or by one of each
 machine.
 
 Rank 0 puts an order below the root of the run. The lowest rank of every other disk looks for it
@@ -17,8 +17,8 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Condition, Event, Thread
-from typing import Final, Literal
+from threading import Condition, Event, Lock, Thread
+from typing import Any, Final, Literal
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
@@ -26,10 +26,23 @@ from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointE
 from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, read_object
 from dist_checkpointing.filesystem.object_store_locks import delete_below, parsed_object
-from dist_checkpointing.format.commit import DATA
-from dist_checkpointing.format.leftovers import is_in_attempt
-from dist_checkpointing.format.seal import read_seal
+from dist_checkpointing.format.commit import (
+    DATA,
+    CheckpointingConfig,
+    begin_attempt,
+    is_committed,
+)
+from dist_checkpointing.format.leftovers import (
+    CONFIG_FNAME,
+    attempt_of,
+    is_in_attempt,
+    number_of_attempt,
+)
+from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks
+from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.run_folder import RunFolder
+from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -38,10 +51,13 @@ REPORTS: Final = ".dckpt/drain"
 _MAX_BYTES: Final = 1 << 28
 _THREADS: Final = 4
 _MOST_SETTLED: Final = 1000
+_MOST_FINDINGS: Final = 10
 _FIRST_PAUSE: Final = 0.02
 _LAST_PAUSE: Final = 2.0
 _BEAT_SECONDS: Final = 10.0
 _SILENT_SECONDS: Final = 90.0
+_MEETING_SECONDS: Final = 10.0
+Drain = Literal["background", "wait"]
 Phase = Literal["upload", "verify"]
 
 
@@ -63,7 +79,7 @@ class Order:
     attempt: str
     copy: str
 
-    def carried_out(self, root: ObjectPath, disk: Path, disks: FastDisks) -> list[str]:
+    def carried_out(self, root: ObjectPath, disks: FastDisks) -> list[str]:
         """Do the part of one disk; the names of the files that were copied.
 
         Raises:
@@ -71,19 +87,21 @@ class Order:
             CheckpointingException: if it cannot be read.
             OSError: if the disk or the store fails.
         """
-        source, target = disk / self.folder, root / self.folder / DATA / self.copy
+        source, target = disks.folder / self.folder, root / self.folder / DATA / self.copy
         if self.phase == "verify":
-            verify_checkpoint(target, rank=disks.own, world_size=len(disks.leaders))
+            verify_checkpoint(target, rank=disks.number, world_size=len(disks.leaders))
             return []
         seal = read_seal(target)
         if seal is None or not is_in_attempt(source, self.attempt):
             return []
-        files = seal.files.values()
-        own = [
-            file.name for file in files if location.size_of(source / file.name) == file.num_bytes
-        ]
-        in_threads(lambda name: put_file(source / name, target / name), own, _THREADS)
-        return own
+        sizes = {file.name: file.num_bytes for file in seal.files.values()}
+        names = [name for name in sizes if location.size_of(source / name) == sizes[name]]
+        in_threads(lambda name: put_file(source / name, target / name), names, _THREADS)
+        return names
+
+    def report_name(self, disk: int) -> str:
+        """Name of the report of a disk."""
+        return f"{self.phase}-{disk}.json"
 
 
 def put_file(source: Path, target: Location) -> None:
@@ -103,14 +121,12 @@ class Orders:
 
     Args:
         root: folder of the run in the store.
-        disk: folder of the run on the disk of this rank.
         disks: which ranks share a disk.
     """
 
-    def __init__(self, root: ObjectPath, disk: Path, disks: FastDisks) -> None:
-        self._root, self._disk, self._disks = root, disk, disks
+    def __init__(self, root: ObjectPath, disks: FastDisks) -> None:
+        self._root, self._disks = root, disks
         self._number = 0
-        self._never = Event()
         self._settled: dict[int, str] = {}
 
     def settle(self, saves: Mapping[int, str]) -> None:
@@ -119,20 +135,18 @@ class Orders:
         for step in [*self._settled][:-_MOST_SETTLED]:
             del self._settled[step]
         try:
-            self._tell(None)
+            self._put(None)
         except OSError as error:  # the next order says it again
             logger.warning("the other disks keep their parts a little longer: %s", error)
 
-    def _tell(self, order: Order | None) -> None:
-        if not self._disks.are_many:
-            return
-        path = self._root / ORDER_NAME
-        content = {
-            "run": self._disks.run,
-            "order": None if order is None else asdict(order),
-            "settled": self._settled,
-        }
-        path.store.put(path.key, json.dumps(content).encode())
+    def _put(self, order: Order | None) -> None:
+        if self._disks.are_many:
+            content = {
+                "run": self._disks.run,
+                "order": None if order is None else asdict(order),
+                "settled": self._settled,
+            }
+            location.write(self._root / ORDER_NAME, json.dumps(content).encode())
 
     def carry_out(self, phase: Phase, folder: str, attempt: str, copy: str) -> set[str]:
         """Let every disk do its part; the names of all files that were copied.
@@ -144,67 +158,259 @@ class Orders:
         """
         self._number += 1
         order = Order(self._number, phase, folder, attempt, copy)
-        self._tell(order)
+        self._put(order)
         try:
-            own = order.carried_out(self._root, self._disk, self._disks)
-            return {*own, *self._reported(order)}
+            return {*order.carried_out(self._root, self._disks), *self._reported(order)}
         finally:
             if self._disks.are_many:
-                self._end(order)
-
-    def _end(self, order: Order) -> None:
-        try:
-            self._tell(None)
-            delete_below(self._root / REPORTS / order.copy)
-        except OSError as error:
-            logger.warning("reports of copying %s stay in the store: %s", order.folder, error)
+                try:
+                    self._put(None)
+                    delete_below(self._root / REPORTS / copy)
+                except OSError as error:
+                    logger.warning("reports of copying %s stay in the store: %s", folder, error)
 
     def _reported(self, order: Order) -> set[str]:
         folder = self._root / REPORTS / order.copy
-        waiting = {_report_name(order, n): n for n in range(1, len(self._disks.leaders))}
-        found: set[str] = set()
+        waiting = {order.report_name(n): n for n in range(1, len(self._disks.leaders))}
+        names: set[str] = set()
         last: object = None
         silent, pause = 0.0, _FIRST_PAUSE
         while waiting:
-            seen = {
-                i.key.removeprefix(folder.prefix): i for i in folder.store.list_below(folder.prefix)
-            }
+            listed = folder.store.list_below(folder.prefix)
+            seen = {info.key.removeprefix(folder.prefix): info for info in listed}
             for name in sorted(waiting.keys() & seen.keys()):
-                found |= self._result(folder / name, order, waiting.pop(name))
+                names |= self._result(folder / name, order, waiting.pop(name))
             # What this process slept is counted: it may have been stopped itself.
             silent, last = (0.0 if seen != last else silent + pause), seen
             if silent > _SILENT_SECONDS:
                 raise self._silent(order, waiting.values())
             if waiting:
-                self._never.wait(pause)
+                Event().wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
-        return found
+        return names
 
-    def _result(self, path: ObjectPath, order: Order, number: int) -> set[str]:
+    def _result(self, path: ObjectPath, order: Order, disk: int) -> set[str]:
         report = parsed_object(path.store.get(path.key), path)
         if "error" not in report:
             return {str(name) for name in report["files"]}
         kind = CorruptCheckpointError if report["is_damage"] else CheckpointingException
-        finding = Finding(
-            str(report["error"]),
-            path=f"{self._disks.places[number]}/{order.folder}",
-            ranks=(self._disks.leaders[number],),
-        )
+        finding = Finding(str(report["error"]), **self._of_disk(order, disk))
         raise kind(f"a disk could not {order.phase} its part of {order.folder}", [finding])
 
-    def _silent(self, order: Order, numbers: Iterable[int]) -> CheckpointingException:
+    def _silent(self, order: Order, silent: Iterable[int]) -> CheckpointingException:
         findings = [
             Finding(
                 f"this disk did nothing for {_SILENT_SECONDS:.0f} s",
                 expected=f"a report that it did {order.phase} its part",
-                path=f"{self._disks.places[number]}/{order.folder}",
-                ranks=(self._disks.leaders[number],),
                 remedy="Is its machine gone? The next manager of this run tries again if all "
                 "disks are there, and goes on from the store if one is not.",
+                **self._of_disk(order, disk),
             )
-            for number in sorted(numbers)
+            for disk in sorted(silent)
         ]
         return CheckpointingException(f"{order.folder} was not copied into the store", findings)
+
+    def _of_disk(self, order: Order, disk: int) -> dict[str, Any]:
+        path = f"{self._disks.names[disk]}/{order.folder}"
+        return {"path": path, "ranks": (self._disks.leaders[disk],)}
+
+
+class StoreCopier:
+    """Copies what is committed on the disks into the store; only rank 0 has one.
+
+    Args:
+        near: the run on the disk of this rank.
+        home: the run in the store.
+        retention: which checkpoints are kept.
+        disks: which ranks share a disk.
+        drain: whether a commit waits for the copy.
+    """
+
+    def __init__(
+        self,
+        near: RunFolder,
+        home: RunFolder,
+        retention: Retention,
+        disks: FastDisks,
+        drain: Drain,
+    ) -> None:
+        self._near, self._home, self._retention, self._drain = near, home, retention, drain
+        root: Any = home.root
+        self._orders = Orders(root, disks)
+        self._pending: set[int] | None = None
+        self._seals: dict[int, Seal] = {}
+        self._failed: dict[int, str] = {}
+        self._changed = Condition()
+        self._copying = Lock()
+        self._worker: Thread | None = None
+        self._is_woken = self._is_closing = False
+
+    def resume(self, whole: dict[int, Seal]) -> None:
+        """Go on with the steps that the disks hold together, whatever is on this disk."""
+        self._seals, self._pending = whole, set(whole)
+        self._orders.settle({})
+
+    @property
+    def pending(self) -> set[int]:
+        """The steps that are not in the store yet, and that it would keep."""
+        with self._changed:
+            return set(self._uncopied())
+
+    @property
+    def resumed(self) -> set[int]:
+        """Those of them that an earlier manager has saved on more disks than one."""
+        return {*self._seals}
+
+    def _uncopied(self) -> set[int]:
+        if self._pending is None:
+            self._pending = {*self._near.committed_steps()} - {*self._home.committed_steps()}
+        return self._pending
+
+    def number_of(self, step: int) -> int:
+        """The number of the save of a step that is on the disks."""
+        seal = self._seals.get(step)
+        return self._near.number_of(step) if seal is None else number_of_attempt(seal.attempt)
+
+    def keep(self, step: int) -> None:
+        """Keep a step on the disks, which this run has saved, until it is in the store."""
+        with self._changed:
+            self._uncopied().add(step)
+            self._seals.pop(step, None)
+
+    def start(self) -> None:
+        """Copy, or let be copied, what is not in the store yet."""
+        if self._drain == "wait":
+            self._failed.clear()
+            self._copy_all()
+            return
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+            if self._worker is None:
+                self._worker = Thread(target=self._work, name="drain", daemon=True)
+                self._worker.start()
+
+    def finish(self) -> None:
+        """Wait for the copies.
+
+        Raises:
+            CheckpointingException: if the newest checkpoint could not be copied.
+        """
+        if self._pending and self._drain == "wait":
+            self.start()
+        if self._worker is not None:
+            with self._changed:
+                self._is_woken = self._is_closing = True
+                self._changed.notify_all()
+            self._worker.join()
+            self._worker, self._is_closing = None, False
+        newest = max(self._pending or (), default=None)
+        if newest is not None:
+            finding = Finding(
+                self._failed.get(newest, "it was not copied"),
+                path=str(self._near.folder(newest)),
+                remedy="It is on the disk; the next manager of this run tries again.",
+            )
+            raise CheckpointingException(f"step {newest} is not in the store", [finding])
+
+    def delete(self, step: int) -> None:
+        """Delete a step on the disk of this rank and in the store; see RunFolder."""
+        with self._copying:
+            folders = [f for f in (self._near, self._home) if is_committed(f.folder(step))]
+            if not folders and step not in self.pending:
+                folders = [self._near]  # which says that there is no such step
+            for folder in folders:
+                folder.delete(step)
+            with self._changed:
+                self._uncopied().discard(step)
+                self._seals.pop(step, None)
+
+    def copy_if_pending(self, step: int) -> None:
+        """Copy a step, unless that is done, or needs not be done."""
+        with self._copying:
+            if step in self.pending:
+                self._copy(step)
+                self._settle({step})
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_woken)
+                is_last, self._is_woken = self._is_closing, False
+                self._failed.clear()  # another commit, or the end: try once more
+            self._copy_all()
+
+    def _copy_all(self) -> None:
+        while (step := self._next_step()) is not None:
+            try:
+                self.copy_if_pending(step)
+            except (OSError, CheckpointingException) as error:
+                logger.warning("step %d is not in the store yet: %s", step, error)
+                self._failed[step] = str(error)
+            else:
+                self._near.apply_retention()
+
+    def _next_step(self) -> int | None:
+        """The next step to copy; those that the store would not keep are given up."""
+        try:
+            if not (pending := self.pending):
+                return None
+            known = {*self._home.committed_steps(), *pending}
+            metrics = self._home.metrics() | self._near.metrics()
+            due = self._retention.due(known, [max(pending)], metrics)
+            given_up = pending.intersection(due.delete)
+            if given_up:
+                self._settle(given_up)
+        except (OSError, CheckpointingException) as error:
+            logger.warning("nothing is copied into the store for now: %s", error)
+            return None
+        return min((s for s in pending - given_up if s not in self._failed), default=None)
+
+    def _settle(self, steps: set[int]) -> None:
+        """Note that steps need not be kept for the store any more."""
+        seals = {step: self._seals.pop(step, None) for step in steps}
+        names = {
+            step: attempt_of(self._near.folder(step)) if seal is None else seal.attempt
+            for step, seal in seals.items()
+        }
+        with self._changed:
+            self._uncopied().difference_update(steps)
+        self._orders.settle({step: name for step, name in names.items() if name is not None})
+
+    def _copy(self, step: int) -> None:
+        """Copy a step as a whole, or not at all."""
+        source, target = self._near.folder(step), self._home.folder(step)
+        seal = self._seals.get(step)
+        if seal is None:
+            if not is_committed(source):
+                return  # deleted by hand
+            seal = read_seal(source)
+        if seal is None:
+            finding = Finding("the checkpoint has no seal", path=str(source))
+            raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
+        config = CheckpointingConfig(**seal.config)
+        self._home.begin(step, None)
+        metric = self._near.metrics().get(step)
+        names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
+        # What is there now is the copy of a save that was damaged, and that this one replaces.
+        attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
+        try:
+            self._home.claimed(step, metric, seal.attempt)
+            location.write(attempt.folder / SEAL_NAME, seal.to_json())
+            location.write(attempt.folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
+            save = (target.name, seal.attempt, attempt.id)
+            missing = seal.files.keys() - self._orders.carry_out("upload", *save)
+            if missing:
+                problem = "the file is on none of the disks as it was saved"
+                findings = [Finding(problem, path=f"{target.name}/{n}") for n in sorted(missing)]
+                raise CorruptCheckpointError(f"step {step} is not whole", findings[:_MOST_FINDINGS])
+            self._orders.carry_out("verify", *save)
+            attempt.commit(config)
+        except BaseException:
+            attempt.abandon()
+            raise
+        self._home.committed(step, metric)
 
 
 class PartCopier:
@@ -212,16 +418,12 @@ class PartCopier:
 
     Args:
         root: folder of the run in the store.
-        disk: folder of the run on the disk of this rank.
         disks: which ranks share a disk.
         on_settled: called when a save need not be kept for the store any more.
     """
 
-    def __init__(
-        self, root: ObjectPath, disk: Path, disks: FastDisks, on_settled: Callable[[], None]
-    ) -> None:
-        self._root, self._disk, self._disks = root, disk, disks
-        self._on_settled = on_settled
+    def __init__(self, root: ObjectPath, disks: FastDisks, on_settled: Callable[[], None]) -> None:
+        self._root, self._disks, self._on_settled = root, disks, on_settled
         self._pending: dict[int, str] = {}
         self._changed = Condition()
         self._pause = _FIRST_PAUSE
@@ -258,11 +460,10 @@ class PartCopier:
             self._thread.join()
 
     def _work(self) -> None:
-        done = 0
+        done, path = 0, self._root / ORDER_NAME
         while self._waited():
             try:
-                said = read_object(self._root / ORDER_NAME, _MAX_BYTES)
-                content = parsed_object(said or b"{}", self._root / ORDER_NAME)
+                content = parsed_object(read_object(path, _MAX_BYTES) or b"{}", path)
                 if content.get("run", self._disks.run) != self._disks.run:
                     return  # another manager has taken over
                 self._settle({int(step): n for step, n in content.get("settled", {}).items()})
@@ -271,7 +472,8 @@ class PartCopier:
                     self._report(order)
                     done, self._pause = order.number, _FIRST_PAUSE
             except (OSError, CheckpointingException, TypeError, ValueError) as error:
-                logger.warning("the store did not take the part of %s: %s", self._disk, error)
+                folder = self._disks.folder
+                logger.warning("the store did not take the part of %s: %s", folder, error)
 
     def _waited(self) -> bool:
         """Wait for something to keep, and then for a while; False if it is time to end."""
@@ -291,19 +493,14 @@ class PartCopier:
 
     def _report(self, order: Order) -> None:
         reports = self._root / REPORTS / order.copy
-        with _beating(reports / f"beat-{self._disks.own}"):
+        with _beating(reports / f"beat-{self._disks.number}"):
             report: dict[str, object]
             try:
-                report = {"files": order.carried_out(self._root, self._disk, self._disks)}
-            except Exception as error:  # noqa: BLE001 - rank 0 tells it
+                report = {"files": order.carried_out(self._root, self._disks)}
+            except Exception as error:  # noqa: BLE001 - rank 0 raises it
                 is_damage = isinstance(error, CorruptCheckpointError)
                 report = {"error": f"{type(error).__name__}: {error}", "is_damage": is_damage}
-        path = reports / _report_name(order, self._disks.own)
-        path.store.put(path.key, json.dumps(report).encode())
-
-
-def _report_name(order: Order, number: int) -> str:
-    return f"{order.phase}-{number}.json"
+        location.write(reports / order.report_name(self._disks.number), json.dumps(report).encode())
 
 
 @contextmanager
@@ -314,7 +511,7 @@ def _beating(path: ObjectPath) -> Iterator[None]:
     def beat() -> None:
         for count in itertools.count():
             try:
-                path.store.put(path.key, b"%d" % count)
+                location.write(path, b"%d" % count)
             except OSError as error:
                 logger.warning("%s: no sign of life (%s)", path, error.strerror)
             if done.wait(_BEAT_SECONDS):
@@ -329,10 +526,7 @@ def _beating(path: ObjectPath) -> Iterator[None]:
         thread.join()
 
 
-_LOOK_SECONDS: Final = 10.0
-
-
-def after_rank0(comm: Comm, step: str, work: Callable[[], object]) -> None:
+def after_rank0(comm: Comm, step: str, work: Callable[[], object] | None) -> None:
     """Let rank 0 do something that takes any time; if it fails, all ranks raise alike. Collective.
 
     The ranks meet every few seconds, so that none takes another for dead.
@@ -340,25 +534,23 @@ def after_rank0(comm: Comm, step: str, work: Callable[[], object]) -> None:
     Args:
         comm: the ranks.
         step: name of the step, for errors.
-        work: called in a thread of rank 0.
+        work: called in a thread of rank 0; the other ranks may have none.
     """
-    done: Future[None] = Future()
+    done: Future[object] = Future()
 
     def run() -> None:
         try:
-            work()
+            done.set_result(work and work())
         except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
             done.set_exception(error)
-        else:
-            done.set_result(None)
 
-    def look() -> bool:
-        wait([done], _LOOK_SECONDS)
+    def is_done() -> bool:
+        wait([done], _MEETING_SECONDS)
         if done.done():
             done.result()
         return done.done()
 
     if comm.rank == 0:
         Thread(target=run, name="long-work", daemon=True).start()
-    while not comm.from_rank0(step, look):
+    while not comm.from_rank0(step, is_done):
         pass

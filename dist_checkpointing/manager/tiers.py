@@ -1,49 +1,36 @@
-"""A run on fast disks and in a store: where to save, read from and keep its steps."""
+"""The checkpoints of a run: in its root alone, or on fast disks that are copied into the root."""
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
-import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, SupportsFloat, cast
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.location import as_local_folder, as_location
+from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
-from dist_checkpointing.format.commit import (
-    CheckpointingConfig,
-    begin_attempt,
-    data_folder,
-    is_committed,
-)
-from dist_checkpointing.format.leftovers import (
-    CONFIG_FNAME,
-    attempt_of,
-    number_of_attempt,
-    number_of_save,
-)
-from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
-from dist_checkpointing.manager.disks import FastDisks, is_part, whole_steps
+from dist_checkpointing.format.commit import data_folder, is_committed
+from dist_checkpointing.format.leftovers import PARTS_NAME, attempt_of, leftovers, number_of_save
+from dist_checkpointing.format.seal import read_seal
+from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import Run, RunFolder
-from dist_checkpointing.manager.tier_copies import Orders, PartCopier, after_rank0
+from dist_checkpointing.manager.run_folder import RunFolder
+from dist_checkpointing.manager.tier_copies import Drain, PartCopier, StoreCopier, after_rank0
 from dist_checkpointing.serialization.save_steps import Disks, SaveHooks
-from dist_checkpointing.storage.options import Durability
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -69,28 +56,24 @@ class NearStore(ObjectStore):
         size = self._size(key)
         if size is not None:
             check_size(size)
-            found = self._read(key, 0, size)
-            if found is not None:
-                return found
+            data = self._read(key, 0, size)
+            if data is not None:
+                return data
         return ObjectStore.get(self, key, check_size)
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         size, step = self._size(key), self.options.part_bytes
-        for offset in range(0, size or 0, step):
-            assert size is not None
-            found = self._read(key, offset, min(step, size - offset))
-            if found is None:  # it was there: what has been handed out is of the same object
-                found = bytes(ObjectStore.get_range(self, key, offset, step)[0])
-            yield memoryview(found)
         if size is None:
             yield from ObjectStore.blocks(self, key)
+        for offset in range(0, size or 0, step):
+            yield self.get_range(key, offset, step)[0]
 
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
         size = self._size(key)
         if size is not None and offset < size:
-            found = self._read(key, offset, min(num_bytes, size - offset))
-            if found is not None:
-                return memoryview(found), size
+            data = self._read(key, offset, min(num_bytes, size - offset))
+            if data is not None:
+                return memoryview(data), size
         return ObjectStore.get_range(self, key, offset, num_bytes)
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -113,155 +96,312 @@ class NearStore(ObjectStore):
 
     def _read(self, key: str, offset: int, num_bytes: int) -> bytes | None:
         try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                found = os.pread(descriptor, num_bytes, offset)
-            finally:
-                os.close(descriptor)
+            with self._path(key).open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), num_bytes, offset)
         except OSError as error:
             logger.warning("%s is read from the store: %s", self._path(key), error)
             return None
-        return found if len(found) == num_bytes else None
+        return data if len(data) == num_bytes else None
 
 
-Drain = Literal["background", "wait"]
-_MOST_FINDINGS: Final = 10
+class Run:
+    """The checkpoints of one run, as one rank has them.
 
+    Without disks, each step is saved into the root. With disks, it is saved there, and copied into
+    the root as a save is: it is there as a whole, read back and compared, or not at all. Retention
+    holds in both; a disk also keeps what is not in the store yet. What the store would not keep any
+    more is not copied.
 
-class TieredRun(Run):
-    """The checkpoints of one run on a fast disk of all ranks, from which rank 0 copies them.
+    If not all ranks share a disk, each has the part of a step that its ranks wrote, and the lowest
+    rank of each copies that part. A step is loaded from the store, and file by file from the disk
+    where the file is there; one that is not in the store yet is copied first. The steps that are
+    whole on all disks together are known on rank 0.
 
-    It is used like a RunFolder. A copy is made as a save is: it is there as a whole, read back and
-    compared, or not at all. Retention holds in both places; the disk also keeps what is not in the
-    store yet. What the store would not keep any more is not copied.
+    Only rank 0 may call methods that are not collective and change files.
 
     Args:
-        fast: folder of the run on the fast disk.
-        root: folder of the run in the store.
+        root: folder of the run.
         retention: which checkpoints are kept.
         on_deleted: called with each step whose last checkpoint was deleted.
-        drain: whether a commit waits for the copy.
         comm: the ranks of the run.
-        disks: which of them share one.
+        disks: which of them share a fast disk.
+        drain: whether a commit waits for the copy.
+        has_parts: whether the steps on a disk may be parts of checkpoints.
     """
 
     def __init__(
         self,
-        fast: str | PathLike[str],
-        root: ObjectPath,
+        root: Any,
         retention: Retention,
         on_deleted: Callable[[int], object],
-        drain: Drain,
         comm: Comm,
-        disks: FastDisks,
+        disks: FastDisks | None = None,
+        drain: Drain = "background",
+        *,
+        has_parts: bool = False,
     ) -> None:
-        disk = as_local_folder(fast).absolute()
-        self._comm, self._disks = comm, disks
-        self._fast = RunFolder(disk, retention, self._deleted, self._not_copied)
-        self._stored = RunFolder(root, retention, self._deleted)
-        self.root, self._on_deleted = root, on_deleted
-        self._retention, self._drain = retention, drain
+        self.root, self._retention, self._on_deleted = root, retention, on_deleted
+        self._comm, self._disks, self._has_parts = comm, disks, has_parts
+        self._near = self._home = RunFolder(root, retention, self._deleted)
+        self._copier: StoreCopier | None = None
+        self._parts: PartCopier | None = None
+        if disks is not None:
+            self._near = RunFolder(disks.folder, retention, self._deleted, lambda: self._pending)
+            if comm.rank == 0:
+                self._copier = StoreCopier(self._near, self._home, retention, disks, drain)
+            elif disks.leads:
+                self._parts = PartCopier(root, disks, self._near.apply_retention)
         self._saved: set[int] = set()  # by this manager; known on all ranks
-        self._unusable: set[int] = set()
-        self._pending: set[int] | None = None
-        self._failed: dict[int, str] = {}
-        self._changed = threading.Condition()
-        self._copying = threading.Lock()
-        self._worker: threading.Thread | None = None
-        self._is_woken = self._is_closing = False
-        self._orders = Orders(root, disk, disks)
+        self._damaged: set[int] = set()  # on the disks
 
-    def look(self) -> None:
-        """Go on with what the last manager of the run has left. Collective."""
+    @classmethod
+    def open(
+        cls,
+        root: Any,
+        retention: Retention | None,
+        on_deleted: Callable[[int], object],
+        comm: Comm,
+        fast: str | PathLike[str] | None,
+        drain: Drain,
+        *,
+        incremental: bool,
+    ) -> Run:
+        """The run of a CheckpointManager, which goes on with what the last one left. Collective."""
+        given = (root, Retention() if retention is None else retention, on_deleted, comm)
+        if fast is None:
+            run = cls(*given)
+        else:
+            if drain not in ("background", "wait"):
+                raise ValueError(f"drain must be 'background' or 'wait', not {drain!r}")
+            if not isinstance(root, ObjectPath):
+                finding = Finding("fast= needs a root in an object store", found=str(root))
+                raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
+            disks = FastDisks.find(comm, as_local_folder(fast).absolute())
+            has_parts = disks.are_many or comm.from_rank0(
+                "looking for parts that other machines have left",
+                lambda: _has_parts(RunFolder(disks.folder, given[1])),
+            )
+            if has_parts and incremental:
+                finding = Finding(
+                    "incremental=True shares files of a checkpoint that is whole on one disk",
+                    found=", ".join(disks.names),
+                    remedy="Leave incremental=True out, or pass a folder that all ranks share and "
+                    "that holds no parts of what more machines have saved.",
+                )
+                raise UnsupportedFormatError("not all ranks share a disk", [finding])
+            run = cls(*given, disks, drain, has_parts=has_parts)
+        run._resume()
+        return run
+
+    def _resume(self) -> None:
         if self._comm.rank == 0:
-            self._stored.finish_commits()
-            self.start()
+            self._home.finish_commits()
+        if self._disks is not None and self._has_parts:
+            whole = whole_steps(self._comm, self._disks, self._near, self._home)
+            with self._comm.agreed("beginning to copy into the store"):
+                if self._copier is not None:
+                    self._copier.resume(whole)
+            if self._parts is not None:
+                self._parts.keep({step: seal.attempt for step, seal in whole.items()})
+        if self._copier is not None:
+            self._copier.start()
+
+    @property
+    def _pending(self) -> set[int]:
+        """The steps that this disk keeps because they are not in the store yet."""
+        copier = self._copier or self._parts
+        return set() if copier is None else copier.pending
+
+    @property
+    def _folders(self) -> list[RunFolder]:
+        return [self._home] if self._near is self._home else [self._near, self._home]
 
     def folder(self, step: int) -> Path:
-        """Where a step is saved: on the disk."""
-        return self._fast.folder(step)
+        """Where a step is saved: on the disk of this rank if there is one."""
+        return self._near.folder(step)
 
-    def place(self, step: int) -> Path:
-        """Where a step can be read: on the disk if it is there and whole, else in the store."""
-        own, stored = self._fast.folder(step), self._stored.folder(step)
-        if not is_committed(stored):
-            return own
-        if step in self._unusable or not is_committed(own):
+    def best_place(self, step: int) -> Path:
+        """Where a step can be read: on the disk as far as it is there and whole."""
+        local, stored = self._near.folder(step), self._home.folder(step)
+        if self._near is self._home or not is_committed(stored):
+            return local
+        if step in self._damaged:
             return stored
-        # Another one in the store was saved by another machine while this disk was away.
-        return own if step in self._saved or self._is_copied(step) else stored
+        data: Any = data_folder(stored)
+        is_same = number_of_save(local) == number_of_save(data) != 0
+        if not self._has_parts:
+            # Another one in the store was saved by another machine while this disk was away.
+            return local if (is_same or step in self._saved) and is_committed(local) else stored
+        seal = read_seal(data) if is_same else None
+        if seal is None:
+            return stored
+        sizes = {file.name: file.num_bytes for file in seal.files.values()}
+        near = NearStore(data.store.url, data.store.options, data.prefix, local, sizes)
+        place: Any = stored
+        return cast("Path", replace(place, store=near))
 
-    def skip(self, step: int) -> None:
-        """Take the copy in the store from now on: what is on the disk is damaged."""
-        self._unusable.add(step)
+    def prepare_read(self, step: int, *, near: bool = True) -> Path:
+        """Where a step can be read by all ranks; copies it into the store if it must. Collective.
+
+        Args:
+            step: number of the step.
+            near: read on this rank's disk what is there, where only the store has all of it.
+        """
+        if not self._has_parts:
+            return self.best_place(step)
+        what = f"bringing step {step} into the store"
+        after_rank0(self._comm, what, partial(self._require_stored, step))
+        with self._comm.agreed(what):
+            return self.best_place(step) if near else self._home.folder(step)
+
+    def _require_stored(self, step: int) -> None:
+        if self._copier is not None:
+            self._copier.copy_if_pending(step)
+        if not is_committed(self._home.folder(step)):
+            finding = Finding(
+                "it is neither in the store nor whole on the disks",
+                path=str(self._home.folder(step)),
+                remedy="Load an older step, or start again with all disks that it was saved to.",
+            )
+            raise CheckpointNotFoundError(f"step {step} is not there", [finding])
+
+    def mark_damaged(self, step: int) -> None:
+        """Read a step from the store alone from now on: what would be read is damaged."""
+        self._damaged.add(step)
 
     def all_saves(self) -> list[tuple[int, int]]:
-        """Every save, newest first. A step that is in both places comes twice, for two tries."""
-        both = [*self._fast.all_saves(), *self._stored.all_saves()]
-        return sorted(both, key=lambda found: found[0], reverse=True)
+        """Every save, newest first: step, and number of the save.
+
+        A step that is on the disks and in the store comes twice, for two tries.
+        """
+        saves = [(s, f.number_of(s)) for f in self._folders for s in f.all_steps()]
+        if self._has_parts and self._copier is not None:
+            stored = [(s, self._home.number_of(s)) for s in self._home.committed_steps()]
+            saves = [*stored, *stored, *((s, self._copier.number_of(s)) for s in self._pending)]
+        return sorted(saves, key=lambda save: save[0], reverse=True)
 
     def committed_steps(self) -> list[int]:
-        """Every step that is committed in one of the places, oldest first."""
-        return sorted({*self._fast.committed_steps(), *self._stored.committed_steps()})
+        """Every step that is in the root, or whole on the disks; oldest first."""
+        if self._has_parts:
+            return sorted({*self._pending, *self._home.committed_steps()})
+        return sorted({step for folder in self._folders for step in folder.committed_steps()})
 
     def latest(self) -> int | None:
-        """The newer one of the steps that were committed last in the two places."""
-        found = (self._fast.latest(), self._stored.latest())
-        return max((step for step in found if step is not None), default=None)
+        """The newest one of the steps that the root and the disks say were committed last."""
+        steps = {folder.latest() for folder in self._folders}
+        if self._has_parts and self._copier is not None:
+            steps = (steps | self._copier.resumed) & {*self.committed_steps()}
+        return max((step for step in steps if step is not None), default=None)
 
     def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
         """See RunFolder: a step on the disk."""
-        return self._fast.base_of(step, damaged)
+        return self._near.base_of(step, damaged)
 
     def best(self) -> int | None:
         """The committed step with the best metric."""
-        metrics, steps = self._metrics(), set(self.committed_steps())
+        metrics = ChainMap(*(folder.metrics() for folder in self._folders))
+        steps = set(self.committed_steps())
         return next((s for s in self._retention.best_steps(metrics) if s in steps), None)
 
-    def _metrics(self) -> dict[int, float]:
-        return self._stored.metrics() | self._fast.metrics()
-
     def hooks(
-        self,
-        step: int,
-        metric: float | None,
-        note_bytes: Callable[[int], None],
-        *,
-        has_base: bool,
+        self, step: int, metric: float | None, note_bytes: Callable[[int], None], *, has_base: bool
     ) -> SaveHooks:
         """See RunFolder; called on all ranks, when they save a step."""
         self._saved.add(step)
-        return self._fast.hooks(step, metric, note_bytes, has_base=has_base)
+        disks = self._disks
+        count = 1 if disks is None else len(disks.leaders)
+        hooks = self._near.hooks(step, metric, note_bytes, has_base=has_base, num_disks=count)
+        if disks is None or count == 1:
+            return hooks
+        on_part = partial(self._part_committed, step, metric)
+        return replace(hooks, disks=Disks(str(self._home.folder(step)), disks.leads, on_part))
 
-    def begin(self, step: int, damaged: int | None) -> bool:
-        """See RunFolder; refuses a step that only the store has, unless it is damaged there."""
-        copy = self._stored.folder(step)
-        is_only_there = is_committed(copy) and not is_committed(self._fast.folder(step))
-        if is_only_there and damaged != number_of_save(data_folder(copy)):
-            finding = Finding("a committed checkpoint is here", path=str(copy))
-            raise CheckpointExistsError(f"step {step} is in the store already", [finding])
-        return self._fast.begin(step, damaged)
+    def begin(
+        self, step: int, metric: SupportsFloat | None, damaged: int | None
+    ) -> tuple[float | None, bool]:
+        """Record that this manager will write the folder of a step, before it exists. Collective.
+
+        Args:
+            step: step that is about to be saved.
+            metric: what the caller of rank 0 has given.
+            damaged: number of the save of this step that was found damaged, or None.
+
+        Returns:
+            The metric, and whether the new save may replace what is there: that damaged save, or
+            parts of a step that is nowhere whole, if a manager of this run wrote it.
+        """
+        makes_room, number = False, None
+        with self._comm.agreed("beginning a save"):
+            if type(step) is not int or step < 0:
+                finding = Finding("a step must be an int of at least 0", found=repr(step))
+                raise CheckpointingException("cannot save this step", [finding])
+            if self._comm.rank == 0:
+                number = None if metric is None else float(metric)
+                number = None if number is None or math.isnan(number) else number
+                makes_room = self._begin(step, damaged)
+        if self._disks is not None and self._disks.are_many:
+            number = self._comm.from_rank0("telling the metric", lambda: number)
+            with self._comm.agreed("beginning a save on every disk"):
+                if self._parts is not None:
+                    self._near.begin(step, None)
+                    makes_room = self._near.wrote(step)
+        return number, makes_room
+
+    def _begin(self, step: int, damaged: int | None) -> bool:
+        if not self._has_parts and (self._near is self._home or is_committed(self.folder(step))):
+            return self._near.begin(step, damaged)
+        is_pending, there = self._has_parts and step in self._pending, None
+        is_stored = is_committed(self._home.folder(step))
+        if self._copier is not None and is_pending and (is_stored or step not in self._damaged):
+            there = self._copier.number_of(step)
+        elif is_stored:
+            there = self._home.number_of(step)
+        if there not in (None, damaged):
+            finding = Finding("a committed checkpoint is here", path=str(self.best_place(step)))
+            where = "there" if is_pending else "in the store"
+            raise CheckpointExistsError(f"step {step} is {where} already", [finding])
+        self._near.begin(step, None)
+        return self._has_parts and self._near.wrote(step)
+
+    def _part_committed(self, step: int, metric: float | None) -> None:
+        """Note that rank 0 has committed what this disk holds a part of."""
+        try:
+            name = attempt_of(self._near.folder(step))
+            if self._parts is not None:
+                self._parts.keep({} if name is None else {step: name})
+            self._near.committed(step, metric)
+        except (OSError, CheckpointingException) as error:
+            logger.warning("%s: a commit is not recorded: %s", self._near.folder(step), error)
 
     def committed(self, step: int, metric: float | None) -> None:
-        """Move the pointer on the disk, and copy the step or let it be copied."""
-        with self._changed:
-            self._undrained().add(step)
-            self._unusable.discard(step)
-        self._fast.committed(step, metric)
-        self.start()
+        """Move the pointer, and copy the step or let it be copied."""
+        if self._copier is not None:
+            self._copier.keep(step)
+        self._damaged.discard(step)
+        self._near.committed(step, metric)
+        if self._copier is not None:
+            self._copier.start()
 
-    def start(self) -> None:
-        """Copy, or let be copied, what is not in the store yet. Only on rank 0."""
-        if self._drain == "wait":
-            self._failed.clear()
-            self._copy_all()
-            return
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify_all()
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="drain", daemon=True)
-                self._worker.start()
+    def verified(self, step: int) -> None:
+        """Record that all of a step has been read back and compared, where it was read."""
+        is_near = self.best_place(step) == self._near.folder(step)
+        (self._near if is_near else self._home).verified(step)
+
+    def delete(self, step: int) -> None:
+        """Delete a step everywhere; see RunFolder. Collective."""
+        with self._comm.agreed(f"deleting step {step}"):
+            if self._comm.rank == 0:
+                (self._copier or self._home).delete(step)
+        if self._disks is not None and self._disks.are_many:
+            with self._comm.agreed(f"deleting step {step} on every disk"):
+                if self._parts is not None:
+                    self._parts.forget(step)
+                    if is_committed(self._near.folder(step)):
+                        self._near.delete(step)
+
+    def _deleted(self, step: int) -> None:
+        if self._comm.rank == 0 and not any(is_committed(f.folder(step)) for f in self._folders):
+            self._on_deleted(step)
 
     def close(self) -> None:
         """Wait for the copies. Collective.
@@ -269,374 +409,16 @@ class TieredRun(Run):
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
-        after_rank0(self._comm, "copying checkpoints into the store", self._finish)
-
-    def _finish(self) -> None:
-        if self._pending and self._drain == "wait":
-            self.start()
-        if self._worker is not None:
-            with self._changed:
-                self._is_woken = self._is_closing = True
-                self._changed.notify_all()
-            self._worker.join()
-            self._worker, self._is_closing = None, False
-        newest = max(self._pending or (), default=None)
-        if newest is not None:
-            finding = Finding(
-                self._failed.get(newest, "it was not copied"),
-                path=str(self.folder(newest)),
-                remedy="It is on the disk; the next manager of this run tries again.",
-            )
-            raise CheckpointingException(f"step {newest} is not in the store", [finding])
-
-    def verified(self, step: int) -> None:
-        """Record that all of a step has been read back and compared, where it was read."""
-        is_own = self.place(step) == self._fast.folder(step)
-        (self._fast if is_own else self._stored).verified(step)
-
-    def delete(self, step: int) -> None:
-        """Delete a step in both places; see RunFolder."""
-        with self._copying, self._changed:
-            places = [p for p in (self._fast, self._stored) if is_committed(p.folder(step))]
-            for place in places or [self._fast]:
-                place.delete(step)
-            self._undrained().discard(step)
-
-    def _deleted(self, step: int) -> None:
-        if not any(is_committed(run.folder(step)) for run in (self._fast, self._stored)):
-            self._on_deleted(step)
-
-    def _not_copied(self) -> set[int]:
-        with self._changed:
-            return set(self._undrained())
-
-    def _undrained(self) -> set[int]:
-        if self._pending is None:
-            stored = self._stored.committed_steps()
-            self._pending = {*self._fast.committed_steps()} - {*stored}
-        return self._pending
-
-    def _is_copied(self, step: int) -> bool:
-        copy = number_of_save(data_folder(self._stored.folder(step)))
-        return copy == number_of_save(self._fast.folder(step))
-
-    def _due(self) -> int | None:
-        """The next step to copy; those that the store would not keep are given up."""
-        with self._changed:
-            pending = set(self._undrained())
-        if not pending:
-            return None
-        known = {*self._stored.committed_steps(), *pending}
-        due = self._retention.due(known, [max(pending)], self._metrics())
-        given_up = pending.intersection(due.delete)
-        if given_up:
-            self._settle(given_up)
-        return min((s for s in pending - given_up if s not in self._failed), default=None)
-
-    def _settle(self, steps: set[int]) -> None:
-        """Note that steps need not be kept for the store any more."""
-        with self._changed:
-            self._undrained().difference_update(steps)
-
-    def _work(self) -> None:
-        is_last = False
-        while not is_last:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_woken)
-                is_last, self._is_woken = self._is_closing, False
-                self._failed.clear()  # another commit, or the end: try once more
-            self._copy_all()
-
-    def _copy_all(self) -> None:
-        while (step := self._next_due()) is not None:
-            try:
-                with self._copying:
-                    if step in self._not_copied():
-                        self._copy(step)
-                        self._settle({step})
-            except (OSError, CheckpointingException) as error:
-                logger.warning("step %d is not in the store yet: %s", step, error)
-                self._failed[step] = str(error)
-                continue
-            self._fast.thin_out()
-
-    def _next_due(self) -> int | None:
-        try:
-            return self._due()
-        except (OSError, CheckpointingException) as error:
-            logger.warning("nothing is copied into the store for now: %s", error)
-            return None
-
-    def _sealed(self, step: int) -> Seal | None:
-        """What is on the disk of a step; None if it was deleted by hand."""
-        source = self._fast.folder(step)
-        if not is_committed(source):
-            return None
-        seal = read_seal(source)
-        if seal is None:
-            finding = Finding("the checkpoint has no seal", path=str(source))
-            raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
-        return seal
-
-    def _copy(self, step: int) -> None:
-        """Copy a step as a whole, or not at all."""
-        seal, target = self._sealed(step), self._stored.folder(step)
-        if seal is None:
-            return
-        config = CheckpointingConfig(**seal.config)
-        self._stored.begin(step, None)
-        metric = self._fast.metrics().get(step)
-        names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
-        # What is there now is the copy of a save that was damaged, and that this one replaces.
-        attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
-        try:
-            self._stored.claimed(step, metric, seal.attempt)
-            location.write(attempt.folder / SEAL_NAME, seal.to_json())
-            location.write(attempt.folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
-            save = (target.name, seal.attempt, attempt.id)
-            missing = seal.files.keys() - self._orders.carry_out("upload", *save)
-            if missing:
-                problem = "the file is on none of the disks as it was saved"
-                findings = [Finding(problem, path=f"{target.name}/{n}") for n in sorted(missing)]
-                raise CorruptCheckpointError(f"step {step} is not whole", findings[:_MOST_FINDINGS])
-            self._orders.carry_out("verify", *save)
-            attempt.commit(config)
-        except BaseException:
-            attempt.abandon()
-            raise
-        self._stored.committed(step, metric)
-
-
-class SplitRun(TieredRun):
-    """A TieredRun whose disks each hold the part of a step that their ranks wrote.
-
-    The lowest rank of each disk copies its part; rank 0 begins and commits the copy. A step is read
-    from the store, and file by file from the disk where the file is there. One that is not in the
-    store yet is copied first. The steps that are whole on all disks together are known on rank 0.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._is_part = self._disks.leads and self._comm.rank > 0
-        self._copier = PartCopier(self.root, self._fast.root, self._disks, self._fast.thin_out)
-        self._seals: dict[int, Seal] = {}
-
-    def look(self) -> None:
-        fast = self._fast
-        if self._comm.rank == 0:
-            self._stored.finish_commits()
-        whole = whole_steps(
-            self._comm,
-            self._disks,
-            lambda: {step: fast.folder(step) for step in fast.all_steps()},
-            lambda step: is_committed(self._stored.folder(step)),
-        )
-        with self._comm.agreed("beginning to copy into the store"):
-            if self._comm.rank == 0:
-                self._seals, self._pending = whole, set(whole)
-                self._orders.settle({})
-        if self._is_part:
-            self._copier.keep({step: seal.attempt for step, seal in whole.items()})
-        if self._comm.rank == 0:
-            self.start()
-
-    def place(self, step: int) -> Path:
-        """Where a step can be read: in the store, or nearer as far as it is on this disk."""
-        own, stored = self._fast.folder(step), self._stored.folder(step)
-        if not is_committed(stored):
-            return own
-        data: Any = data_folder(stored)
-        is_here = number_of_save(own) == number_of_save(data) != 0
-        seal = read_seal(data) if is_here and step not in self._unusable else None
-        if seal is None:
-            return stored
-        sizes = {file.name: file.num_bytes for file in seal.files.values()}
-        near = NearStore(data.store.url, data.store.options, data.prefix, own, sizes)
-        place: Any = stored
-        return cast("Path", replace(place, store=near))
-
-    def ready(self, step: int, *, near: bool = True) -> Path:
-        """Where a step can be read on this rank, once it is in the store. Collective."""
-        what = f"bringing step {step} into the store"
-        after_rank0(self._comm, what, lambda: self._bring(step))
-        with self._comm.agreed(what):
-            return self.place(step) if near else self._stored.folder(step)
-
-    def _bring(self, step: int) -> None:
-        with self._copying:
-            if step in self._not_copied():
-                self._copy(step)
-                self._settle({step})
-        if not is_committed(self._stored.folder(step)):
-            finding = Finding(
-                "it is neither in the store nor whole on the disks",
-                path=str(self._stored.folder(step)),
-                remedy="Load an older step, or start again with all disks that it was saved to.",
-            )
-            raise CheckpointNotFoundError(f"step {step} is not there", [finding])
-
-    def all_saves(self) -> list[tuple[int, int]]:
-        """Every save, newest first. A step in the store comes twice: with the disks and without."""
-        stored = [
-            (step, number_of_save(data_folder(self._stored.folder(step))))
-            for step in self._stored.committed_steps()
-        ]
-        own = [(step, self._number_of(step)) for step in self._not_copied()]
-        return sorted([*stored, *stored, *own], key=lambda found: found[0], reverse=True)
-
-    def committed_steps(self) -> list[int]:
-        """Every step that is in the store, or on the disks as a whole; oldest first."""
-        return sorted({*self._stored.committed_steps(), *self._not_copied()})
-
-    def latest(self) -> int | None:
-        """The newest one of the steps that the store and the disks say were committed last."""
-        steps = set(self.committed_steps())
-        named = {self._fast.latest(), self._stored.latest(), *self._not_copied()}
-        return max((step for step in named if step in steps), default=None)
-
-    def hooks(
-        self,
-        step: int,
-        metric: float | None,
-        note_bytes: Callable[[int], None],
-        *,
-        has_base: bool,
-        num_disks: int = 1,
-    ) -> SaveHooks:
-        """See RunFolder; called on all ranks, when they save a step."""
-        del num_disks
-        count = len(self._disks.leaders)
-        hooks = self._fast.hooks(step, metric, note_bytes, has_base=has_base, num_disks=count)
-        if count == 1:
-            return hooks
-        noted = partial(self._part_committed, step, metric)
-        place = str(self._stored.folder(step))
-        return replace(hooks, disks=Disks(place, leads=self._disks.leads, on_part=noted))
-
-    def begin(self, step: int, damaged: int | None) -> bool:
-        """See RunFolder; what is left on the disks of a step that is nowhere whole is replaced."""
-        is_pending = step in self._not_copied()
-        copy = self._stored.folder(step)
-        if (is_pending and step not in self._unusable) or is_committed(copy):
-            found = self._number_of(step) if is_pending else number_of_save(data_folder(copy))
-            if damaged != found:
-                finding = Finding("a committed checkpoint is here", path=str(self.place(step)))
-                raise CheckpointExistsError(f"step {step} is there already", [finding])
-        self._fast.begin(step, None)
-        return self._fast.is_own(step)
-
-    def begin_parts(
-        self, step: int, metric: float | None, *, makes_room: bool
-    ) -> tuple[float | None, bool]:
-        """See RunFolder."""
-        known = self._comm.from_rank0("telling the metric", lambda: metric)
-        with self._comm.agreed("beginning a save on every disk"):
-            if self._is_part:
-                self._fast.begin(step, None)
-                makes_room = self._fast.is_own(step)
-        return known, makes_room
-
-    def _part_committed(self, step: int, metric: float | None) -> None:
-        """Learn that rank 0 has committed what this disk holds a part of."""
-        try:
-            name = attempt_of(self._fast.folder(step))
-            self._copier.keep({} if name is None else {step: name})
-            self._fast.committed(step, metric)
-        except (OSError, CheckpointingException) as error:
-            logger.warning("%s: a commit is not recorded: %s", self._fast.folder(step), error)
-
-    def committed(self, step: int, metric: float | None) -> None:
-        self._seals.pop(step, None)
-        super().committed(step, metric)
-
-    def delete(self, step: int) -> None:
-        """Delete a step in the store and on the disk of rank 0; see RunFolder."""
-        with self._copying, self._changed:
-            places = [p for p in (self._fast, self._stored) if is_committed(p.folder(step))]
-            if not places and step not in self._undrained():
-                places = [self._fast]  # which says that there is no such step
-            for place in places:
-                place.delete(step)
-            self._undrained().discard(step)
-            self._seals.pop(step, None)
-
-    def delete_parts(self, step: int) -> None:
-        """Delete the part of each disk."""
-        with self._comm.agreed(f"deleting step {step} on every disk"):
-            self._copier.forget(step)
-            if self._is_part and is_committed(self._fast.folder(step)):
-                self._fast.delete(step)
+        if self._disks is not None:
+            work = None if self._copier is None else self._copier.finish
+            after_rank0(self._comm, "copying checkpoints into the store", work)
 
     def stop(self) -> None:
-        """End the thread that copies the part of this disk."""
-        self._copier.stop()
-
-    def _not_copied(self) -> set[int]:
-        return self._copier.pending if self._comm.rank else super()._not_copied()
-
-    def _deleted(self, step: int) -> None:
-        if self._comm.rank == 0:
-            super()._deleted(step)
-
-    def _settle(self, steps: set[int]) -> None:
-        seals = {step: self._seals.pop(step, None) for step in steps}
-        names = {
-            step: attempt_of(self._fast.folder(step)) if seal is None else seal.attempt
-            for step, seal in seals.items()
-        }
-        super()._settle(steps)
-        self._orders.settle({step: name for step, name in names.items() if name is not None})
-
-    def _sealed(self, step: int) -> Seal | None:
-        return self._seals.get(step) or super()._sealed(step)
-
-    def _number_of(self, step: int) -> int:
-        """The number of the save of a step that is on the disks."""
-        seal = self._seals.get(step)
-        own = self._fast.folder(step)
-        return number_of_save(own) if seal is None else number_of_attempt(seal.attempt)
+        """End the thread that copies the part of this disk, once all ranks have closed the run."""
+        if self._parts is not None:
+            self._parts.stop()
 
 
-def run_files(
-    root: str | PathLike[str],
-    retention: Retention | None,
-    on_deleted: Callable[[int], object],
-    fast: str | PathLike[str] | None,
-    drain: Drain,
-    comm: Comm,
-    *,
-    incremental: bool,
-) -> RunFolder | TieredRun:
-    """The checkpoints of a run as one rank has them. Collective if there is a fast disk."""
-    place, kept = as_location(root), Retention() if retention is None else retention
-    if fast is None:
-        folder = RunFolder(place, kept, on_deleted)
-        if comm.rank == 0:
-            folder.finish_commits()
-        return folder
-    if drain not in ("background", "wait"):
-        raise ValueError(f"drain must be 'background' or 'wait', not {drain!r}")
-    if not isinstance(place, ObjectPath):
-        finding = Finding("fast= needs a root in an object store", found=str(place))
-        raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-    disk = as_local_folder(fast).absolute()
-    disks, is_split = FastDisks.find(comm, disk), True
-    if not disks.are_many:
-        run_folder = RunFolder(disk, kept)
-        steps = run_folder.all_steps
-        what = "looking for parts that other machines have left"
-        is_split = comm.from_rank0(
-            what, lambda: any(is_part(run_folder.folder(s)) for s in steps())
-        )
-    if is_split and incremental:
-        finding = Finding(
-            "incremental=True shares files of a checkpoint that is whole on one disk",
-            found=", ".join(disks.places),
-            remedy="Leave incremental=True out, or pass a folder that all ranks share and that "
-            "holds no parts of what more machines have saved.",
-        )
-        raise UnsupportedFormatError("not all ranks share a disk", [finding])
-    kind = SplitRun if is_split else TieredRun
-    run = kind(fast, place, kept, on_deleted, drain, comm, disks)
-    run.look()
-    return run
+def _has_parts(run: RunFolder) -> bool:
+    """Whether what was last saved into some folder may have other parts on other disks."""
+    return any(PARTS_NAME in leftovers(run.folder(step)) for step in run.all_steps())

@@ -67,10 +67,10 @@ def test_a_record_without_metrics_is_as_it_was(tmp_path: Path) -> None:
 def test_a_save_that_commits_after_the_pointer_was_lost_keeps_its_metric(tmp_path: Path) -> None:
     """As if the process had been killed between the commit and moving the pointer."""
     manager = CheckpointManager(tmp_path)
-    committed, manager._files.committed = manager._files.committed, lambda *_: None  # type: ignore[method-assign]
+    committed, manager._run.committed = manager._run.committed, lambda *_: None  # type: ignore[method-assign]
     manager.save(1, state(1), metric=0.25)
     assert read_record(tmp_path).latest is None
-    manager._files.committed = committed  # type: ignore[method-assign]
+    manager._run.committed = committed  # type: ignore[method-assign]
     assert manager.best() == 1
 
 

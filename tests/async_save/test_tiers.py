@@ -28,7 +28,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import ObjectStore
-from dist_checkpointing.manager import tier_copies, tiers
+from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
 from stores import new_url
@@ -149,14 +149,14 @@ def test_training_goes_on_while_a_slow_store_is_filled(
 ) -> None:
     """Retention does not delete what is not in the store, and skips what nobody would keep."""
     root, gate, copied = new_url(), threading.Event(), []
-    own: Callable[..., None] = tiers.TieredRun._copy
+    own: Callable[..., None] = tier_copies.StoreCopier._copy
 
-    def copy(run: tiers.TieredRun, step: int) -> None:
+    def copy(run: tier_copies.StoreCopier, step: int) -> None:
         gate.wait()
         copied.append(step)
         own(run, step)
 
-    monkeypatch.setattr(tiers.TieredRun, "_copy", copy)
+    monkeypatch.setattr(tier_copies.StoreCopier, "_copy", copy)
     with CheckpointManager(root, fast=tmp_path, retention=Retention(keep_last=1)) as manager:
         for step in range(1, 5):
             manager.save(step, state(step))

@@ -129,7 +129,7 @@ def test_what_a_disk_has_is_not_read_from_the_store(
             asked.clear()
             comm.all_gather(None)
             rows = state(comm, None)["rows"]
-            loaded = load({"rows": rows}, manager._files.ready(1), comm=comm)
+            loaded = load({"rows": rows}, manager._run.prepare_read(1), comm=comm)
             assert torch.equal(loaded["rows"], whole(1).chunk(4)[comm.rank])
 
     run_ranks(4, resume)
@@ -162,7 +162,7 @@ def test_ranks_meet_while_a_long_copy_goes_on(
 
     monkeypatch.setattr(tier_copies.Order, "carried_out", slow)
     monkeypatch.setattr(ThreadComm, "from_rank0", counted)
-    monkeypatch.setattr(tier_copies, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(tier_copies, "_MEETING_SECONDS", 0.01)
 
     def train(comm: Comm) -> None:
         with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
