@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.metadata import MetadataIndex as TorchMetadataIndex
 
 from dist_checkpointing.errors import (
+    CheckpointingException,
     CorruptCheckpointError,
     Finding,
     InvalidShardingError,
@@ -48,6 +49,7 @@ from dist_checkpointing.mapping import ShardedObject, tensor_memory
 from dist_checkpointing.planning import MetadataIndex, ReadTable
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.strategies.pickle_scanner import BadPickle, check_pickle
+from dist_checkpointing.threads import paused_collector
 
 
 def common_box_shape(tensor: StoredTensor) -> Ints | None:
@@ -95,7 +97,6 @@ _MAX_METADATA_BYTES = 1 << 33
 _MAX_EXTENT = 1 << 62
 StatePath = tuple[str | int, ...]
 """Keys and positions that lead to a value in a nested state dict."""
-_DAMAGE = (ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,7 @@ class DcpTensor:
     flattened_from: Ints | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a record is: bytes ``offset .. offset + length`` of a file in the checkpoint."""
 
     file: str
@@ -155,11 +155,29 @@ def read_dcp_metadata(folder: Location) -> DcpMetadata:
     if not location.is_file(path):
         finding = Finding("missing", path=str(path), remedy="Restore it, or use another one.")
         raise CorruptCheckpointError("the checkpoint has no metadata", [finding])
-    content = _unpickle(location.read_bytes(path, _MAX_METADATA_BYTES), str(path))
+    data = location.read_bytes(path, _MAX_METADATA_BYTES)
+    unpickler, parsed = _Unpickler(data), None
     try:
-        return _parse(content, str(path))
-    except _DAMAGE as error:
-        raise _corrupt(f"{type(error).__name__}: {error}", str(path)) from error
+        # Nothing that is made of it is garbage before it ends.
+        with paused_collector():
+            check_pickle(data)
+            parsed = _parse(unpickler.load(), str(path))
+    except Exception as error:  # whatever a damaged pickle makes it raise
+        if not unpickler.foreign:
+            if isinstance(error, CheckpointingException):
+                raise
+            is_bad = isinstance(error, BadPickle)
+            what = "refused to unpickle" if is_bad else type(error).__name__
+            raise _corrupt(f"{what}: {error}", str(path)) from error
+    if parsed is None or unpickler.foreign:
+        finding = Finding(
+            "the file wants to use what is no part of DCP's metadata",
+            found=", ".join(sorted(unpickler.foreign)),
+            path=str(path),
+            remedy="Save it again without, or use another checkpoint.",
+        )
+        raise UnsupportedFormatError("refused to unpickle", [finding])
+    return parsed
 
 
 def _corrupt(problem: str, path: str) -> CorruptCheckpointError:
@@ -236,39 +254,12 @@ class _Unpickler(pickle.Unpickler):
         return self._stubs[module, name]
 
 
-def _unpickle(data: bytes, path: str) -> _Object:
-    unpickler = _Unpickler(data)
-    content, damage = None, None
-    try:
-        check_pickle(data)
-        content = unpickler.load()
-    except BadPickle as error:
-        raise _corrupt(f"refused to unpickle: {error}", path) from error
-    except Exception as error:  # noqa: BLE001 - whatever a damaged pickle makes it raise
-        damage = error
-    if unpickler.foreign:
-        finding = Finding(
-            "the file wants to use what is no part of DCP's metadata",
-            found=", ".join(sorted(unpickler.foreign)),
-            path=path,
-            remedy="Save it again without, or use another checkpoint.",
-        )
-        raise UnsupportedFormatError("refused to unpickle", [finding])
-    if damage is not None:
-        raise _corrupt(f"{type(damage).__name__}: {damage}", path) from damage
-    if not isinstance(content, _Object) or content.origin not in _METADATA_CLASSES:
-        raise _corrupt("not the metadata of a DCP checkpoint", path)
-    return content
-
-
 def _fields(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, _Object) or value.origin[1] != name:
         raise ValueError(f"expected a {name}, found {type(value).__name__}")
-    if value.state is None:
-        return {}
-    if not isinstance(value.state, dict):
+    if not isinstance(value.state, dict | None):
         raise TypeError(f"a {name} without fields")
-    return value.state
+    return value.state or {}
 
 
 def _ints(values: Any) -> Ints:
@@ -282,10 +273,10 @@ def _ints(values: Any) -> Ints:
     return tuple(values)
 
 
-def _parse(content: _Object, path: str) -> DcpMetadata:
-    fields = content.state
-    if not isinstance(fields, dict):
-        raise TypeError("metadata without fields")
+def _parse(content: Any, path: str) -> DcpMetadata:
+    if not isinstance(content, _Object) or content.origin not in _METADATA_CLASSES:
+        raise _corrupt("not the metadata of a DCP checkpoint", path)
+    fields = _fields(content, content.origin[1])
     special = fields.get("mcore_data") or {}
     tensors: dict[str, DcpTensor] = {}
     values: list[str] = []
@@ -297,7 +288,7 @@ def _parse(content: _Object, path: str) -> DcpMetadata:
             continue
         try:
             tensors[key] = _tensor(key, entry, special.get(key) or {})
-        except _DAMAGE as error:
+        except Exception as error:
             raise ValueError(f"{key!r}: {type(error).__name__}: {error}") from error
     places = _places(fields["storage_data"], path)
     return DcpMetadata(tensors, tuple(values), places, _paths(fields.get("planner_data")))
@@ -372,13 +363,15 @@ class PlacedIndex(Index):
     """An index that also knows where every chunk is, so that only rank 0 reads ``.metadata``.
 
     ``places`` are position in ``files``, offset and length in bytes. Chunks of a tensor follow its
-    first row in the order of the grid or of the pieces; cells of objects are found by unique key.
+    first row in the order of the grid or of the pieces; a cell of an object has its unique key.
     """
 
     files: Sequence[str] = ()
     places: Int64s = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
     first_row: Mapping[str, int] = field(default_factory=dict)
-    cell_rows: Mapping[str, int] = field(default_factory=dict)
+
+    def cell_row(self, key: str, cell: Ints) -> int:
+        return self.first_row[ShardedObject(key, None, self.objects[key], cell).unique_key]
 
     def row(self, chunk: MetadataIndex) -> int:
         tensor = self[chunk.fqn]
@@ -398,10 +391,7 @@ class PlacedIndex(Index):
         for row in np.flatnonzero(on_grid & table.chunk_offsets.any(axis=1)).tolist():
             found[row] = self.row(table.chunk(row))
         for row in np.flatnonzero(table.is_object).tolist():
-            key, cell = table.key(row), table.chunk(row).offset
-            assert cell is not None
-            leaf = ShardedObject(key, None, self.objects[key], cell)
-            found[row] = self.cell_rows[leaf.unique_key]
+            found[row] = self.cell_row(table.key(row), table.chunk(row).offset or ())
         return found
 
     def place(self, row: int) -> Place:
@@ -442,27 +432,33 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
     is_common = not location.is_file(folder / COMMON_STATE_FNAME)
     cells = [key for key in metadata.values if not (is_common and key == COMMON_STATE_CELL)]
     objects, names, contradictions = _objects(cells, path)
-    cell_rows = {}
     for key in names:
         if (key, None) in metadata.places:
-            cell_rows[key] = len(rows)
+            first_row[key] = len(rows)
             rows.append(metadata.places[key, None])
         else:
             findings.append(Finding("an object is stored nowhere", key, path=path))
     findings += contradictions
     if findings:
         raise CorruptCheckpointError("the metadata of the checkpoint contradicts itself", findings)
-    files = {name: number for number, name in enumerate(dict.fromkeys(row.file for row in rows))}
-    table = [(files[row.file], row.offset, row.length) for row in rows]
+    files: dict[str, int] = {}
+    table = [(files.setdefault(row.file, len(files)), *row[1:]) for row in rows]
     plain = Index.of(tensors, objects)
-    columns = {f.name: getattr(plain, f.name) for f in fields(Index)}
     return PlacedIndex(
-        **columns,
+        **{f.name: getattr(plain, f.name) for f in fields(Index)},
         files=tuple(files),
         places=np.array(table, dtype=np.int64).reshape(-1, 3),
         first_row=first_row,
-        cell_rows=cell_rows,
     )
+
+
+def dcp_tensor(stored: StoredTensor, chunks: Iterable[tuple[Ints, Ints]]) -> DcpTensor:
+    """A tensor of an index as DCP knows it, see ``chunk_of_part``."""
+    box_shape, shape = common_box_shape(stored), stored.global_shape
+    if box_shape is None:
+        return DcpTensor(stored.dtype.torch, shape, tuple(chunks))
+    size = flattened_size(shape, box_shape)
+    return DcpTensor(stored.dtype.torch, size, tuple(chunks), shape)
 
 
 def _stored(key: str, tensor: DcpTensor) -> tuple[StoredTensor, list[Ints]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,21 +23,22 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError, open_file
+from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError
 from dist_checkpointing.format.geometry import Ints, padded_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
-from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, tensor_memory
+from dist_checkpointing.mapping import ShardedStateDict, StateDict, tensor_memory
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
     MetadataIndex,
     ReadTable,
 )
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.base import LoadCommonStrategy
-from dist_checkpointing.strategies.chunk_reads import Filler, damaged
-from dist_checkpointing.strategies.pickle_scanner import check_pickle
+from dist_checkpointing.strategies.chunk_reads import Extent, Filler, damaged, read_extent
+from dist_checkpointing.strategies.pickle_scanner import Stub, check_pickle
 from dist_checkpointing.strategies.planned_strategies import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_archives import BadRecord, Read, entries
@@ -106,69 +105,44 @@ def _missing(name: str) -> tuple[int, int]:
     raise BadRecord(f"its archive has no {name}")
 
 
-class _TooSpecial(Exception):
-    """A pickle holds more than a plain tensor."""
-
-
-def _plain(args: Sequence[Any], dtype: Any, bits: Sequence[Any]) -> tuple[Any, ...]:
-    if any(bits):
-        # Conjugate and negative views: what is stored is not what they stand for.
-        raise _TooSpecial(f"a tensor with {bits}")
-    return *args[:4], dtype
-
-
-_STORAGE_DTYPES = {cls.__name__: dtype for dtype, cls in STORAGE_CLASSES.items()}
-
-
-class _Description(pickle.Unpickler):
-    """Reads what the pickle of a tensor says, and makes nothing of it.
-
-    Everything that it could call is made here and for this one pickle, so that there is nothing
-    that a hostile one could change.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda *args: _plain(args, None, args[6:7])
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return lambda *args: _plain(args, args[6], args[7:8])
-        if (module, name) == ("collections", "OrderedDict"):
-            return lambda: None
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if module == "torch" and name in _STORAGE_DTYPES:
-            dtype = _STORAGE_DTYPES[name]
-        if not isinstance(dtype, torch.dtype):
-            raise _TooSpecial(f"{module}.{name}")
-        return dtype
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, name, _, size = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise BadRecord("its description is damaged")
-        return dtype, name, size
+_STORAGE_DTYPES = {f"torch.{cls.__name__}": dtype for dtype, cls in STORAGE_CLASSES.items()}
+_STORAGE_DTYPES["torch.storage.UntypedStorage"] = torch.uint8
+# Functions that make a plain tensor, with the number of their arguments. One more is for conjugate
+# and negative views: what is stored is not what they stand for.
+_REBUILDERS = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
 
 
 @lru_cache(maxsize=1024)
 def _describe(content: bytes) -> StoredLayout | None:
+    """What the pickle of a tensor says; nothing is made of it."""
+    storages: list[Stub] = []
+
+    def note(pid: Stub) -> int:
+        storages.append(pid)
+        return _MOST_ELEMENTS  # What it says of its storage is compared afterwards.
+
     try:
-        # What it says of its storage is compared afterwards.
-        check_pickle(content, storage=lambda _: _MOST_ELEMENTS)
-        storage, offset, shape, stride, dtype = _Description(io.BytesIO(content)).load()
-        stored, name, size = storage
+        made = check_pickle(content, storage=note).value
+        if made.kind != "call":
+            raise BadRecord("its description is damaged")
+        if made.name not in _REBUILDERS or len(made.items) > _REBUILDERS[made.name]:
+            return None
+        ((_, cls, name, _, size),) = (pid.items or () for pid in storages)
+        _, offset, shape, stride, _, _, *dtypes = made.items
+        shape, stride = tuple(shape.items), tuple(stride.items)
         numbers = (offset, size, *shape, *stride)
         plain = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
         if not plain or type(name) is not str or len(shape) != len(stride):
             raise BadRecord("its description is damaged")
-    except _TooSpecial:
-        return None
+        stored = _STORAGE_DTYPES.get(cls.name)
+        dtype = getattr(torch, dtypes[0].name.removeprefix("torch."), None) if dtypes else stored
     except BadRecord:
         raise
-    except Exception as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise BadRecord(f"its description cannot be read: {error}") from error
-    dtype = dtype or stored
-    layout = StoredLayout(name, dtype, size * stored.itemsize, offset, tuple(shape), tuple(stride))
+    if stored is None or not isinstance(dtype, torch.dtype):
+        return None
+    layout = StoredLayout(name, dtype, size * stored.itemsize, offset, shape, stride)
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > layout.storage_bytes:
         raise BadRecord("its tensor sticks out of its storage")
@@ -193,16 +167,10 @@ class OpenRecord:
             file.require(self.start + self.length, is_all=False)
         except WrongSizeError as error:
             raise BadRecord(f"{error}, before the record does") from error
-        if self.length <= SMALL_BYTES:
-            self._head, self._tail = self._pread(0, self.length), b""
-        else:
-            self._head = self._pread(0, _EDGE_BYTES)
-            self._tail = self._pread(self.length - _EDGE_BYTES, _EDGE_BYTES)
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether all of it has been read."""
-        return len(self._head) == self.length
+        self._is_small = self.length <= SMALL_BYTES
+        edge = self.length if self._is_small else _EDGE_BYTES
+        self._head = self._pread(0, edge)
+        self._tail = self._head if self._is_small else self._pread(self.length - edge, edge)
 
     def read(self, start: int, count: int) -> bytes:
         if start + count <= len(self._head):
@@ -220,62 +188,49 @@ class OpenRecord:
         except EOFError as error:
             raise BadRecord(str(error)) from error
 
+    def fill(self, rows: Sequence[int], filler: Filler, dtype: torch.dtype, shape: Ints) -> int:
+        """Fill rows from the tensor in the record, which must be of this dtype and shape.
 
-def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
-    """The object in a record of Megatron's, which is a list of all cells that had its name."""
-    value = deserialize(record.read(0, record.length), where, trusted=trusted)
-    if not isinstance(value, list) or not value:
-        raise BadRecord(f"expected a list with a sharded object, found {type(value).__name__}")
-    return value[0]
+        Returns the bytes of the rows.
+        """
 
+        def check(found: torch.dtype, whole: Ints) -> None:
+            # Megatron's flattened pieces have axes of extent 1 in front.
+            axes = len(whole) - len(shape)
+            if (found, whole[axes:]) != (dtype, shape) or set(whole[:axes]) - {1}:
+                expected = f"{dtype} of shape {shape}"
+                raise BadRecord(f"expected {expected}, found {found} of shape {whole}")
 
-class RecordValues:
-    """The values in one record, which must be a tensor of this dtype and shape."""
-
-    def __init__(self, record: OpenRecord, tensor: StoredTensor, shape: Ints) -> None:
-        self._record = record
-        self._tensor = tensor
-        self._shape = shape
-        self._layout = find_tensor(record.read, record.length)
-        self._copy: Array | None = None
-        if self._layout is not None:
-            self._check(self._layout.dtype, self._layout.shape)
-
-    def _check(self, dtype: torch.dtype, shape: Ints) -> None:
-        # Megatron's flattened pieces have axes of extent 1 in front.
-        axes = len(shape) - len(self._shape)
-        if (dtype, shape[axes:]) != (self._tensor.dtype.torch, self._shape) or set(shape[:axes]) - {
-            1
-        }:
-            expected = f"{self._tensor.dtype.torch} of shape {self._shape}"
-            raise BadRecord(f"expected {expected}, found {dtype} of shape {shape}")
-
-    def fill(self, row: int, filler: Filler) -> int:
-        """Fill a row of a load plan; how many bytes that were."""
-        layout, record = self._layout, self._record
+        layout = find_tensor(self.read, self.length)
+        if layout is not None:
+            check(layout.dtype, layout.shape)
         if layout is None or not layout.is_contiguous:
-            return filler.fill(row, self._rebuilt())
-        start = layout.start
-        num_bytes = math.prod(self._shape) * self._tensor.dtype.itemsize
-        if start + num_bytes > record.length:
-            raise BadRecord("it refers to bytes outside of it")
-        if record.is_in_memory:
-            values = np.frombuffer(record.read(start, num_bytes), dtype=np.uint8)
-            return filler.fill(row, values)
-        return filler.read(row, record.file, record.start + start)
-
-    def _rebuilt(self) -> Array:
-        """The bytes of all values in C order, of a tensor that lies otherwise in its storage."""
-        if self._copy is None:
-            content = self._record.read(0, self._record.length)
-            tensor = deserialize(content, f"the record of {self._tensor.key!r}")
+            # Its values lie otherwise in its storage: only PyTorch can put them in order.
+            content, key = self.read(0, self.length), filler.table.key(rows[0])
+            tensor = deserialize(content, f"the record of {key!r}")
             plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
             if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
                 raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
-            self._check(tensor.dtype, tuple(tensor.shape))
+            check(tensor.dtype, tuple(tensor.shape))
             array = tensor_memory.as_numpy(tensor.detach().contiguous()).reshape(-1)
-            self._copy = array.view(np.uint8)
-        return self._copy
+            values = array.view(np.uint8)
+        else:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if layout.start + num_bytes > self.length:
+                raise BadRecord("it refers to bytes outside of it")
+            if not self._is_small:
+                start = self.start + layout.start
+                return sum(filler.read(row, self.file, start) for row in rows)
+            values = np.frombuffer(self.read(layout.start, num_bytes), dtype=np.uint8)
+        return sum(filler.fill(row, values) for row in rows)
+
+
+def read_object(content: bytes, where: str, *, trusted: bool) -> object:
+    """The object in a record of Megatron's, which is a list of all cells that had its name."""
+    value = deserialize(content, where, trusted=trusted)
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"expected a list with a sharded object, found {type(value).__name__}")
+    return value[0]
 
 
 _MOST_POSITIONS = 1 << 24
@@ -323,13 +278,12 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             finding = Finding("an object is stored nowhere", key, path=str(folder))
             raise CorruptCheckpointError("the common state is damaged", [finding])
         where = f"{folder / place.file}, bytes from {place.offset} on ({key!r})"
+        content = read_extent(Extent(folder, *place), key)
+        if key != COMMON_STATE_CELL:
+            return deserialize(content, where, trusted=self.trusted)
         try:
-            with open_file(folder, place.file) as file:
-                record = OpenRecord(file, place)
-                if key == COMMON_STATE_CELL:
-                    return read_object(record, where, trusted=self.trusted)
-                return deserialize(record.read(0, record.length), where, trusted=self.trusted)
-        except (BadRecord, FileNotFoundError, NotADirectoryError, EOFError) as error:
+            return read_object(content, where, trusted=self.trusted)
+        except BadRecord as error:
             finding = Finding(f"cannot be read: {error}", key, path=where)
             raise CorruptCheckpointError("the common state is damaged", [finding]) from error
 
@@ -371,43 +325,37 @@ def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
             raise StateMismatchError("the values in the checkpoint cannot be nested", [finding])
         node[path[-1]] = value
     # What a file says is not yet memory: one number may ask for more than there is.
-    length = sum(map(_list_positions, tree.values()))
+    length = sum(child.list_positions() for child in tree.branches())
     if length > _MOST_POSITIONS:
         finding = Finding("lists longer than those of any state dict", found=f"{length} positions")
         raise CorruptCheckpointError("the values in the checkpoint cannot be nested", [finding])
-    return _present(tree)
+    return tree.present()
 
 
 class _Nest(dict[Any, Any]):
     """A container on the way; no value that was stored."""
 
+    def branches(self) -> list[_Nest]:
+        return [child for child in self.values() if isinstance(child, _Nest)]
 
-def _is_list(branch: _Nest) -> bool:
-    return all(type(step) is int for step in branch)
+    def is_list(self) -> bool:
+        return all(type(step) is int for step in self)
 
+    def list_positions(self) -> int:
+        """How long all lists are together that will be made of this."""
+        below = sum(child.list_positions() for child in self.branches())
+        return below + (max(self) + 1 if self.is_list() else 0)
 
-def _list_positions(value: Any) -> int:
-    """How long all lists are together that ``_rebuilt`` makes of a value."""
-    if not isinstance(value, _Nest):
-        return 0
-    own = max(value) + 1 if _is_list(value) else 0
-    return own + sum(map(_list_positions, value.values()))
+    def present(self) -> dict[Any, Any]:
+        """The values that are stored here, and containers that hold such."""
+        found = {step: v.rebuilt() if isinstance(v, _Nest) else v for step, v in self.items()}
+        return {step: value for step, value in found.items() if value is not ABSENT}
 
-
-def _present(branch: _Nest) -> dict[Any, Any]:
-    rebuilt = ((step, _rebuilt(child)) for step, child in branch.items())
-    return {step: value for step, value in rebuilt if value is not ABSENT}
-
-
-def _rebuilt(value: Any) -> Any:
-    if not isinstance(value, _Nest):
-        return value
-    below = _present(value)
-    if not below:
-        return ABSENT
-    if _is_list(value):
-        return [below.get(position) for position in range(max(value) + 1)]
-    return below
+    def rebuilt(self) -> Any:
+        below = self.present()
+        if not below:
+            return ABSENT
+        return [*map(below.get, range(max(self) + 1))] if self.is_list() else below
 
 
 _BATCH_RECORDS = 64
@@ -433,14 +381,8 @@ class TorchDistReader(StorageReader):
         return [DCP_METADATA_NAME]
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
-        name = ShardedObject(key, None, self._index.objects[key], cell).unique_key
-        place = self._index.place(self._index.cell_rows[name])
-        try:
-            with open_file(self.checkpoint_dir, place.file) as file:
-                record = OpenRecord(file, place)
-                return bytes(record.read(0, record.length))
-        except (BadRecord, EOFError, FileNotFoundError) as error:
-            raise damaged(self._where(place), key, f"cannot be read: {error}") from error
+        place = self._index.place(self._index.cell_row(key, cell))
+        return read_extent(Extent(self.checkpoint_dir, *place), key)
 
     def claimed_in(self, key: str) -> str:
         del key
@@ -457,11 +399,11 @@ class TorchDistReader(StorageReader):
         return [ChunkPlace(p.file, p.length, p.length <= SMALL_BYTES) for p in found]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        records = self._index.records(plan.table)
+        self._require_files(records, plan.table)
         by_record: dict[int, list[int]] = {}
-        for row, record in enumerate(self._index.records(plan.table).tolist()):
+        for row, record in enumerate(records.tolist()):
             by_record.setdefault(record, []).append(row)
-        batches = list(self._batches(by_record))
-        self._require_files({file for file, _ in batches}, by_record, plan.table)
         table = _ending_at_the_edge(plan.table, self._index)
         limits = self.files.limits
         filler = Filler(plan, planner, self._index, limits, table=table)
@@ -472,66 +414,62 @@ class TorchDistReader(StorageReader):
             chunk = table.chunk(rows[0])
             try:
                 record = OpenRecord(file, place)
-                if is_object[rows[0]]:
-                    value = read_object(record, self._where(place), trusted=self.trusted)
-                    for row in rows:
-                        destinations.apply_bytes(row, value)
+                if not is_object[rows[0]]:
+                    tensor = self._index[chunk.fqn]
+                    shape = _stored_shape(tensor, chunk)
+                    self.report(record.fill(rows, filler, tensor.dtype.torch, shape))
                     return
-                tensor = self._index[chunk.fqn]
-                values = RecordValues(record, tensor, _stored_shape(tensor, chunk))
+                content = record.read(0, record.length)
+                value = read_object(content, self._where(place), trusted=self.trusted)
                 for row in rows:
-                    self.report(values.fill(row, filler))
+                    destinations.apply_bytes(row, value)
             except (BadRecord, EOFError) as error:
                 problem = f"a record cannot be read: {error}"
                 raise damaged(self._where(place), chunk.fqn, problem) from error
 
-        def read_batch(batch: tuple[str, list[int]]) -> None:
-            name, records = batch
-            begin, last = (self._index.place(records[end]) for end in (0, -1))
+        def read_batch(batch: list[int]) -> None:
+            begin, last = (self._index.place(batch[end]) for end in (0, -1))
             span = last.offset + last.length - begin.offset
-            wanted = filler.num_bytes[[row for record in records for row in by_record[record]]]
-            with self.files.open(name) as file:
-                if len(records) > 1 or 2 * int(wanted.sum()) > span:
+            wanted = filler.num_bytes[[row for record in batch for row in by_record[record]]]
+            with self.files.open(begin.file) as file:
+                if len(batch) > 1 or 2 * int(wanted.sum()) > span:
                     file.expect(begin.offset, span)
-                for record in records:
+                for record in batch:
                     read_record(file, record)
 
-        in_threads(read_batch, batches, limits.threads)
+        in_threads(read_batch, self._batches(by_record), limits.threads)
         return done(None)
 
-    def _batches(self, rows: Iterable[int]) -> Iterator[tuple[str, list[int]]]:
-        """The rows file by file, in the order in which they lie there, a few at a time."""
-        places, most_gap = self._index.places, self.files.limits.gap_bytes
-        batch: list[int] = []
-        for row in sorted(rows, key=lambda row: tuple(places[row].tolist())):
-            if batch and (
-                places[row, 0] != places[batch[0], 0]
-                or len(batch) == _BATCH_RECORDS
-                or places[row, 2] > SMALL_BYTES
-                or places[row, 1] - places[batch[-1], 1] > SMALL_BYTES + most_gap
+    def _batches(self, records: Iterable[int]) -> list[list[int]]:
+        """The records of each file in the order in which they lie there, a few at a time."""
+        places, most_gap = self._index.places, SMALL_BYTES + self.files.limits.gap_bytes
+        batches: list[list[int]] = []
+        last = None
+        for file, offset, length, record in sorted((*places[r].tolist(), r) for r in records):
+            if (
+                last is None
+                or file != last[0]
+                or len(batches[-1]) == _BATCH_RECORDS
+                or length > SMALL_BYTES
+                or offset - last[1] > most_gap
             ):
-                yield self._index.place(batch[0]).file, batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield self._index.place(batch[0]).file, batch
+                batches.append([])
+            batches[-1].append(record)
+            last = file, offset
+        return batches
 
-    def _require_files(
-        self, files: set[str], by_record: dict[int, list[int]], table: ReadTable
-    ) -> None:
-        missing = {file for file in files if self.files.size_of(file) is None}
-        if not missing:
-            return
-        keys = {
-            (self._index.place(record).file, table.key(rows[0]))
-            for record, rows in by_record.items()
-        }
+    def _require_files(self, records: Int64s, table: ReadTable) -> None:
+        """Make sure that the files are there that hold the record of each row."""
+        files, numbers = self._index.files, self._index.places[records, 0]
+        used = np.unique(numbers).tolist()
+        missing = [number for number in used if self.files.size_of(files[number]) is None]
+        lost = np.flatnonzero(np.isin(numbers, missing)).tolist()
         findings = [
             Finding("its file is missing", key, path=str(self.checkpoint_dir / file))
-            for file, key in sorted(keys)
-            if file in missing
+            for file, key in sorted({(files[numbers[row]], table.key(row)) for row in lost})
         ]
-        raise CorruptCheckpointError("the checkpoint is damaged", findings)
+        if findings:
+            raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
 
 def _ending_at_the_edge(table: ReadTable, index: Index) -> ReadTable:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from zlib import crc32
@@ -58,11 +59,10 @@ from dist_checkpointing.strategies.torch_archives import (
 )
 from dist_checkpointing.strategies.torch_dist.metadata import (
     DcpMetadata,
-    DcpTensor,
     Place,
     common_box_shape,
+    dcp_tensor,
     flattened_chunk,
-    flattened_size,
     to_pickle,
     unique_keys,
 )
@@ -72,7 +72,8 @@ ALIGNMENT = 64
 _UTF8 = 0x800
 _VERSION = 45  # of the format that knows 64-bit sizes
 _PADDING_ID = 0x4246
-_ROOT = "archive"
+_ROOT = b"archive/"
+_DATA_NAME = _ROOT + b"data/0"
 
 
 def contiguous_stride(shape: Ints) -> Ints:
@@ -147,19 +148,14 @@ class RecordFormat:
 
     def tail(self, crc: int) -> bytes:
         """The bytes behind the values. PyTorch's readers ignore the CRC-32; zip tools do not."""
-        name = f"{_ROOT}/data/0".encode()
-        large = self.num_bytes >= OVERFLOW
-        sizes = SIZES64 if large else struct.Struct("<2I")
-        descriptor = b"PK\x07\x08" + struct.pack("<I", crc)
+        size, extra, sizes = self.num_bytes, b"", struct.Struct("<2I")
+        if size >= OVERFLOW:
+            sizes = SIZES64
+            size, extra = OVERFLOW, EXTRA.pack(1, sizes.size) + sizes.pack(size, size)
+        descriptor = struct.pack("<4sI", b"PK\x07\x08", crc)
         descriptor += sizes.pack(self.num_bytes, self.num_bytes)
-        size, extra = self.num_bytes, b""
-        if large:
-            size, extra = OVERFLOW, EXTRA.pack(1, SIZES64.size)
-            extra += SIZES64.pack(self.num_bytes, self.num_bytes)
-        start = self.head.rindex(b"PK\x03\x04")
-        entry = _central(name, crc, size, start, extra)
-        directory = self.directory + entry
-        count = _NUM_SMALL_ENTRIES + 1
+        start, count = self.head.rindex(b"PK\x03\x04"), _NUM_SMALL_ENTRIES + 1
+        directory = self.directory + _central(_DATA_NAME, crc, size, start, extra)
         where = len(self.head) + self.num_bytes + len(descriptor)
         end64 = END64.pack(
             b"PK\x06\x06", END64.size - 12, _VERSION, _VERSION, 0, 0, count, count,
@@ -182,25 +178,24 @@ def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
     assert len(small) == _NUM_SMALL_ENTRIES
     head, directory = b"", b""
     for name, content in small.items():
-        path, crc = f"{_ROOT}/{name}".encode(), crc32(content)
+        path, crc = _ROOT + name.encode(), crc32(content)
         directory += _central(path, crc, len(content), len(head), b"")
         head += LOCAL.pack(
             b"PK\x03\x04", _VERSION, _UTF8, 0, 0, 0, crc, len(content), len(content), len(path), 0
         )
         head += path + content
-    path = f"{_ROOT}/data/0".encode()
-    unpadded = len(head) + LOCAL.size + len(path) + EXTRA.size
+    unpadded = len(head) + LOCAL.size + len(_DATA_NAME) + EXTRA.size
     padding = -unpadded % ALIGNMENT
     head += LOCAL.pack(
-        b"PK\x03\x04", _VERSION, _UTF8 | SIZES_FOLLOW, 0, 0, 0, 0, 0, 0, len(path),
+        b"PK\x03\x04", _VERSION, _UTF8 | SIZES_FOLLOW, 0, 0, 0, 0, 0, 0, len(_DATA_NAME),
         EXTRA.size + padding,
     )  # fmt: skip
-    head += path + EXTRA.pack(_PADDING_ID, padding) + b"Z" * padding
+    head += _DATA_NAME + EXTRA.pack(_PADDING_ID, padding) + b"Z" * padding
     return RecordFormat(head, math.prod(shape) * dtype.itemsize, directory)
 
 
 def _central(name: bytes, crc: int, size: int, start: int, extra: bytes) -> bytes:
-    flags = _UTF8 | (SIZES_FOLLOW if name.endswith(b"/data/0") else 0)
+    flags = _UTF8 | (SIZES_FOLLOW if name == _DATA_NAME else 0)
     entry = CENTRAL.pack(
         b"PK\x01\x02", _VERSION, _VERSION, flags, 0, 0, 0, crc, size, size, len(name), len(extra),
         0, 0, 0, 0, start,
@@ -244,8 +239,7 @@ class RecordFile(DataFiles):
         super().__init__(root, name, options, _MAX_PENDING_BYTES, report)
         self.most_bytes, self.stays = sys.maxsize, True
         self.rows: list[Row] = []
-        self._with_crc = with_crc
-        self._buffer_bytes = buffer_bytes
+        self._with_crc, self._buffer_bytes = with_crc, buffer_bytes
         self._host_blocks = HostBlocks(buffer_bytes, self.flush)
 
     def next_name(self) -> str:
@@ -253,20 +247,21 @@ class RecordFile(DataFiles):
 
     def add_bytes(self, content: bytes) -> Place:
         """Add a record that is complete already."""
-        start = self._aligned()
+        # So that the values of the next record are aligned in memory if the file is mapped.
+        self._append(bytes(-self.end % ALIGNMENT))
+        start = self.end
         self._append(content)
-        return Place(self._stem, start, self.end - start)
+        return Place(self._stem, start, len(content))
 
-    def add_tensor(self, data: torch.Tensor, shape: Ints, digest: xxhash.xxh3_64 | None) -> Place:
+    def add_tensor(self, data: torch.Tensor, digest: xxhash.xxh3_64 | None) -> Place:
         """Add the record of a tensor.
 
         Args:
             data: on any device, of any strides. Must not change until the file is complete.
-            shape: shape that the record states.
-            digest: is told the values.
+            digest: gets the values.
         """
-        start, frame, crc = self._aligned(), record_format(data.dtype, shape), 0
-        self._append(frame.head)
+        frame, crc = record_format(data.dtype, tuple(data.shape)), 0
+        start = self.add_bytes(frame.head).offset
         # The memory of the copies from a GPU is used again.
         self.stays &= not is_on_gpu(data)
         blocks = (
@@ -285,11 +280,6 @@ class RecordFile(DataFiles):
 
     def _append(self, data: bytes) -> None:
         self.put(data, len(data), 0)
-
-    def _aligned(self) -> int:
-        # So that the values of the next record are aligned in memory if the file is mapped.
-        self._append(bytes(-self.end % ALIGNMENT))
-        return self.end
 
 
 def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
@@ -316,8 +306,6 @@ _MOST_FILES = 8
 many threads another rank has."""
 Row = tuple[str, Ints | None, Ints | None, Place]
 """What a rank wrote: key, offsets and sizes of a chunk (None for a value), and where it is."""
-Chunk = tuple[tuple[Ints, Ints], torch.Tensor]
-"""Offsets and sizes of a chunk as DCP counts them, and its values in that shape."""
 
 
 class TorchDistWriter(StorageWriter):
@@ -341,15 +329,9 @@ class TorchDistWriter(StorageWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         clashes = [key for key in unique_keys(index) if key in index]
         if clashes:
-            raise InvalidShardingError(
-                "keys of the state dict clash",
-                [
-                    Finding(
-                        "is also the name of a cell of a ShardedObject", key, remedy="Rename it."
-                    )
-                    for key in clashes
-                ],
-            )
+            problem = "is also the name of a cell of a ShardedObject"
+            findings = [Finding(problem, key, remedy="Rename it.") for key in clashes]
+            raise InvalidShardingError("keys of the state dict clash", findings)
         names = [
             file_name(rank, number, prefix)
             for prefix in dict.fromkeys(("", self.separation_hint or ""))
@@ -378,29 +360,25 @@ class TorchDistWriter(StorageWriter):
             folder, options, crc = self.checkpoint_dir, self.options, self._with_crc
             return RecordFile(folder, name, options, buffer_bytes, report, with_crc=crc)
 
-        def write(row: int, file: RecordFile) -> list[Row]:
-            data: Any = data_of(row)
-            key, box, flat = table.key(row), table.box(row), table.flat_range(row)
-            if is_object[row]:
-                # Megatron keeps a list of all cells of this name on the rank.
-                value = serialize([data], f"the ShardedObject {key!r}")
-                cell = ShardedObject(key, None, table.global_shape(row), box.offset)
-                checksums[row] = checksum_of_bytes(value)
-                return [(cell.unique_key, None, None, file.add_bytes(value))]
-            hasher = xxhash.xxh3_64() if with_checksums else None
-            written: list[Row] = [
-                (key, offsets, shape, file.add_tensor(values, shape, hasher))
-                for (offsets, shape), values in _chunks(box, flat, data, as_one=flattened[key])
-            ]
-            if hasher is not None:
-                checksums[row] = hasher.intdigest()
-            return written
-
         def fill(name: str, file: RecordFile) -> None:
             for row in shares[name].tolist():
-                written = write(row, file)
-                sizes[row] = sum(place.length for *_, place in written)
-                file.rows += written
+                key, written = table.key(row), len(file.rows)
+                data: Any = data_of(row)
+                if is_object[row]:
+                    # Megatron keeps a list of all cells of this name on the rank.
+                    value = serialize([data], f"the ShardedObject {key!r}")
+                    cell = ShardedObject(key, None, table.global_shape(row), table.box(row).offset)
+                    checksums[row] = checksum_of_bytes(value)
+                    file.rows.append((cell.unique_key, None, None, file.add_bytes(value)))
+                else:
+                    hasher = xxhash.xxh3_64() if with_checksums else None
+                    parts = _chunks(table.box(row), table.flat_range(row), data, flattened[key])
+                    file.rows += [
+                        (key, offsets, values.shape, file.add_tensor(values, hasher))
+                        for offsets, values in parts
+                    ]
+                    checksums[row] = 0 if hasher is None else hasher.intdigest()
+                sizes[row] = sum(place.length for *_, place in file.rows[written:])
 
         threads = max(1, len(shares))
         filled = write_shares(list(shares), open_file, fill, self.report, threads)
@@ -418,11 +396,14 @@ class TorchDistWriter(StorageWriter):
         begins = np.array([bool(hint) and name.startswith(hint) for name in table.names] or [False])
         # Objects are not removed by prefix, and would keep the file.
         is_apart = begins[table.keys] & ~table.is_object
-        return {
-            file_name(self._rank, number, prefix): part
-            for prefix, rows in (("", ~is_apart), (hint, is_apart))
-            for number, part in enumerate(_split(table, np.flatnonzero(rows), self.options.threads))
-        }
+        files: dict[str, Int64s] = {}
+        for prefix, is_here in (("", ~is_apart), (hint, is_apart)):
+            rows, sizes = np.flatnonzero(is_here), table.num_bytes
+            most = min(self.options.threads, _MOST_FILES)
+            count = max(1, min(most, int(sizes[rows].sum()) // _MIN_FILE_BYTES))
+            parts = [part for part in balanced(rows, sizes, count) if len(part)]
+            files |= {file_name(self._rank, n, prefix): part for n, part in enumerate(parts)}
+        return files
 
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
@@ -430,59 +411,33 @@ class TorchDistWriter(StorageWriter):
         chunks: dict[str, list[tuple[Ints, Ints]]] = {key: [] for key in metadata}
         values: list[str] = []
         places: dict[tuple[str, Ints | None], Place] = {}
-        rows: Iterator[Any] = (
-            row for of_rank in results for result in of_rank for row in _rows(result)
-        )
-        for key, offsets, sizes, place in rows:
+        rows: Iterator[Any] = (result.storage_data for of_rank in results for result in of_rank)
+        for key, offsets, sizes, place in chain.from_iterable(rows):
             places[key, offsets] = place
             if offsets is None:
                 values.append(key)
             else:
                 chunks[key].append((offsets, sizes))
-        tensors = {key: _dcp_tensor(metadata, key, chunks[key]) for key in metadata}
+        tensors = {key: dcp_tensor(metadata[key], chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
         path = self.checkpoint_dir / DCP_METADATA_NAME
         location.write_content(path, content, self.options.durability)
         return [SealedFile.of_bytes(DCP_METADATA_NAME, content)]
 
 
-def _rows(result: WriteResult) -> list[Row]:
-    assert isinstance(result.storage_data, list)
-    return result.storage_data
-
-
-def _dcp_tensor(index: Index, key: str, chunks: list[tuple[Ints, Ints]]) -> DcpTensor:
-    stored = index[key]
-    box_shape, shape = common_box_shape(stored), stored.global_shape
-    size = shape if box_shape is None else flattened_size(shape, box_shape)
-    whole = None if box_shape is None else shape
-    return DcpTensor(stored.dtype.torch, size, tuple(chunks), whole)
-
-
-def _split(table: ShardTable, rows: Int64s, threads: int) -> list[Int64s]:
-    """Some rows of one rank in one file, or in several of about the same number of bytes."""
-    sizes = table.num_bytes
-    count = max(1, min(threads, _MOST_FILES, int(sizes[rows].sum()) // _MIN_FILE_BYTES))
-    return [part for part in balanced(rows, sizes, count) if len(part)]
-
-
 def _chunks(
-    box: Box, flat: tuple[int, int] | None, data: torch.Tensor, *, as_one: bool
-) -> Iterator[Chunk]:
-    """A part of a tensor as DCP will know it.
+    box: Box, flat: tuple[int, int] | None, data: torch.Tensor, is_flattened: bool
+) -> Iterator[tuple[Ints, torch.Tensor]]:
+    """Offsets and values of a part of a tensor as DCP will know it.
 
-    Args:
-        box: of the part.
-        flat: if given, the part is only this range of the flattened box.
-        data: its values.
-        as_one: whether its tensor is stored flattened, if it is; else a flattened range becomes
-            the boxes that it consists of, which every reader of DCP understands.
+    A range of a flattened box becomes the boxes that it consists of, which every reader of DCP
+    understands, unless its tensor is stored flattened.
     """
     if flat is None:
-        yield (box.offset, box.shape), data
-    elif as_one:
-        chunk = flattened_chunk(box, flat)
-        yield chunk, data.view(chunk[1])
+        yield box.offset, data.view(box.shape)
+    elif is_flattened:
+        offsets, shape = flattened_chunk(box, flat)
+        yield offsets, data.view(shape)
     else:
         for part, values in values_of_part(box, flat, data):
-            yield (part.offset, part.shape), values
+            yield part.offset, values
