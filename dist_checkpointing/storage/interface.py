@@ -216,6 +216,8 @@ class StorageWriter(ABC):
             call.
         base: Folder of a checkpoint of the same format, whose files may be shared where they hold
             what this save would write; None for none.
+        rank: This rank.
+        world_size: Number of ranks that write.
     """
 
     layout: Layout = RowBlockLayout(keeps_ranges=False)
@@ -230,6 +232,7 @@ class StorageWriter(ABC):
         self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
         self.base: Path | None = None
+        self.rank, self.world_size = 0, 1
 
     def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
         """Learn the folder of the checkpoint, before anything else is called."""
@@ -247,7 +250,7 @@ class StorageWriter(ABC):
         del world_size
         return [INDEX_NAME, CHECKSUMS_NAME, *(disk_name(key) for key in index)]
 
-    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - a hook
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
         """Get ready on every rank.
 
         Args:
@@ -255,6 +258,8 @@ class StorageWriter(ABC):
             kwargs: those that the method has names for, or all if it takes any keyword, of
                 ``is_coordinator`` (whether this is rank 0), ``rank`` and ``world_size``.
         """
+        del args
+        self.rank, self.world_size = kwargs.get("rank", 0), kwargs.get("world_size", 1)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Change this rank's plan."""

@@ -185,11 +185,7 @@ def _read_runs(
 ) -> None:
     """Read the parts along the leading axes, each of them one run, to where they belong."""
     parts, itemsize, box = target[..., np.newaxis], target.itemsize, window.box
-    first = window.start + ravel_offset(box.offset, window.shape)
-    positions = np.array([start + first * itemsize])
-    for axis in range(axes):
-        step = math.prod(window.shape[axis + 1 :]) * itemsize
-        positions = (positions[:, np.newaxis] + np.arange(box.shape[axis]) * step).reshape(-1)
+    positions = start + run_positions(window, axes, itemsize)
     num_bytes = math.prod(box.shape[axes:]) * itemsize
     last = (-1,) * axes
     gap_bytes = span_bytes(window, 0, itemsize) // len(positions) - num_bytes
@@ -204,6 +200,16 @@ def _read_runs(
     runs = zip(itertools.product(*map(range, box.shape[:axes])), positions.tolist(), strict=True)
     while batch := list(itertools.islice(runs, _RUNS_AHEAD)):
         file.read_runs([(parts[index], position) for index, position in batch])
+
+
+def run_positions(window: Window, axes: int, itemsize: int) -> Int64s:
+    """First byte of the part of a window at each index of its leading axes, in C order."""
+    box = window.box
+    positions = np.array([(window.start + ravel_offset(box.offset, window.shape)) * itemsize])
+    for axis in range(axes):
+        step = math.prod(window.shape[axis + 1 :]) * itemsize
+        positions = (positions[:, np.newaxis] + np.arange(box.shape[axis]) * step).reshape(-1)
+    return positions
 
 
 def _copy_mapped(

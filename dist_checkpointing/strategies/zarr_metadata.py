@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -15,7 +15,7 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning.load_plan import ReadTable, stored_ranges
-from dist_checkpointing.planning.shard_table import Int32s, Int64s, ShardTable
+from dist_checkpointing.planning.shard_table import ShardTable
 
 METADATA_NAME = "zarr.json"
 _ATTRIBUTE = "dist_checkpointing"
@@ -33,53 +33,46 @@ def piece_name(offset: Sequence[int], start: int) -> str:
     return name if start < 0 else f"{name}-{start}"
 
 
-def chunk_keys(
-    index: Index,
-    names: Sequence[str],
-    keys: Int32s,
-    ndim: Int32s,
-    offsets: Int64s,
-    flat_starts: Int64s,
-) -> list[str]:
-    """Paths below the checkpoint of many chunks and pieces, as columns of a table of a plan.
+class ChunkNames(NamedTuple):
+    """How the files of chunks are named: folders of keys, and the name of a chunk in its folder."""
 
-    Offsets are those of the chunks, or of the boxes of the pieces, ``[chunks, axes]``; the start of
-    a flattened range is -1 where there is none.
-    """
-    width, used = offsets.shape[1], np.flatnonzero(np.bincount(keys, minlength=len(names)))
+    folders: Callable[[list[str]], list[str]] = disk_names
+    chunk: Callable[[Ints], str] = chunk_name
+
+
+def chunk_keys(
+    table: ReadTable | ShardTable,
+    index: Index,
+    naming: ChunkNames = ChunkNames(),  # noqa: B008
+) -> list[str]:
+    """Paths below the checkpoint of the chunks and pieces of all rows, which are all tensors."""
+    if isinstance(table, ShardTable):
+        offsets, flat_starts = table.offsets, table.flat[:, 0]
+    else:
+        offsets, flat_starts = table.chunk_offsets, stored_ranges(table, index)[:, 0]
+    keys, names, width = table.keys, table.names, offsets.shape[1]
+    used = np.unique(keys)
     used_names = [names[number] for number in used.tolist()]
     _, chunk_shapes = index.shapes_of(used_names)
     chunks = np.ones((len(names), width), dtype=np.int64)
     chunks[used] = padded_rows([shape or () for shape in chunk_shapes], 1, width)[:, :width]
     has_grid = np.zeros(len(names), dtype=np.bool_)
     has_grid[used] = [shape is not None for shape in chunk_shapes]
-    folders = dict(zip(used.tolist(), disk_names(used_names), strict=True))
+    folders = dict(zip(used.tolist(), naming.folders(used_names), strict=True))
     on_grid, numbers = has_grid[keys], offsets // chunks[keys]
     is_first = on_grid & ~numbers.any(axis=1)
-    ends = ["/" + chunk_name((0,) * axes) for axes in range(int(ndim.max(initial=0)) + 1)]
-    rows = zip(keys.tolist(), ndim.tolist(), strict=True)
+    ends = ["/" + naming.chunk((0,) * axes) for axes in range(int(table.ndim.max(initial=0)) + 1)]
+    rows = zip(keys.tolist(), table.ndim.tolist(), strict=True)
     found = [folders[key] + ends[axes] for key, axes in rows]
     for row in np.flatnonzero(~is_first).tolist():
-        folder, axes = folders[int(keys[row])], int(ndim[row])
+        folder, axes = folders[int(keys[row])], int(table.ndim[row])
         if on_grid[row]:
-            found[row] = f"{folder}/{chunk_name(tuple(numbers[row, :axes].tolist()))}"
+            found[row] = f"{folder}/{naming.chunk(tuple(numbers[row, :axes].tolist()))}"
         else:
             start = int(flat_starts[row])
             name = piece_name(offsets[row, :axes].tolist(), start)
             found[row] = f"{folder}/{name}{ends[axes] if start < 0 else '/c.0'}"
     return found
-
-
-def chunk_keys_to_read(table: ReadTable, index: Index) -> list[str]:
-    """Paths of the chunks of all rows of a load plan, which are all tensors."""
-    starts = stored_ranges(table, index)[:, 0]
-    return chunk_keys(index, table.names, table.keys, table.ndim, table.chunk_offsets, starts)
-
-
-def chunk_keys_to_write(table: ShardTable, index: Index) -> list[str]:
-    """Paths of the chunks of all rows of a save plan, which are all tensors."""
-    starts = table.flat[:, 0]
-    return chunk_keys(index, table.names, table.keys, table.ndim, table.offsets, starts)
 
 
 def array_json(

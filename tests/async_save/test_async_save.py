@@ -27,7 +27,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner, WriteItem
 from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.strategies import StrategyAction, get_default_strategy
 from dist_checkpointing.testing import run_ranks
@@ -192,15 +192,15 @@ def test_an_io_error_reaches_every_rank_and_the_next_call(
 ) -> None:
     from dist_checkpointing.strategies import ZarrV3Writer
 
-    part_writer = ZarrV3Writer.part_writer
+    write_data = ZarrV3Writer.write_data
     broken = [True]
 
-    def fail(self: ZarrV3Writer, plan: SavePlan) -> Any:
-        if broken[0] and self.checkpoint_dir.name == "2" and self._rank == 1:
+    def fail(self: ZarrV3Writer, plan: SavePlan, planner: SavePlanner) -> Any:
+        if broken[0] and self.checkpoint_dir.name == "2" and self.rank == 1:
             raise OSError(28, "No space left on device")
-        return part_writer(self, plan)
+        return write_data(self, plan, planner)
 
-    monkeypatch.setattr(ZarrV3Writer, "part_writer", fail)
+    monkeypatch.setattr(ZarrV3Writer, "write_data", fail)
 
     def one(comm: Comm) -> list[str]:
         saver = AsyncSaver(comm=comm, finalize=finalize)
@@ -211,7 +211,7 @@ def test_an_io_error_reaches_every_rank_and_the_next_call(
             with pytest.raises(RankFailedError, match="No space left") as raised:
                 handle.result(30)
             seen.append(str(raised.value))
-            assert "part_writer" in str(raised.value), "no traceback"
+            assert "write_data" in str(raised.value), "no traceback"
             assert raised.value.ranks == (1,)
             saver.save(State(comm, 2).dict, tmp_path / "other", "zarr").result(30)
             saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")

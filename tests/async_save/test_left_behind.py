@@ -102,7 +102,7 @@ class Late(Zarr3SaveShardedStrategy):
 
         class Writer(ZarrV3Writer):
             def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
-                if self._rank == 1:
+                if self.rank == 1:
                     assert gate.wait(30)
                 return super().write_data(plan, planner)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,11 +127,15 @@ class ListsTooLittle(Sound):
 
 class StoresFloat64AsFloat32(Sound):
     class writer(ZarrV3Writer):  # noqa: N801
-        def part_writer(self, plan: SavePlan) -> Any:
-            write = super().part_writer(plan)
-            return lambda row, data: write(
-                row, data.float().double() if data.dtype == torch.float64 else data
-            )
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+            def data_of(plan: SavePlan) -> Any:
+                exact = type(planner).data_of(planner, plan)
+                return lambda row: (
+                    exact(row).float().double() if exact(row).dtype == torch.float64 else exact(row)
+                )
+
+            with mock.patch.object(planner, "data_of", data_of):
+                return super().write_data(plan, planner)
 
 
 BROKEN: list[tuple[type[Sound], Test]] = [

@@ -41,8 +41,7 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_tree import INLINE, Tree, V
 from dist_checkpointing.strategies.zarr_metadata import (
     METADATA_NAME,
     array_json,
-    chunk_keys_to_read,
-    chunk_keys_to_write,
+    chunk_keys,
     piece_arrays,
     top_node,
 )
@@ -77,13 +76,13 @@ def keys_to_write(table: ShardTable, index: Index) -> list[bytes]:
     def key_of(row: int) -> bytes:
         return object_key(table.key(row), table.box(row).offset, table.global_shape(row)).encode()
 
-    chunks = chunk_keys_to_write(table.take(~table.is_object), index)
+    chunks = chunk_keys(table.take(~table.is_object), index)
     return _in_rows(table.is_object, chunks, key_of)
 
 
 def keys_to_read(table: ReadTable, index: Index) -> list[bytes]:
     """The keys of the chunks, pieces and cells of all rows of a load plan."""
-    chunks = chunk_keys_to_read(table.take(~table.is_object), index)
+    chunks = chunk_keys(table.take(~table.is_object), index)
     return _in_rows(table.is_object, chunks, lambda row: cell_key(table.chunk(row), index))
 
 

@@ -268,9 +268,6 @@ class TensorStoreWriter(StorageWriter):
         del index, world_size
         return [INDEX_NAME, CHECKSUMS_NAME, *database.CREATED_NAMES]
 
-    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         table, index = plan.table, plan.index
         assert index is not None
@@ -284,7 +281,7 @@ class TensorStoreWriter(StorageWriter):
                 plan,
                 known,
                 lambda base: values_in_base(base, table, index),
-                is_alone=self._world_size == 1,
+                is_alone=self.world_size == 1,
             )
             self.report(int(table.num_bytes[reused.rows].sum()))
         with paused_collector():
@@ -351,7 +348,7 @@ class TensorStoreWriter(StorageWriter):
             for number, rows in enumerate(balanced(large, sizes, count)):
                 # Large values first: these begin at the beginning of a page more often.
                 folder = f"{database.DATA_FOLDER}/{database.DATA_GROUPS[group]}"
-                stem = f"{folder}/{self._rank}.{number}-{uuid.uuid4().hex[:8]}"
+                stem = f"{folder}/{self.rank}.{number}-{uuid.uuid4().hex[:8]}"
                 yield stem, rows if number else np.concatenate([rows, small])
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> list[SealedFile]:

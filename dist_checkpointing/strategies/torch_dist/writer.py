@@ -323,7 +323,6 @@ class TorchDistWriter(StorageWriter):
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
         self.separation_hint: str | None = None
-        self._rank = 0
         self._with_crc = get_crc32_options()  # which other threads may not see
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
@@ -339,10 +338,6 @@ class TorchDistWriter(StorageWriter):
             for number in range(_MOST_FILES)
         ]
         return [DCP_METADATA_NAME, CHECKSUMS_NAME, *names]
-
-    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-        del world_size
-        self._rank = rank
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
         index, table = plan.index, plan.table
@@ -384,7 +379,7 @@ class TorchDistWriter(StorageWriter):
         filled = write_shares(list(shares), open_file, fill, self.report, threads)
         rows = [row for file, _ in filled for row in file.rows]
         # Rank 0 commits, which makes its own names durable.
-        if self._rank and self.options.durability is Durability.FSYNC and shares:
+        if self.rank and self.options.durability is Durability.FSYNC and shares:
             location.fsync_folder(self.checkpoint_dir)
         files = tuple(file for _, sealed in filled for file in sealed)
         checked = None if with_checksums else table.is_object
@@ -402,7 +397,7 @@ class TorchDistWriter(StorageWriter):
             most = min(self.options.threads, _MOST_FILES)
             count = max(1, min(most, int(sizes[rows].sum()) // _MIN_FILE_BYTES))
             parts = [part for part in balanced(rows, sizes, count) if len(part)]
-            files |= {file_name(self._rank, n, prefix): part for n, part in enumerate(parts)}
+            files |= {file_name(self.rank, n, prefix): part for n, part in enumerate(parts)}
         return files
 
     def finish(

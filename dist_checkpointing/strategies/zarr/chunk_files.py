@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -19,10 +19,9 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.filesystem import file_writer, local_folder, location
-from dist_checkpointing.filesystem import location as store
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import bytes_of, columns_of, digest_of_array
-from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.geometry import Box, Ints, Window, padded, values_of_part
 from dist_checkpointing.format.index import (
     MOST_COMPRESSION,
     Backing,
@@ -32,19 +31,23 @@ from dist_checkpointing.format.index import (
     require_backing,
     size_of_files,
 )
-from dist_checkpointing.format.leftovers import PlannedRemoval, noted_removal
+from dist_checkpointing.format.leftovers import (
+    PlannedRemoval,
+    end_removal,
+    note_removal,
+    noted_removal,
+)
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
     MetadataIndex,
-    ReadTable,
     SavePlan,
     SavePlanner,
 )
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.interface import (
     ChunkPlace,
     StorageReader,
@@ -54,7 +57,14 @@ from dist_checkpointing.storage.interface import (
 )
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import StagingBuffers, is_on_gpu
-from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, damaged, read_chunks
+from dist_checkpointing.strategies.chunk_reads import (
+    ChunkReads,
+    Filler,
+    axes_apart,
+    damaged,
+    read_chunks,
+    run_positions,
+)
 from dist_checkpointing.strategies.incremental import (
     BaseParts,
     Candidates,
@@ -64,6 +74,7 @@ from dist_checkpointing.strategies.incremental import (
 )
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.zarr.compression import Codec, make_codec, unpacked
+from dist_checkpointing.strategies.zarr_metadata import ChunkNames, chunk_keys
 from dist_checkpointing.threads import in_threads
 
 Array = npt.NDArray[Any]
@@ -93,41 +104,24 @@ def write_chunk(folder: Location, name: str, array: Array, codec: Codec | None) 
 def write_part(path: str, array: Array, chunk_shape: Ints, box: Box) -> int:
     """Write a part of an uncompressed chunk into its place; others write the rest of the file.
 
-    Returns the size of the file.
-
-    Byte ranges of different writers never overlap, so no lock is needed.
+    Returns the size of the file. Byte ranges of different writers never overlap, so no lock is
+    needed.
     """
-    window = Window(0, chunk_shape, box)
-    itemsize = array.dtype.itemsize
+    window, parts = Window(0, chunk_shape, box), array[..., np.newaxis]
+    num_bytes = window.array_size * array.itemsize
+    axes, _ = axes_apart(window, array.itemsize, maps_files=False, most_gap=0)
+    positions = run_positions(window, axes, array.itemsize).tolist()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        os.ftruncate(descriptor, window.array_size * itemsize)
-        for start, run in _runs(np.ascontiguousarray(array), window):
-            data = bytes_of(run)
-            _write_all(descriptor, data, start * itemsize)
+        os.ftruncate(descriptor, num_bytes)
+        for index, position in zip(np.ndindex(*box.shape[:axes]), positions, strict=True):
+            data = bytes_of(parts[index])
+            while data:
+                written = os.pwrite(descriptor, data, position)
+                data, position = data[written:], position + written  # noqa: PLW2901
     finally:
         os.close(descriptor)
-    return window.array_size * itemsize
-
-
-def _runs(array: Array, window: Window) -> Iterator[tuple[int, Array]]:
-    """The contiguous runs that the window's box consists of: (first element, its values)."""
-    run = window.contiguous_range()
-    if run is not None:
-        yield run[0], array
-        return
-    box = window.box
-    axis = next(a for a, extent in enumerate(box.shape) if extent > 1)
-    for i in range(box.shape[axis]):
-        offset = (*box.offset[:axis], box.offset[axis] + i, *box.offset[axis + 1 :])
-        row = Box(offset, (*box.shape[:axis], 1, *box.shape[axis + 1 :]))
-        yield from _runs(array.take([i], axis=axis), Window(window.start, window.shape, row))
-
-
-def _write_all(descriptor: int, data: memoryview, position: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, position)
-        data, position = data[written:], position + written
+    return num_bytes
 
 
 def read_decoded(codec: Codec, path: Location, num_bytes: int, key: str) -> Array:
@@ -157,63 +151,47 @@ class ZarrFolderWriter(StorageWriter):
 
     Attributes:
         codec_name: How chunks are compressed; None for raw bytes.
+        names: How chunk files are named.
+        reader_type: What reads a base of this format.
     """
 
     gathers_results: ClassVar[bool] = False
     shares_files: ClassVar[bool] = True
+    names: ClassVar[ChunkNames] = ChunkNames()
+    reader_type: ClassVar[type[ZarrFolderReader]]
 
     codec_name: str | None = None
-
-    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
 
     @abstractmethod
     def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
         """The files that say what the tensor's arrays are."""
 
-    @abstractmethod
-    def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
-        """What writes the chunk files (or parts of them) of a row of a plan, given its values.
-
-        Makes the folders of all chunk files. Several threads call what it returns.
-        """
-
-    @abstractmethod
-    def base_reader(self, base: Path) -> ZarrFolderReader:
-        """What reads a checkpoint of this format."""
-
-    @abstractmethod
-    def chunk_files(self, table: ShardTable, index: Index) -> Sequence[str | None]:
-        """File that each row of a plan fills by itself; None for a row that writes parts."""
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
-        index, table = plan.index, plan.table
+        index, table, options = plan.index, plan.table, self.options
         assert index is not None
         # Any rank can describe any array, so each takes its share, also of those without chunks.
-        keys = list(index)[self._rank :: self._world_size]
+        keys = list(index)[self.rank :: self.world_size]
         described = [file for key in keys for file in self.describe_array(index[key])]
-        self.make_folders({name.rpartition("/")[0] for name, _ in described})
-        write_part, data_of = self.part_writer(plan), planner.data_of(plan)
-        sizes = table.num_bytes
-        with_checksums = self.options.checksum is Checksum.XXH3
-        digests = PlanDigests(plan, planner, self.options)
+        names, is_whole = chunk_keys(table, index, self.names), _fill_chunks(table, index)
+        paths = itertools.chain((name for name, _ in described), names)
+        for folder in sorted({path.rpartition("/")[0] for path in paths}):
+            location.make_folder(self.checkpoint_dir / folder)
+        data_of, sizes = planner.data_of(plan), table.num_bytes
+        with_checksums = options.checksum is Checksum.XXH3
+        digests = PlanDigests(plan, planner, options)
         shared, codec = SharedParts(), make_codec(self.codec_name)
         if self.base is not None and len(table):
             shared = share_parts(
                 self,
-                self.base_reader(self.base),
+                self.reader_type(self.base),
                 plan,
                 digests,
-                lambda base: self._files_in_base(base, table, index),
+                lambda base: self._files_in_base(base, table, index, names, is_whole),
                 reuses_names=True,
                 unpack=None if codec is None else partial(read_decoded, codec),
             )
             self.report(int(sizes[shared.rows].sum()))
-
-        def describe(file: FileContent) -> None:
-            file_writer.put(self.checkpoint_dir, *file, is_new=False)
-
-        most_bytes, of_thread = self.options.buffer_bytes // self.options.threads, threading.local()
+        most_bytes, of_thread = options.buffer_bytes // options.threads, threading.local()
 
         def on_cpu(data: torch.Tensor) -> torch.Tensor:
             if data.nbytes > most_bytes:
@@ -232,44 +210,69 @@ class ZarrFolderWriter(StorageWriter):
             if with_checksums:
                 data = data.detach().to("cpu").contiguous()
                 digests.columns[row] = columns_of([digest_of_array(tensor_memory.as_numpy(data))])
-            written = write_part(row, data)
+            if is_whole[row]:
+                array = chunk_array(data, tuple(index.chunk_shape(table.key(row)) or data.shape))
+                written = [write_chunk(self.checkpoint_dir, names[row], array, codec)]
+            else:
+                written = self._write_parts(table, row, index[table.key(row)], data)
             self.report(int(sizes[row]))
             return written
 
-        threads = self.options.threads
-        in_threads(describe, described, threads)
-        files = [SealedFile.of_bytes(*file) for file in described]
-        files += shared.files
-        rows = np.setdiff1d(np.arange(len(table)), shared.rows).tolist()
-        files += [file for written in in_threads(write, rows, threads) for file in written]
-        if self.options.durability is Durability.FSYNC:
-            paths = [self.checkpoint_dir / file.name for file in files]
-            in_threads(store.fsync_file, paths, threads)
-            store.fsync_folders(paths, self.checkpoint_dir)
-            if self._rank:  # rank 0 commits, which makes its own names durable
-                store.fsync_folder(self.checkpoint_dir)
-        results = WriteResults(table, sizes, files=tuple(files))
-        if with_checksums:
-            uppers, checksums = digests.columns.T
-            results = replace(results, checksums=checksums, uppers=uppers)
-        return done(results)
+        def describe(file: FileContent) -> None:
+            file_writer.put(self.checkpoint_dir, *file, is_new=False)
 
-    def _files_in_base(self, base: BaseParts, table: ShardTable, index: Index) -> Candidates:
+        in_threads(describe, described, options.threads)
+        files = [*(SealedFile.of_bytes(*file) for file in described), *shared.files]
+        rows = np.setdiff1d(np.arange(len(table)), shared.rows).tolist()
+        files += itertools.chain.from_iterable(in_threads(write, rows, options.threads))
+        if options.durability is Durability.FSYNC:
+            made = [self.checkpoint_dir / file.name for file in files]
+            in_threads(location.fsync_file, made, options.threads)
+            location.fsync_folders(made, self.checkpoint_dir)
+            if self.rank:  # rank 0 commits, which makes its own names durable
+                location.fsync_folder(self.checkpoint_dir)
+        uppers, checksums = digests.columns.T if with_checksums else (None, None)
+        return done(
+            WriteResults(table, sizes, checksums=checksums, files=tuple(files), uppers=uppers)
+        )
+
+    def _write_parts(
+        self, table: ShardTable, row: int, tensor: StoredTensor, data: torch.Tensor
+    ) -> list[SealedFile]:
+        """Write a row that is not a whole chunk into all chunk files that it meets."""
+        files, grid, (folder,) = [], tensor.grid, self.names.folders([tensor.key])
+        for box, values in values_of_part(table.box(row), table.flat_range(row), data):
+            for index, common in grid.intersecting(box):
+                own, name = grid.box(index), f"{folder}/{self.names.chunk(index)}"
+                part = values[common.relative_to(box.offset).slices()]
+                if common == own:
+                    array = chunk_array(part, grid.chunk_shape)
+                    files.append(write_chunk(self.checkpoint_dir, name, array, None))
+                    continue
+                path, array = f"{self.checkpoint_dir}/{name}", chunk_array(part, common.shape)
+                size = write_part(path, array, grid.chunk_shape, common.relative_to(own.offset))
+                files.append(SealedFile(name, size))
+        return files
+
+    def _files_in_base(
+        self,
+        base: BaseParts,
+        table: ShardTable,
+        index: Index,
+        names: Sequence[str],
+        is_whole: Bools,
+    ) -> Candidates:
         """The rows that fill a chunk file of the same shape in the base, and that file."""
-        rows, files = [], []
-        is_readable = base.index.codec == self.codec_name
-        same = np.flatnonzero(base.same_box & is_readable)
-        names = self.chunk_files(table.take(same), index)
-        for row, name in zip(same.tolist(), names, strict=True):
+
+        def is_same(row: int) -> bool:
             # A chunk at the edge of a tensor is padded to the shape of a chunk.
             shapes = (i.chunk_shape(table.key(row)) for i in (index, base.index))
-            if (
-                name
-                and name in base.seal.files
-                and len({tuple(shape or ()) for shape in shapes}) == 1
-            ):
-                rows.append(row)
-                files.append(base.seal.files[name])
+            return len({tuple(shape or ()) for shape in shapes}) == 1
+
+        is_readable = base.index.codec == self.codec_name
+        same = np.flatnonzero(base.same_box & is_whole & is_readable).tolist()
+        rows = [row for row in same if names[row] in base.seal.files and is_same(row)]
+        files = [base.seal.files[names[row]] for row in rows]
         extents = [(number, 0, file.num_bytes) for number, file in enumerate(files)]
         return Candidates(
             np.array(rows, dtype=np.int64),
@@ -278,41 +281,40 @@ class ZarrFolderWriter(StorageWriter):
             np.zeros(len(rows), dtype=np.bool_),
         )
 
-    def make_folders(self, names: Iterable[str]) -> None:
-        for name in sorted(names):
-            store.make_folder(self.checkpoint_dir / name)
+
+def _fill_chunks(table: ShardTable, index: Index) -> Bools:
+    """Which rows are a whole chunk as stored, or a piece, and so have a file of their own."""
+    number, width = index.rows_of(table.names)[table.keys], table.shapes.shape[1]
+    chunks = padded(index.chunk_shapes, width, 1)[number, :width]
+    ends = padded(index.global_shapes, width, 1)[number, :width] - table.offsets
+    is_chunk = (table.flat[:, 0] < 0) & ~(table.offsets % chunks).any(axis=1)
+    is_chunk &= (table.shapes == np.minimum(chunks, ends)).all(axis=1)
+    return is_chunk | ~index.has_grid[number]
 
 
 class ZarrFolderReader(StorageReader):
     """Reads windows of chunk files, straight into the destination where that is possible."""
 
+    names: ClassVar[ChunkNames] = ChunkNames()
     _index: Index = Index.of([])
 
-    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
-        del rank, world_size
+    def set_up_storage_reader(self, metadata: Index, **_: object) -> None:
         self._index = metadata
 
-    @abstractmethod
-    def chunk_names(self, table: ReadTable) -> list[str]:
-        """Paths, relative to the checkpoint, of the files of the stored chunks of all rows."""
-
     def location(self, chunk: MetadataIndex) -> str:
-        return str(self.checkpoint_dir / self.chunk_names(reads_of([chunk], self._index))[0])
+        (name,) = chunk_keys(reads_of([chunk], self._index), self._index, self.names)
+        return str(self.checkpoint_dir / name)
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
         table = reads_of(chunks, self._index)
-        names, is_encoded = self.chunk_names(table), self._index.codec is not None
-        sizes = stored_bytes(table, self._index).tolist()
-        if is_encoded:
-            sizes = [self.files.size_of(name) or 0 for name in names]
-        return [
-            ChunkPlace(name, num_bytes, is_encoded)
-            for name, num_bytes in zip(names, sizes, strict=True)
-        ]
+        names, sizes = chunk_keys(table, self._index, self.names), stored_bytes(table, self._index)
+        if self._index.codec is None:
+            return list(map(ChunkPlace, names, sizes.tolist()))
+        return [ChunkPlace(name, self.files.size_of(name) or 0, True) for name in names]
 
-    @abstractmethod
     def array_folder(self, key: str) -> Path:
         """The folder that holds everything of a tensor."""
+        return self.checkpoint_dir / self.names.folders([key])[0]
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         growth = 1 if index.codec is None else MOST_COMPRESSION
@@ -325,7 +327,7 @@ class ZarrFolderReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         codec, table = make_codec(self._index.codec), plan.table
-        names = self.chunk_names(table)
+        names = chunk_keys(table, self._index, self.names)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
         sizes = stored_bytes(table, self._index)
@@ -390,6 +392,23 @@ class ZarrFolderLoadStrategy(PlannedLoadStrategy):
                 for path in sorted(folder.iterdir()):
                     if self.file_names.fullmatch(path.name) and path.is_file():
                         yield path
+
+    @abstractmethod
+    def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
+        """Make the checkpoint hold only what is ``kept``, durably, before files are deleted."""
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
+        root = Path(checkpoint_dir)
+        index, removed = self.stored_and_removed(root, key_prefix)
+        if not removed and not noted_removal(root):
+            return
+        note_removal(root, removed)
+        self.hide(root, index.without(removed), removed)
+        local_folder.remove_all(self.files_of(root, removed), root)
+        for folder in sorted(root / name for names in removed.values() for name in names)[::-1]:
+            if local_folder.is_real_folder(folder, root) and not any(folder.iterdir()):
+                local_folder.remove(folder, root)
+        end_removal(root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         root = Path(checkpoint_dir)

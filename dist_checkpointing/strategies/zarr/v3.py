@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import torch
 from zarr.core.dtype.common import DataTypeValidationError, HasEndianness, HasItemSize
 from zarr.core.dtype.wrapper import ZDType
 from zarr.dtype import data_type_registry
@@ -31,15 +29,11 @@ from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
 from dist_checkpointing.format.leftovers import (
-    end_removal,
-    note_removal,
     noted_removal,
 )
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
-from dist_checkpointing.planning import ReadTable, SavePlan
 from dist_checkpointing.planning.chunking import RowBlockLayout
-from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import (
@@ -47,15 +41,11 @@ from dist_checkpointing.strategies.zarr.chunk_files import (
     ZarrFolderLoadStrategy,
     ZarrFolderReader,
     ZarrFolderWriter,
-    chunk_array,
-    write_chunk,
 )
 from dist_checkpointing.strategies.zarr.compression import codec_json, make_codec
 from dist_checkpointing.strategies.zarr_metadata import (
     METADATA_NAME,
     array_json,
-    chunk_keys_to_read,
-    chunk_keys_to_write,
     group_json,
     nodes_of,
     parse,
@@ -162,11 +152,30 @@ def _plain_node(shape: Ints, chunk_shape: Ints, dtype: DType, codec: str | None)
     return json.dumps(node, indent=2).encode()
 
 
+class ZarrV3Reader(ZarrFolderReader):
+    """Reads what ZarrV3Writer wrote."""
+
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        has_index = location.is_file(self.checkpoint_dir / INDEX_NAME)
+        return super().describing_names(wanted) if has_index else [METADATA_NAME]
+
+    def read_metadata(self) -> Index:
+        index = read_index(self.checkpoint_dir)
+        return rebuild_index(self.checkpoint_dir) if index is None else index
+
+    def claimed_in(self, key: str) -> str:
+        del key
+        is_indexed = location.is_file(self.checkpoint_dir / INDEX_NAME)
+        name = INDEX_NAME if is_indexed else METADATA_NAME
+        return str(self.checkpoint_dir / name)
+
+
 class ZarrV3Writer(ZarrFolderWriter):
     """Writes zarr v3 arrays, consolidated metadata and the index."""
 
     layout: RowBlockLayout = RowBlockLayout()
     uses_object_stores: ClassVar[bool] = True
+    reader_type: ClassVar[type[ZarrV3Reader]] = ZarrV3Reader
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         return [*super().created_names(index, world_size=world_size), METADATA_NAME]
@@ -184,28 +193,6 @@ class ZarrV3Writer(ZarrFolderWriter):
             data = json.dumps(content, indent=2).encode()
             yield f"{path}/{METADATA_NAME}", data
 
-    def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
-        index, table = plan.index, plan.table
-        assert index is not None
-        names = chunk_keys_to_write(table, index)
-        self.make_folders({name.rpartition("/")[0] for name in names})
-        # Chunks are stored at full size, also where they stick out of the tensor.
-        chunk_shapes = {key: index.chunk_shape(key) for key in set(table.key_column)}
-        full = [chunk_shapes[key] for key in table.key_column]
-        codec = make_codec(self.codec_name)
-
-        def write(row: int, data: torch.Tensor) -> list[SealedFile]:
-            array = chunk_array(data, tuple(full[row] or data.shape))
-            return [write_chunk(self.checkpoint_dir, names[row], array, codec)]
-
-        return write
-
-    def base_reader(self, base: Path) -> ZarrFolderReader:
-        return ZarrV3Reader(base)
-
-    def chunk_files(self, table: ShardTable, index: Index) -> Sequence[str]:
-        return chunk_keys_to_write(table, index)
-
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile] | None:
@@ -216,30 +203,6 @@ class ZarrV3Writer(ZarrFolderWriter):
         location.write_content(self.checkpoint_dir / METADATA_NAME, root, durability)
         index = write_index(metadata, self.checkpoint_dir, durability)
         return [SealedFile.of_bytes(METADATA_NAME, root), index]
-
-
-class ZarrV3Reader(ZarrFolderReader):
-    """Reads what ZarrV3Writer wrote."""
-
-    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        has_index = location.is_file(self.checkpoint_dir / INDEX_NAME)
-        return super().describing_names(wanted) if has_index else [METADATA_NAME]
-
-    def read_metadata(self) -> Index:
-        index = read_index(self.checkpoint_dir)
-        return rebuild_index(self.checkpoint_dir) if index is None else index
-
-    def array_folder(self, key: str) -> Path:
-        return self.checkpoint_dir / disk_name(key)
-
-    def claimed_in(self, key: str) -> str:
-        del key
-        is_indexed = location.is_file(self.checkpoint_dir / INDEX_NAME)
-        name = INDEX_NAME if is_indexed else METADATA_NAME
-        return str(self.checkpoint_dir / name)
-
-    def chunk_names(self, table: ReadTable) -> list[str]:
-        return chunk_keys_to_read(table, self._index)
 
 
 def rebuild_index(checkpoint_dir: Location) -> Index:
@@ -336,15 +299,9 @@ class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
     def folders_of(self, tensor: StoredTensor) -> Iterable[str]:
         return nodes_of(tensor)
 
-    def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
-        root = Path(checkpoint_dir)
-        index, removed = self.stored_and_removed(root, key_prefix)
-        kept = index.without(removed)
-        if removed:
-            note_removal(root, removed)
+    def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
+        del removed
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         write_index(kept, root)
         local_folder.fsync_folder(root / OWN_FOLDER)
         local_folder.write_atomic(root / METADATA_NAME, _root_json(kept))
-        local_folder.remove_all(self.files_of(root, removed), root)
-        end_removal(root)
