@@ -84,7 +84,7 @@ class _Share:
     groups: tuple[dict[str, Any], ...]
 
 
-class DeepSpeedFiles(TensorFiles[dict[Path, Any]]):
+class DeepSpeedFiles(TensorFiles[Any]):
     """A DeepSpeed checkpoint by parameter name, with the keys of ``TorchState``.
 
     The master weights are ``model.NAME``, their optimizer state is ``optimizer.state.NAME.exp_avg``
@@ -363,21 +363,18 @@ class DeepSpeedFiles(TensorFiles[dict[Path, Any]]):
         segments = self._segments[key][1]
         return str(segments[0].file if segments else self.path)
 
-    def _open(self) -> dict[Path, Any]:
-        return {}  # files are mapped when they are first needed
+    def _open(self, file: Path) -> Any:
+        return self._load(file)
 
-    def _copy(self, content: dict[Path, Any], key: str, box: Box) -> torch.Tensor:
-        out = torch.empty(box.shape, dtype=self._index[key].dtype.torch)
+    def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         if not out.numel():
-            return out
+            return
         (shape, segments), begins = self._segments[key], self._begins[key]
         last = ravel_offset(tuple(stop - 1 for stop in box.stop), shape)
         first = bisect_right(begins, ravel_offset(box.offset, shape)) - 1
         for number in range(first, bisect_right(begins, last)):
             segment, begin = segments[number], begins[number]
-            if segment.file not in content:
-                content[segment.file] = self._load(segment.file)
-            found = _tensor_at(content[segment.file], segment.path)
+            found = _tensor_at(self._content(segment.file), segment.path)
             assert found is not None
             run = found.detach().flatten()[segment.start : segment.start + segment.count]
             flat_range = (begin, begin + segment.count)
@@ -386,7 +383,6 @@ class DeepSpeedFiles(TensorFiles[dict[Path, Any]]):
                 if common is not None:
                     target = out[common.relative_to(box.offset).slices()]
                     target.copy_(values[common.relative_to(part.offset).slices()])
-        return out
 
 
 def step_folder(path: Location) -> Path | None:

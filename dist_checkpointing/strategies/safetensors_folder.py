@@ -66,7 +66,7 @@ _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _MAX_MODEL_FILE_BYTES = 128 * 2**20
 
 
-class SafetensorsFiles(TensorFiles[dict[Path, Any]]):
+class SafetensorsFiles(TensorFiles[Any]):
     """Safetensors files. The texts in their headers are its common state.
 
     Args:
@@ -88,7 +88,8 @@ class SafetensorsFiles(TensorFiles[dict[Path, Any]]):
         self._texts: dict[str, str] = {}
         tensors: list[StoredTensor] = []
         findings = []
-        for file, opened in self._mapped(0).items():
+        for file in files:
+            opened = self._open(file)
             with _reading(file):
                 self._texts |= opened.metadata() or {}
                 for key in opened.keys():  # noqa: SIM118 - not a dict
@@ -113,29 +114,25 @@ class SafetensorsFiles(TensorFiles[dict[Path, Any]]):
             files = _model_files(self.path if self.path.is_dir() else self.path.parent)
         return {**texts, **({MODEL_FILES_KEY: files} if files else {})}
 
-    def _open(self) -> dict[Path, Any]:
-        return {file: _open(file) for file in self.paths}
+    def _open(self, file: Path) -> Any:
+        # Not at the top: the package is an extra.
+        try:
+            from safetensors import safe_open  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            remedy = "pip install 'dist_checkpointing[safetensors]'"
+            finding = Finding("the package safetensors is missing", path=str(file), remedy=remedy)
+            raise CheckpointingException("safetensors files cannot be read", [finding]) from error
+        with _reading(file):
+            return safe_open(file, framework="pt")
 
-    def _copy(self, content: dict[Path, Any], key: str, box: Box) -> torch.Tensor:
+    def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         file = self._file_of[key]
         with _reading(file):
-            view: torch.Tensor = content[file].get_slice(key)[box.slices() or ...]
-        return view.clone(memory_format=torch.contiguous_format)
+            view = self._content(file).get_slice(key)[box.slices() or ...]
+        out.copy_(view)
 
     def location(self, index: Index, key: str, box: Box, number: int) -> str:  # noqa: ARG002
         return str(self._file_of[key])
-
-
-def _open(file: Path) -> Any:
-    # Not at the top: the package is an extra.
-    try:
-        from safetensors import safe_open  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'dist_checkpointing[safetensors]'"
-        finding = Finding("the package safetensors is missing", path=str(file), remedy=remedy)
-        raise CheckpointingException("safetensors files cannot be read", [finding]) from error
-    with _reading(file):
-        return safe_open(file, framework="pt")
 
 
 @contextmanager

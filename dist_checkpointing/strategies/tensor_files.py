@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.format.dtypes import DType
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
+
+_READERS = 4
+"""So many boxes are read at a time, if each touches all that it may."""
+
+_LEAST_BYTES = 2**16
 
 Content = TypeVar("Content")
 TensorRow = tuple[str, DType, Ints]
@@ -23,8 +30,9 @@ TensorRow = tuple[str, DType, Ints]
 class TensorFiles(ABC, Generic[Content]):
     """Mapped files that answer all that ``Checkpoint`` asks of its ``reads``. From any thread.
 
-    Pages that were read count as memory of this process until their file is unmapped. So the files
-    are mapped again after so many bytes, and the old content goes with its last reader.
+    Pages that were read count as memory of this process until their file is unmapped, and a column
+    of a tensor touches all of its pages. So the files are unmapped after so many bytes were
+    touched, when nobody reads from them.
 
     Attributes:
         backend: Name of the format, as ``convert(to=)`` takes it.
@@ -32,7 +40,7 @@ class TensorFiles(ABC, Generic[Content]):
         is_mapped: False if the content is in memory, and never read again.
         path: The file or folder.
         paths: All files.
-        most_bytes: Bytes to read before the files are mapped again.
+        most_bytes: Bytes of the files that may be mapped at a time.
     """
 
     backend: ClassVar[str]
@@ -43,31 +51,46 @@ class TensorFiles(ABC, Generic[Content]):
     def __init__(self, path: Path, paths: Sequence[Path]) -> None:
         self.path = path
         self.paths = tuple(paths)
-        self.most_bytes: float = 32 * 2**20
+        self.most_bytes: int = 32 * 2**20
         self._states = [_state(file) for file in paths]
-        self._lock = threading.Lock()
-        self._content: Content | None = None
-        self._read_bytes = 0
+        self._opened: dict[Path, Content] = {}
+        self._touched_bytes = self._num_readers = 0
+        self._reader_left = threading.Condition()
 
     @abstractmethod
-    def _open(self) -> Content:
-        """Map the files."""
+    def _open(self, file: Path) -> Content:
+        """Map a file."""
 
     @abstractmethod
-    def _copy(self, content: Content, key: str, box: Box) -> torch.Tensor:
-        """A new contiguous tensor with a box of a tensor in the mapped files."""
+    def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
+        """Copy a box of a tensor out of its file."""
 
-    def _mapped(self, num_bytes: int) -> Content:
-        """The content from which to read the next ``num_bytes``."""
-        with self._lock:
-            is_used_up = self.is_mapped and self._read_bytes >= self.most_bytes
-            if self._content is None or is_used_up:
-                self._content = None  # not held while it is made again
-                self.require_unchanged()
-                self._content = self._open()
-                self._read_bytes = 0
-            self._read_bytes += num_bytes
-            return self._content
+    def _content(self, file: Path) -> Content:
+        """A file that is mapped already, or is now."""
+        content = self._opened.get(file)
+        if content is None:
+            self.require_unchanged()
+            content = self._opened.setdefault(file, self._open(file))
+        return content
+
+    @contextmanager
+    def _touching(self, num_bytes: int) -> Iterator[None]:
+        """Let the body touch so many bytes of the files, when other readers leave room for it."""
+        with self._reader_left:
+            while self._touched_bytes + num_bytes > self.most_bytes and self._num_readers:
+                self._reader_left.wait()
+            if self._touched_bytes + num_bytes > self.most_bytes:
+                self._touched_bytes = 0
+                if self.is_mapped:
+                    self._opened.clear()
+            self._touched_bytes += num_bytes
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._reader_left:
+                self._num_readers -= 1
+                self._reader_left.notify_all()
 
     def index(self) -> Index:
         """The tensors."""
@@ -79,8 +102,13 @@ class TensorFiles(ABC, Generic[Content]):
         wanted: Sequence[tuple[StoredTensor, Box]],
     ) -> list[torch.Tensor]:
         """A new contiguous CPU tensor for each box of a tensor."""
-        content = self._mapped(sum(box.num_elements * row.dtype.itemsize for row, box in wanted))
-        return [self._copy(content, stored.key, box) for stored, box in wanted]
+        found = [torch.empty(box.shape, dtype=stored.dtype.torch) for stored, box in wanted]
+        most = max(self.most_bytes // _READERS, _LEAST_BYTES)
+        for batch in in_batches(_parts(wanted, found, most), most):
+            with self._touching(sum(num_bytes for *_, num_bytes in batch)):
+                for key, box, out, _ in batch:
+                    self._copy(key, box, out)
+        return found
 
     def common(self) -> dict[Any, Any]:
         """Everything that is neither a tensor nor a sharded object."""
@@ -110,6 +138,29 @@ class TensorFiles(ABC, Generic[Content]):
         ]
         if findings:
             raise CorruptCheckpointError("a file changed while it was read", findings)
+
+
+def _parts(
+    wanted: Iterable[tuple[StoredTensor, Box]], found: Iterable[torch.Tensor], most_bytes: int
+) -> Iterator[tuple[tuple[str, Box, torch.Tensor, int], int]]:
+    """Boxes that touch at most so many bytes of a file in C order: key, box, copy and these bytes.
+
+    A box touches whole rows, except along its first axes.
+    """
+    for (stored, box), out in zip(wanted, found, strict=True):
+        shape, size = stored.global_shape, stored.dtype.itemsize
+        cut = next((axis for axis, extent in enumerate(box.shape) if extent > 1), len(shape)) + 1
+        rest = shape[cut:]
+        touched = Box((*box.offset[:cut], *[0] * len(rest)), (*box.shape[:cut], *rest))
+        num_bytes = touched.num_elements * size
+        if num_bytes <= most_bytes:
+            yield (stored.key, box, out, num_bytes), num_bytes
+            continue
+        for rows in split_rows(touched, most_bytes // size):
+            part, num_bytes = rows.intersect(box), rows.num_elements * size
+            if part is not None:
+                target = out[part.relative_to(box.offset).slices()]
+                yield (stored.key, part, target, num_bytes), num_bytes
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

@@ -83,15 +83,15 @@ class TorchFile(TensorFiles[_FileContent]):
             message = "the file is of before PyTorch 1.6 and can only be read as a whole"
             raise CheckpointingException(message, [finding])
         self._trusted = trusted
-        content = self._mapped(0)
+        content = self._content(path)
         self._cells, self._common = content.cells, content.common
         self._index = Index.of(
             StoredTensor.undivided(key, tensor_memory.from_torch(tensor.dtype), tensor.shape)
             for key, tensor in sorted(content.tensors.items())
         )
 
-    def _open(self) -> _FileContent:
-        content = deserialize_file(self.path, trusted=self._trusted, maps_file=self.is_mapped)
+    def _open(self, file: Path) -> _FileContent:
+        content = deserialize_file(file, trusted=self._trusted, maps_file=self.is_mapped)
         if isinstance(content, torch.Tensor):
             content = {_ONLY_KEY: content}
         if not isinstance(content, dict):
@@ -116,9 +116,8 @@ class TorchFile(TensorFiles[_FileContent]):
         rest = unflatten_part(skeleton, leaves)
         return _FileContent(tensors, cells, common | ({} if rest is MISSING else rest))
 
-    def _copy(self, content: _FileContent, key: str, box: Box) -> torch.Tensor:
-        view = content.tensors[key][box.slices()]
-        return view.clone(memory_format=torch.contiguous_format)
+    def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
+        out.copy_(self._content(self.path).tensors[key][box.slices()])
 
     def common(self) -> dict[Any, Any]:
         return self._common

@@ -418,7 +418,7 @@ class Budget:
         threads: Threads that read and write.
         box_bytes: Bytes of the box that one of them holds.
         buffer_bytes: Bytes that a writer may collect.
-        mapped_bytes: Bytes to read of mapped files before they are mapped again.
+        mapped_bytes: Bytes of mapped files that may count as memory of the process.
     """
 
     threads: int
