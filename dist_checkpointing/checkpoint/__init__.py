@@ -4,8 +4,12 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-    from dist_checkpointing.checkpoint.slicing import ObjectHandle, StoredChunk, TensorHandle
+    from dist_checkpointing.checkpoint.checkpoint import (
+        Checkpoint,
+        ObjectHandle,
+        StoredChunk,
+        TensorHandle,
+    )
     from dist_checkpointing.checkpoint.verify_checkpoint import (
         Examination,
         examine_checkpoint,
@@ -24,9 +28,9 @@ __all__ = [
 
 _MODULES = {
     "Checkpoint": "checkpoint",
-    "ObjectHandle": "slicing",
-    "StoredChunk": "slicing",
-    "TensorHandle": "slicing",
+    "ObjectHandle": "checkpoint",
+    "StoredChunk": "checkpoint",
+    "TensorHandle": "checkpoint",
     "Examination": "verify_checkpoint",
     "examine_checkpoint": "verify_checkpoint",
     "verify_checkpoint": "verify_checkpoint",

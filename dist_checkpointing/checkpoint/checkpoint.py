@@ -1,4 +1,4 @@
-"""``Checkpoint.open``: a checkpoint as a read-only mapping, and how a notebook shows it.
+"""``Checkpoint.open``: a checkpoint as a read-only mapping of tensors that are read when asked for.
 
 Nothing here imports torch: a checkpoint of an indexed backend is listed without it, and whatever
 needs a strategy or a value loads ``reads`` on first use.
@@ -6,16 +6,16 @@ needs a strategy or a value loads ``reads`` on first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.slicing import ObjectHandle, TensorHandle
+from dist_checkpointing.checkpoint.notebook import html_of
+from dist_checkpointing.checkpoint.slicing import select
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_location
@@ -27,15 +27,230 @@ from dist_checkpointing.format.commit import (
     data_folder,
     read_config,
 )
-from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index, large_objects, read_index
+from dist_checkpointing.format.geometry import Box, Ints, unravel
+from dist_checkpointing.format.index import Index, StoredTensor, large_objects, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from dist_checkpointing.checkpoint.partial_reads import PartialReads
-    from dist_checkpointing.format.index import StoredTensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """One part of a tensor that is stored as a whole.
+
+    Attributes:
+        box: Box in elements of the global tensor.
+        flat_range: If given, only these elements of the flattened box.
+        num_bytes: Size of the values, before compression.
+    """
+
+    box: Box
+    flat_range: tuple[int, int] | None
+    num_bytes: int
+
+
+class TensorHandle:
+    """One tensor of a checkpoint: known by name, not read.
+
+    ``handle[a:b, :]`` reads only the chunks that it needs, and returns a CPU tensor;
+    ``np.asarray(handle)`` and ``torch.as_tensor(handle)`` read all of it.
+
+    Attributes:
+        stored: Row of the index.
+
+    Example:
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
+        >>> Checkpoint.open("ckpt")["w"][1:3]
+        tensor([1., 1.])
+    """
+
+    def __init__(self, checkpoint: Checkpoint, stored: StoredTensor) -> None:
+        self._checkpoint = checkpoint
+        self.stored = stored
+
+    @property
+    def key(self) -> str:
+        """Key of the tensor."""
+        return self.stored.key
+
+    @property
+    def shape(self) -> Ints:
+        """Shape of the whole (global) tensor."""
+        return self.stored.global_shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type, for torch."""
+        return self.stored.dtype.torch
+
+    @property
+    def dtype_name(self) -> str:
+        """Element type as a word, such as ``"bfloat16"``; needs no torch."""
+        return self.stored.dtype.name
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor, before compression."""
+        return self.stored.num_bytes
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return self.stored.num_bytes // self.stored.dtype.itemsize
+
+    def numel(self) -> int:
+        """``num_elements``, as torch calls it."""
+        return self.num_elements
+
+    @property
+    def chunk_shape(self) -> Ints | None:
+        """Shape of a chunk; None if the tensor is stored as pieces of any shape."""
+        return self.stored.chunk_shape
+
+    @cached_property
+    def chunks(self) -> tuple[StoredChunk, ...]:
+        """The parts in which it is stored, in C order."""
+        return tuple(self.iter_chunks())
+
+    def iter_chunks(self) -> Iterator[StoredChunk]:
+        """``chunks`` one after the other, for tensors that have very many."""
+        for box, flat in self.stored.parts():
+            count = box.num_elements if flat is None else flat[1] - flat[0]
+            yield StoredChunk(box, flat, count * self.stored.dtype.itemsize)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return self.stored.num_parts
+
+    @property
+    def folder(self) -> Location:
+        """Folder of the checkpoint."""
+        return self._checkpoint.folder
+
+    def __getitem__(self, slices: Any) -> torch.Tensor:
+        """Read a part.
+
+        Args:
+            slices: as for a torch tensor: ints, slices with a positive step, ``...``.
+
+        Raises:
+            IndexError: if they do not fit the shape.
+            CheckpointingException: if it cannot be read.
+        """
+        checkpoint, stored = self._checkpoint, self.stored
+        selected = select(stored.global_shape, slices, stored.key)
+        rows = [(stored, box) for box in selected.boxes]
+        index, boxes = checkpoint.index, checkpoint.reads.boxes
+        return selected.joined(checkpoint.reading(lambda: boxes(index, rows)))
+
+    def read(self, *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Read the whole tensor.
+
+        Args:
+            device: where the new tensor lies; it is read into the memory of the CPU first.
+
+        Raises:
+            CheckpointingException: if it cannot be read.
+        """
+        return self[...].to(device)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.key!r} has no axes, so it has no length")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        """True: whether a tensor is stored, not what its elements are."""
+        return True
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """All elements; bfloat16 and the like as dtypes of ml_dtypes."""
+        if copy is False:
+            raise ValueError(f"{self.key!r} cannot become an array without being read")
+        from dist_checkpointing.mapping.tensor_memory import as_numpy  # noqa: PLC0415 - imports torch
+
+        array = as_numpy(self.read())
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """All elements for other array libraries, and for ``torch.as_tensor``."""
+        return self.read().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # the CPU
+
+    def location(self, number: int) -> str:
+        """Where the chunk ``chunks[number]`` lies: its file, and the bytes of it if it says so.
+
+        Raises:
+            CheckpointingException: if that cannot be found out.
+        """
+        if self.stored.pieces is None:
+            grid = self.stored.grid
+            box = grid.box(unravel(number, grid.counts))
+        else:
+            box, _ = self.stored.pieces[number]
+        return self._checkpoint.reads.location(self._checkpoint.index, self.key, box, number)
+
+    def __repr__(self) -> str:
+        return f"<{self.key!r}: {self.dtype_name}{list(self.shape)}, {self.num_bytes} bytes>"
+
+
+class ObjectHandle(Mapping[Ints, Any]):
+    """The cells of one sharded object: cell index -> value, unpickled when asked for.
+
+    Attributes:
+        key: Key of the object.
+        shape: Shape of the grid of cells.
+
+    Example:
+        >>> rng = ShardedObject("rng", {"seed": 1}, (1,), (0,))
+        >>> save({"rng": rng}, "ckpt")
+        >>> Checkpoint.open("ckpt").objects["rng"][0]
+        {'seed': 1}
+    """
+
+    def __init__(self, checkpoint: Checkpoint, key: str, shape: Ints) -> None:
+        self._checkpoint = checkpoint
+        self.key = key
+        self.shape = shape
+
+    def __getitem__(self, cell: int | Sequence[int]) -> Any:
+        index = (cell,) if isinstance(cell, int) else tuple(cell)
+        if index not in self:
+            raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
+        opened = self._checkpoint
+        return opened.reading(
+            lambda: opened.reads.object_cell(opened.index, self.key, self.shape, index)
+        )
+
+    def __contains__(self, cell: object) -> bool:
+        if not isinstance(cell, tuple) or len(cell) != len(self.shape):
+            return False
+        return all(isinstance(i, int) and 0 <= i < n for i, n in zip(cell, self.shape, strict=True))
+
+    def __iter__(self) -> Iterator[Ints]:
+        return itertools.product(*map(range, self.shape))
+
+    def __len__(self) -> int:
+        return math.prod(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<{self.key!r}: object{list(self.shape)}>"
 
 
 class Checkpoint(Mapping[str, TensorHandle]):
@@ -126,9 +341,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
         Raises:
             CheckpointingException: if that cannot be found out.
         """
-        with self.reading():
-            index = read_index(self.folder)
-            return self.reads.index() if index is None else index
+        index = self.reading(lambda: read_index(self.folder))
+        return self.reading(self.reads.index) if index is None else index
 
     @cached_property
     def reads(self) -> PartialReads:
@@ -152,8 +366,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @cached_property
     def common(self) -> dict[str, Any]:
         """The common state; unpickled with an allow-list of plain types unless ``trusted``."""
-        with self.reading():
-            return self.reads.common()
+        return self.reading(self.reads.common)
 
     @property
     def metadata(self) -> dict[str, Any] | None:
@@ -223,29 +436,24 @@ class Checkpoint(Mapping[str, TensorHandle]):
         rows = [(self[key].stored, box) for key, box in wanted]
         for stored, box in rows:
             _require_inside(stored.global_shape, stored.key, box)
-        with self.reading():
-            return self.reads.boxes(self.index, rows)
+        return self.reading(lambda: self.reads.boxes(self.index, rows))
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Make sure that what the body reads is of the checkpoint that was opened.
+    def reading(self, read: Callable[[], T]) -> T:
+        """What ``read`` returns, if that is of the checkpoint that was opened.
 
         Raises:
             CorruptCheckpointError: if it was deleted or overwritten.
         """
         try:
-            yield
+            found = read()
         except Exception:
             # That it was deleted says more than that a file is gone.
             self.require_unchanged()
             raise
-        self.require_same()
-
-    def require_same(self) -> None:
-        """Like ``require_unchanged``, after something was read."""
         # The files of a save that has a folder of its own are never written again.
         if self._is_in_place:
             self.require_unchanged()
+        return found
 
     def require_unchanged(self) -> None:
         """Make sure that what has been read is of the checkpoint that was opened.
@@ -279,9 +487,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
         return [*self]
 
     def _repr_html_(self) -> str:
-        # Not at the top: only notebooks ask for it.
-
-        return html_of(self)
+        name, version = self.backend
+        return html_of(str(self.path), f"{name} {version}", self.index)
 
     def __repr__(self) -> str:
         name, version = self.backend
@@ -302,79 +509,3 @@ def _require_inside(shape: Ints, key: str, box: Box) -> None:
     )
     if not fits or not Box.whole(shape).contains(box):
         raise IndexError(f"{key!r}: {box!r} does not lie in a tensor of shape {shape}")
-
-
-_MOST_SHOWN: Final = 2000
-_MOST_LEVELS: Final = 20
-
-_OPEN_TENSORS: Final = 20
-"""A group with no more tensors than this is shown open."""
-
-_STYLE: Final = """<style>
-.dckpt{font-size:13px;line-height:1.5}.dckpt details,.dckpt p{margin:0 0 0 1.2em;padding:0}
-.dckpt summary{cursor:pointer;margin-left:-1.2em}.dckpt small{opacity:.65;margin-left:.6em}
-.dckpt input{margin:.3em 0;width:20em;max-width:90%}
-</style>"""
-# A tensor is hidden unless its key holds the text; a group, unless it holds a tensor that is shown.
-_SEARCH: Final = """
-const box = this.parentNode, text = this.value.toLowerCase();
-for (const one of box.querySelectorAll('p[data-key]'))
-  one.hidden = !one.dataset.key.toLowerCase().includes(text);
-for (const group of box.querySelectorAll('details')) {
-  group.hidden = !group.querySelector('p[data-key]:not([hidden])');
-  if (text) group.open = true;
-}"""
-
-
-@dataclass(slots=True)
-class _Group:
-    """The tensors whose keys begin alike."""
-
-    count: int = 0
-    num_bytes: int = 0
-    groups: dict[str, _Group] = field(default_factory=dict)
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-
-    def add(self, stored: StoredTensor) -> None:
-        *path, name = stored.key.split(".", _MOST_LEVELS)
-        group = self
-        for part in path:
-            group.count, group.num_bytes = group.count + 1, group.num_bytes + stored.num_bytes
-            group = group.groups.setdefault(part, _Group())
-        group.count, group.num_bytes = group.count + 1, group.num_bytes + stored.num_bytes
-        group.tensors[name] = stored
-
-    @property
-    def text(self) -> str:
-        tensors = f"{self.count:,} tensor{'' if self.count == 1 else 's'}"
-        return f"{tensors}, {bytes_text(self.num_bytes)}"
-
-    def lines(self) -> Iterator[str]:
-        for name, group in self.groups.items():
-            state = " open" if group.count <= _OPEN_TENSORS else ""
-            yield f"<details{state}><summary>{escape(name)}<small>{group.text}</small></summary>"
-            yield from group.lines()
-            yield "</details>"
-        for name, stored in self.tensors.items():
-            what = f"{stored.dtype.name}{list(stored.global_shape)}, {bytes_text(stored.num_bytes)}"
-            key = escape(stored.key)
-            yield f'<p data-key="{key}" title="{key}">{escape(name)}<small>{what}</small></p>'
-
-
-def html_of(checkpoint: Checkpoint) -> str:
-    """The checkpoint as a fragment of HTML; large ones in part."""
-    index, tree, shown = checkpoint.index, _Group(), _Group()
-    for number, key in enumerate(index):
-        stored = index[key]
-        tree.add(stored)
-        if number < _MOST_SHOWN:
-            shown.add(stored)
-    name, version = checkpoint.backend
-    search = f'<input type="search" placeholder="Search keys" oninput="{escape(_SEARCH)}">'
-    hidden = tree.count - shown.count
-    more = f"<p>and {hidden:,} tensors more, which are not shown</p>" if hidden else ""
-    head = (
-        f"<b>{escape(str(checkpoint.path))}</b><small>{escape(name)} {version}, {tree.text}</small>"
-    )
-    lines = "".join(shown.lines())
-    return f'<div class="dckpt">{_STYLE}{head}<br>{search}{lines}{more}</div>'

@@ -17,8 +17,7 @@ import torch
 import typer
 
 from dist_checkpointing.byte_sizes import in_batches, parse_bytes
-from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.checkpoint.slicing import ObjectHandle
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.errors import hint
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.file_names import is_of_optimizer

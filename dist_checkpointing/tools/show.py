@@ -14,14 +14,13 @@ import numpy as np
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.checkpoint.slicing import (
+from dist_checkpointing.checkpoint.checkpoint import (
+    Checkpoint,
     ObjectHandle,
     StoredChunk,
     TensorHandle,
-    parse_slices,
-    select,
 )
+from dist_checkpointing.checkpoint.slicing import parse_slices, select
 from dist_checkpointing.errors import hint
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools import values

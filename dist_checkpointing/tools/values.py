@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.checkpoint.slicing import TensorHandle, positions
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint, TensorHandle
+from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format.geometry import Box, split_rows
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, blocks, stream

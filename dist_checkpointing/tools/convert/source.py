@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.byte_sizes import in_batches
-from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.checkpoint.slicing import ObjectHandle
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.checkpoint.verify_checkpoint import stored_objects_damage
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
 from dist_checkpointing.filesystem.object_store import Location
