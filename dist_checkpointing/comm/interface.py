@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -72,9 +72,9 @@ class Comm(ABC):
         If all failed ranks have a CheckpointingException of one class, the error has that class and
         the findings of all ranks. Otherwise it is a RankFailedError with the tracebacks as text.
         """
-        failures = self._all_failures(step, None if error is None else Failure.of(error))
-        if failures:
-            self._raise(step, failures, error)
+        self._raise_any(
+            step, self._all_failures(step, None if error is None else Failure.of(error)), error
+        )
 
     @contextmanager
     def agreed(self, step: str) -> Iterator[None]:
@@ -90,7 +90,7 @@ class Comm(ABC):
         self,
         step: str,
         produce: Callable[[], T],
-        number_of: Callable[[T], int | None] | None = None,
+        number_of: Callable[[T], int | None] = lambda _: None,
     ) -> list[T]:
         """``produce()`` of every rank, in rank order; if one fails, all raise the same error.
 
@@ -98,11 +98,27 @@ class Comm(ABC):
         the same one, nothing travels, and each gets its own value for that of every rank. None
         stands for nothing.
         """
-        return self._collected(step, produce, number_of, everywhere=True)
+        number: int | None = None
+
+        def packed() -> Any:
+            nonlocal number
+            value = produce()
+            number = number_of(value)
+            return self._pack(value)
+
+        outcome = Outcome.of(step, packed)
+        failures, values = self._all_outcomes(outcome, number)
+        self._raise_any(step, failures, outcome.error)
+        if number is not None and all(value is outcome.result for value in values):
+            return [self._unpack(outcome.result)] * len(values)
+        return [self._unpack(value) for value in values]
 
     def to_rank0(self, step: str, produce: Callable[[], T]) -> list[T]:
         """Like ``exchange``, but only rank 0 gets the values; the other ranks get none."""
-        return self._collected(step, produce, None, everywhere=False)
+        outcome = Outcome.of(step, lambda: self._pack(produce()))
+        failures, values = self._all_outcomes(outcome, None, everywhere=False)
+        self._raise_any(step, failures, outcome.error)
+        return [self._unpack(value) for value in values] if self.rank == 0 else []
 
     def from_rank0(
         self, step: str, produce: Callable[[], T], after: Outcome[Any] | None = None
@@ -112,63 +128,37 @@ class Comm(ABC):
         It is called when all ranks have come, and none with an error. ``after`` is what this rank
         has done before. It is agreed on with this step, so that ranks wait for each other once.
         """
-        if after is None:
-            self.agree(step, None)
-        else:
-            self.agree(after.step, after.error)
+        before = after or Outcome(step, None, None)
+        self.agree(before.step, before.error)
         outcome: Outcome[Any] = Outcome(step, None, None)
         if self.rank == 0:
             outcome = Outcome.of(step, lambda: self._pack(produce()))
         failure, packed = self._broadcast_agreed(step, (outcome.failure, outcome.result))
-        if failure is not None:
-            self._raise(step, {0: failure}, outcome.error)
+        self._raise_any(step, {} if failure is None else {0: failure}, outcome.error)
         result: T = self._unpack(packed)
         return result
 
-    def _collected(
-        self,
-        step: str,
-        produce: Callable[[], T],
-        number_of: Callable[[T], int | None] | None,
-        *,
-        everywhere: bool,
-    ) -> list[T]:
-        number: int | None = None
-
-        def packed() -> Any:
-            nonlocal number
-            value = produce()
-            number = None if number_of is None else number_of(value)
-            return self._pack(value)
-
-        outcome = Outcome.of(step, packed)
-        failures, values = self._all_outcomes(outcome, number, everywhere=everywhere)
-        if failures:
-            self._raise(step, failures, outcome.error)
-        if number is not None and all(value is outcome.result for value in values):
-            return [self._unpack(outcome.result)] * len(values)
-        return [self._unpack(value) for value in values]
-
-    def _raise(
+    def _raise_any(
         self, step: str, failures: Mapping[int, Failure], error: Exception | None
-    ) -> NoReturn:
+    ) -> None:
+        if not failures:
+            return
         merged = merge_failures(step, failures, self.world_size, self.global_ranks)
         if merged is error:
             raise merged
         raise merged from error
 
     def _all_outcomes(
-        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool
+        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool = True
     ) -> tuple[Mapping[int, Failure], list[Any]]:
         """The failures of all ranks, see ``_all_failures``; without any, the results of all ranks.
 
-        Those who do not look at ``number``, see ``exchange``, gather the results. If not
-        ``everywhere``, only rank 0 needs them.
+        A comm may look at ``number``, see ``exchange``, and pass no results if all have the same.
+        If not ``everywhere``, only rank 0 needs the results.
         """
-        del number
+        del number, everywhere
         failures = self._all_failures(outcome.step, outcome.failure)
-        values = [] if failures else self.all_gather(outcome.result)
-        return failures, values if everywhere or self.rank == 0 else []
+        return failures, [] if failures else self.all_gather(outcome.result)
 
     def _broadcast_agreed(self, step: str, value: T) -> T:
         """``value`` of rank 0, right after an agreement."""
@@ -212,6 +202,35 @@ class SingleProcess(Comm):
 
     def duplicate(self) -> SingleProcess:
         return self
+
+    # Nothing to wait for, and nobody to pack a value for.
+
+    def agree(self, step: str, error: Exception | None) -> None:
+        if error is not None:
+            self._raise_any(step, {0: Failure.of(error)}, error)
+
+    def exchange(
+        self,
+        step: str,
+        produce: Callable[[], T],
+        number_of: Callable[[T], int | None] = lambda _: None,
+    ) -> list[T]:
+        del number_of
+        try:
+            return [produce()]
+        except Exception as error:
+            self.agree(step, error)
+            raise
+
+    def to_rank0(self, step: str, produce: Callable[[], T]) -> list[T]:
+        return self.exchange(step, produce)
+
+    def from_rank0(
+        self, step: str, produce: Callable[[], T], after: Outcome[Any] | None = None
+    ) -> T:
+        if after is not None:
+            self.agree(after.step, after.error)
+        return self.exchange(step, produce)[0]
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:  # noqa: ARG002
         return {} if failure is None else {0: failure}

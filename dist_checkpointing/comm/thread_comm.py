@@ -136,13 +136,13 @@ class ThreadComm(Comm):
         return {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
 
     def _all_outcomes(
-        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool
+        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool = True
     ) -> tuple[Mapping[int, Failure], list[Any]]:
-        del number  # values pass by reference, so there is nothing to save
+        del number, everywhere  # values pass by reference, so there is nothing to save
         failure = outcome.failure
         met = self._meet(collection(outcome.step), (failure, outcome.result), failure)
         failures = {rank: failed for rank, (failed, _) in enumerate(met) if failed is not None}
-        return failures, [value for _, value in met] if everywhere or self.rank == 0 else []
+        return failures, [value for _, value in met]
 
     def _broadcast_agreed(self, step: str, value: T) -> T:
         result: T = self._meet(step, value)[0]

@@ -97,27 +97,25 @@ class TorchComm(Comm):
         return _kept.setdefault(dist.group.WORLD, {}).setdefault(ranks, {})
 
     def all_gather(self, value: T) -> list[T]:
-        _, payloads = self._gather(GATHER, pickle.dumps(value), None, None, everywhere=True)
+        _, payloads = self._gather(GATHER, pickle.dumps(value))
         return [pickle.loads(packed) for packed in payloads]  # noqa: S301 - by our own ranks
 
     def broadcast(self, value: T) -> T:
-        return self._broadcast(BROADCAST, value, is_agreed=False)
+        return self._broadcast_agreed(BROADCAST, value)
 
     def _broadcast_agreed(self, step: str, value: T) -> T:
-        return self._broadcast(step, value, is_agreed=True)
-
-    def _broadcast(self, label: str, value: T, *, is_agreed: bool) -> T:
-        payload = pickle.dumps(value) if self.rank == 0 else b""
+        label, payload = step, pickle.dumps(value) if self.rank == 0 else b""
         packed: bytes | None = None
-        with self._steps.start_step(label) as (step, deadline):
-            if not is_agreed and self._steps.sum_of_extras(step, deadline) != 0:
-                self._steps.gather_arrivals(step, (0, 0), deadline)
+        with self._steps.start_step(label) as (record, deadline):
+            is_agreed = label != BROADCAST
+            if not is_agreed and self._steps.sum_of_extras(record, deadline) != 0:
+                self._steps.gather_arrivals(record, (0, 0), deadline)
             if not self._steps.is_broken:
                 packed = self._steps.transferred(
-                    step, lambda: self._steps.channel.broadcast(payload, deadline)
+                    record, lambda: self._steps.channel.broadcast(payload, deadline)
                 )
             if packed is None:
-                packed = self._steps.decide_in_store(step, deadline, payload).payloads[0]
+                packed = self._steps.decide_in_store(record, deadline, payload).payloads[0]
         result: T = pickle.loads(packed)  # noqa: S301 - by our own ranks
         return result
 
@@ -182,24 +180,31 @@ class TorchComm(Comm):
         return pickle.loads(packed)  # noqa: S301 - written by our own ranks
 
     def _all_outcomes(
-        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool
+        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool = True
     ) -> tuple[Mapping[int, Failure], list[Any]]:
         label, failure = collection(outcome.step), outcome.failure
-        payload = b"" if failure is not None or outcome.result is None else outcome.result
-        verdict, payloads = self._gather(label, payload, failure, number, everywhere=everywhere)
-        return {} if verdict is None else self._failures_in(verdict, outcome.step), payloads
+        verdict, payloads = self._gather(
+            label, outcome.result or b"", failure, number, everywhere=everywhere
+        )
+        return self._failures_in(verdict, outcome.step), payloads
+
+    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
+        # Without a failure all have the same number, and nothing else travels.
+        verdict, _ = self._gather(agreement(step), None, failure, 0)
+        return self._failures_in(verdict, step)
 
     def _gather(
         self,
         label: str,
-        payload: bytes,
-        failure: Failure | None,
-        number: int | None,
+        payload: bytes | None,
+        failure: Failure | None = None,
+        number: int | None = None,
         *,
-        everywhere: bool,
+        everywhere: bool = True,
     ) -> tuple[Verdict | None, list[bytes]]:
         """The payloads of all ranks; the verdict if they could not be passed, or a rank failed."""
-        size = _room_for(len(payload)) if everywhere else int(len(payload) > HEAD_BYTES)
+        data = payload or b""
+        size = _room_for(len(data)) if everywhere else int(len(data) > HEAD_BYTES)
         steps, channel = self._steps, self._steps.channel
         with steps.start_step(label, failure) as (step, deadline):
             num_failed: int | None = 0
@@ -207,15 +212,15 @@ class TorchComm(Comm):
             content = f"{size} {number}"
             if steps.sum_of_extras(step, deadline, content=content, extra=extra) == 0:
                 if number is not None:
-                    return None, [payload] * self.world_size
+                    return None, [data] * self.world_size
             else:
                 highest = steps.gather_arrivals(step, (size, extra), deadline)
                 size, num_failed = (size, None) if highest is None else highest
 
             def transfer() -> list[bytes]:
                 if everywhere:
-                    return channel.gather(payload, size, deadline)
-                return channel.gather_at_rank0(payload, deadline, has_rest=size > 0)
+                    return channel.gather(data, size, deadline)
+                return channel.gather_at_rank0(data, deadline, has_rest=size > 0)
 
             found = steps.transferred(step, transfer) if num_failed == 0 else None
             if found is not None:
@@ -223,21 +228,15 @@ class TorchComm(Comm):
             decision = steps.decide_in_store(
                 step,
                 deadline,
-                b"" if num_failed else payload,
+                None if payload is None else b"" if num_failed else payload,
                 sources=range(self.world_size),
                 everywhere=everywhere,
             )
         return decision.verdict, decision.payloads
 
-    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
-        with self._steps.start_step(agreement(step), failure) as (record, deadline):
-            if self._steps.sum_of_extras(record, deadline, extra=int(failure is not None)) == 0:
-                return {}
-            self._steps.gather_arrivals(record, (0, 0), deadline)
-            verdict = self._steps.decide_in_store(record, deadline).verdict
-        return self._failures_in(verdict, step)
-
-    def _failures_in(self, verdict: Verdict, step: str) -> Mapping[int, Failure]:
+    def _failures_in(self, verdict: Verdict | None, step: str) -> Mapping[int, Failure]:
+        if verdict is None:
+            return {}
         failures = {rank: absent_rank(rank, step, self.timeout_seconds) for rank in verdict.absent}
         return failures | {rank: f for rank, f in verdict.values.items() if f is not None}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ import torch
 
 from dist_checkpointing import PlanCache, ShardedObject, load, save
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.comm.rank_failures import Failure
 from dist_checkpointing.threads import paused_collector
 from states import shard
 
@@ -45,9 +44,13 @@ class Watched(SingleProcess):
         self._look("number")
         return super().all_same(number)
 
-    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
+    def agree(self, step: str, error: Exception | None) -> None:
         self._look(step)
-        return super()._all_failures(step, failure)
+        super().agree(step, error)
+
+    def exchange(self, step: str, produce: Callable[[], T], *args: Any) -> list[T]:
+        self._look(step)
+        return super().exchange(step, produce, *args)
 
 
 def state() -> dict[str, Any]:
