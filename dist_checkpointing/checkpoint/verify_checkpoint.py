@@ -174,9 +174,8 @@ class Notes:
                 self.findings += error.findings
                 self.lacks_checksums = True
                 continue
-            said = table.parts
-            self.cells += table.objects
-            for part in said:
+            self.cells += table.objects()
+            for part in table.parts():
                 # A tensor that is not there any more has no shape to lie in.
                 if part.key not in index or part.lies_in(index[part.key].global_shape):
                     parts.setdefault(part.key, []).append(part)

@@ -10,14 +10,12 @@ xxh3_128 for more than 240 bytes. The upper half, that of xxh3_128, lies in a fi
 
 from __future__ import annotations
 
-import ctypes
 import json
 import struct
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from ctypes import c_char
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +25,6 @@ import xxhash
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.seal import SealedFile
 
 CHECKSUMS_NAME = ".dckpt/checksums"
 _SUFFIX: Final = ".bin"
@@ -42,6 +39,20 @@ _DTYPES: Final = ("<u4", "<u4", "<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
 """Of the columns of a table, as they are in ``ChecksumColumns``."""
 _WIDE: Final = (4, 5, 6)
 """Columns with several numbers a row."""
+Uint64s = npt.NDArray[np.uint64]
+DIGEST_BYTES: Final = 16
+NO_DIGEST: Final = bytes(DIGEST_BYTES)
+_SHORT_BYTES: Final = 240
+"""Up to here the lower half of xxh3_128 is not xxh3_64."""
+_LARGE_BYTES: Final = 1 << 20
+"""From here on other threads may run while a digest is made."""
+_DIGESTS_SUFFIX: Final = ".upper"
+_DIGESTS_MAGIC: Final = b"DCKPTUPR"
+_DIGESTS_HEAD: Final = struct.Struct("<8sI16s")
+"""Magic, version, xxh3_128 of the table of checksums."""
+_DIGESTS_VERSION: Final = 1
+_MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
+"""All memory of this process, of which only what belongs to a tensor may be read."""
 
 
 def checksum(array: npt.NDArray[Any]) -> int:
@@ -72,9 +83,8 @@ def checksums_at(
     addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint64]:
     """xxh3_64 of small runs of memory, which must stay for as long as this takes."""
-    kinds = {size: (ctypes.c_ubyte * size).from_address for size in np.unique(num_bytes).tolist()}
-    runs = zip(num_bytes.tolist(), addresses.tolist(), strict=True)
-    found = [xxhash.xxh3_64_intdigest(kinds[size](address)) for size, address in runs]
+    runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
+    found = [xxhash.xxh3_64_intdigest(_MEMORY[start:stop]) for start, stop in runs]
     return np.array(found, dtype=np.uint64)
 
 
@@ -104,17 +114,6 @@ class StoredPart:
             return False
         start, stop = self.flat_range or (0, 0)
         return Box.whole(shape).contains(box) and 0 <= start <= stop <= box.num_elements
-
-
-@dataclass(frozen=True, slots=True)
-class TableFile:
-    """A table as a file, its smallest and largest key, and the number of its rows."""
-
-    name: str
-    data: bytes
-    first_key: str
-    last_key: str
-    num_rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,8 +146,8 @@ class ChecksumColumns:
         """Some rows, whose keys are positions in other names."""
         return ChecksumColumns(names, keys, *(column[rows] for column in self._by_row[1:]))
 
-    def parts(self, rows: npt.NDArray[Any]) -> list[StoredPart]:
-        """Rows of tensors, one by one."""
+    def parts_at(self, rows: npt.NDArray[Any]) -> list[StoredPart]:
+        """Some rows, one by one; the offset of the box of an object is its cell."""
         taken = [column[rows].tolist() for column in self._by_row]
         return [
             StoredPart(
@@ -161,6 +160,17 @@ class ChecksumColumns:
             for key, rank, ndim, _, offset, shape, flat, digest in zip(*taken, strict=True)
         ]
 
+    def parts(self, keys: Container[str] | None = None) -> list[StoredPart]:
+        """The rows of all tensors, or of those with some keys."""
+        chosen = self.is_object == 0
+        if keys is not None:
+            chosen &= np.array([name in keys for name in self.names], dtype=np.bool_)[self.keys]
+        return self.parts_at(np.flatnonzero(chosen))
+
+    def objects(self) -> list[StoredPart]:
+        """The rows of objects."""
+        return self.parts_at(np.flatnonzero(self.is_object))
+
     def to_bytes(self) -> bytes:
         """The content of a table of all rows."""
         text = json.dumps(self.names).encode()
@@ -170,43 +180,26 @@ class ChecksumColumns:
         data = b"".join([head, text, *body])
         return data + xxhash.xxh3_128_digest(data)
 
-    def objects(self) -> list[StoredPart]:
-        """The rows of objects, one by one: the offset of a box is the cell."""
-        return self.parts(np.flatnonzero(self.is_object))
 
+def make_tables(
+    columns: ChecksumColumns, uppers: Uint64s | None = None
+) -> Iterator[tuple[dict[str, bytes], tuple[str, str]]]:
+    """The files of each table by name, the table first, and its smallest and largest key.
 
-@dataclass(frozen=True, eq=False)
-class ChecksumTable:
-    """The rows of one or more tables."""
-
-    columns: Sequence[ChecksumColumns] = ()
-
-    @cached_property
-    def parts(self) -> tuple[StoredPart, ...]:
-        rows = ((own, np.flatnonzero(own.is_object == 0)) for own in self.columns)
-        return tuple(part for own, chosen in rows for part in own.parts(chosen))
-
-    def parts_of(self, keys: Container[str]) -> Iterator[StoredPart]:
-        """The rows of some tensors."""
-        for own in self.columns:
-            is_asked = np.array([name in keys for name in own.names], dtype=np.bool_)
-            yield from own.parts(np.flatnonzero(is_asked[own.keys] & (own.is_object == 0)))
-
-    @cached_property
-    def objects(self) -> tuple[StoredPart, ...]:
-        return tuple(cell for own in self.columns for cell in own.objects())
-
-
-def make_tables(columns: ChecksumColumns) -> list[TableFile]:
-    tables = []
+    With ``uppers``, the upper halves of the digests, each has a file of those beside it.
+    """
     for number, start in enumerate(range(0, len(columns.keys), _ROWS_A_TABLE)):
         rows = slice(start, start + _ROWS_A_TABLE)
         used, keys = np.unique(columns.keys[rows], return_inverse=True)
         names = [columns.names[position] for position in used.tolist()]
-        data = columns.renamed(rows, names, keys).to_bytes()
         name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
-        tables.append(TableFile(name, data, names[0], names[-1], len(keys)))
-    return tables
+        files = {name: columns.renamed(rows, names, keys).to_bytes()}
+        if uppers is not None:
+            of_table = xxhash.xxh3_128_digest(files[name])
+            body = _DIGESTS_HEAD.pack(_DIGESTS_MAGIC, _DIGESTS_VERSION, of_table)
+            body += uppers[rows].astype("<u8").tobytes()
+            files[upper_name(name)] = body + xxhash.xxh3_128_digest(body)
+        yield files, (names[0], names[-1])
 
 
 def checksum_files(folder: Location) -> list[Location]:
@@ -215,13 +208,14 @@ def checksum_files(folder: Location) -> list[Location]:
     return [folder / CHECKSUMS_NAME / name for name in names if name.endswith(_SUFFIX)]
 
 
-def read_checksums(folder: Location) -> list[StoredPart]:
-    """Everything that was noted about the tensors of a checkpoint."""
-    return [part for path in checksum_files(folder) for part in read_table(path).parts]
+def read_tables(folder: Location, names: Iterable[str] | None = None) -> list[ChecksumColumns]:
+    """The tables of a checkpoint; see ``read_table``."""
+    paths = checksum_files(folder) if names is None else [folder / name for name in names]
+    return list(map(read_table, paths))
 
 
-def read_table(path: Location) -> ChecksumTable:
-    """The rows of one table.
+def read_table(path: Location) -> ChecksumColumns:
+    """One table.
 
     Raises:
         CorruptCheckpointError: if the file is not what it should be.
@@ -230,11 +224,11 @@ def read_table(path: Location) -> ChecksumTable:
     return parse_table(location.read_bytes(path, _MAX_TABLE_BYTES), str(path))
 
 
-def parse_table(data: bytes, path: str) -> ChecksumTable:
-    """The rows of the table with this content."""
+def parse_table(data: bytes, path: str) -> ChecksumColumns:
+    """The table with this content."""
     remedy = "Use another checkpoint, or load without verify."
     with local_folder.parsing("checksums cannot be read", path, remedy=remedy):
-        return ChecksumTable([_columns(data)])
+        return _columns(data)
 
 
 def _columns(data: bytes) -> ChecksumColumns:
@@ -263,26 +257,6 @@ def _columns(data: bytes) -> ChecksumColumns:
     if rows and (int(table.keys.max()) >= len(names) or int(table.ndim.max()) > width):
         raise ValueError("a row names no key, or has more axes than there are")
     return table
-
-
-def concatenate_tables(tables: Iterable[ChecksumTable]) -> ChecksumTable:
-    return ChecksumTable([own for table in tables for own in table.columns])
-
-
-Uint64s = npt.NDArray[np.uint64]
-DIGEST_BYTES: Final = 16
-NO_DIGEST: Final = bytes(DIGEST_BYTES)
-_SHORT_BYTES: Final = 240
-"""Up to here the lower half of xxh3_128 is not xxh3_64."""
-_LARGE_BYTES: Final = 1 << 20
-"""From here on other threads may run while a digest is made."""
-_DIGESTS_SUFFIX: Final = ".upper"
-_DIGESTS_MAGIC: Final = b"DCKPTUPR"
-_DIGESTS_HEAD: Final = struct.Struct("<8sI16s")
-"""Magic, version, xxh3_128 of the table of checksums."""
-_DIGESTS_VERSION: Final = 1
-_MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
-"""All memory of this process, of which only what belongs to a tensor may be read."""
 
 
 class Digest:
@@ -328,12 +302,10 @@ def digests_at(
     addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint64]:
     """``[runs, 2]``: the digests of small runs of memory, which must stay while this works."""
-    starts, stops = addresses.tolist(), (addresses + num_bytes).tolist()
-    spans = zip(starts, stops, strict=True)
-    columns = columns_of([xxhash.xxh3_128_digest(_MEMORY[start:stop]) for start, stop in spans])
-    short = np.flatnonzero(num_bytes <= _SHORT_BYTES)
-    lower = [xxhash.xxh3_64_intdigest(_MEMORY[starts[i] : stops[i]]) for i in short.tolist()]
-    columns[short, 1] = np.array(lower, dtype=np.uint64)
+    runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
+    columns = columns_of([xxhash.xxh3_128_digest(_MEMORY[start:stop]) for start, stop in runs])
+    short = num_bytes <= _SHORT_BYTES
+    columns[short, 1] = checksums_at(addresses[short], num_bytes[short])
     return columns
 
 
@@ -349,14 +321,6 @@ def upper_name(table: str) -> str:
     return table.rpartition(".")[0] + _DIGESTS_SUFFIX
 
 
-def upper_file(table: TableFile, uppers: Uint64s) -> tuple[SealedFile, bytes]:
-    """The file beside a table with the upper halves for its rows, and its content."""
-    head = _DIGESTS_HEAD.pack(_DIGESTS_MAGIC, _DIGESTS_VERSION, xxhash.xxh3_128_digest(table.data))
-    body = head + uppers.astype("<u8").tobytes()
-    data = body + xxhash.xxh3_128_digest(body)
-    return SealedFile.of_bytes(upper_name(table.name), data), data
-
-
 def read_digests(folder: Location, table: str) -> tuple[ChecksumColumns, Uint64s]:
     """The rows of a table of checksums, and the upper halves of their digests.
 
@@ -367,7 +331,7 @@ def read_digests(folder: Location, table: str) -> tuple[ChecksumColumns, Uint64s
     content = location.read_bytes(folder / table, _MAX_TABLE_BYTES)
     path = folder / upper_name(table)
     data = location.read_bytes(path, _MAX_TABLE_BYTES)
-    columns = parse_table(content, str(folder / table)).columns[0]
+    columns = parse_table(content, str(folder / table))
     with local_folder.parsing("digests cannot be read", path):
         magic, version, of_table = _DIGESTS_HEAD.unpack_from(data)
         size = _DIGESTS_HEAD.size + 8 * len(columns.keys)

@@ -96,7 +96,7 @@ def is_verifiable(folder: Location, strategy: Selection[LoadShardedStrategy]) ->
             open_checkpoint(data_folder(folder), strategy)
         except UnsupportedFormatError:
             return True  # the load itself tells the caller
-    return any(read_table(path).parts for path in checksum_files(data_folder(folder)))
+    return any(read_table(path).parts() for path in checksum_files(data_folder(folder)))
 
 
 def asks_for_all(

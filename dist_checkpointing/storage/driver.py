@@ -19,7 +19,6 @@ from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumColumns,
     make_tables,
-    upper_file,
 )
 from dist_checkpointing.format.index import Index, StatedSize, meets_many, stated_size
 from dist_checkpointing.format.seal import SealedFile
@@ -200,17 +199,12 @@ def _write_tables(
         catalog.flat,
         checksums[catalog.sources],
     )
-    begin = 0
-    for table_file in make_tables(columns):
-        location.write_content(folder / table_file.name, table_file.data, durability)
-        files.append(SealedFile.of_bytes(table_file.name, table_file.data))
-        tables[table_file.name] = (table_file.first_key, table_file.last_key)
-        if len(high) == len(checksums):
-            end = begin + table_file.num_rows
-            file, data = upper_file(table_file, high[catalog.sources[begin:end]])
-            location.write_content(folder / file.name, data, durability)
-            files.append(file)
-            begin = end
+    uppers = high[catalog.sources] if len(high) == len(checksums) else None
+    for contents, keys in make_tables(columns, uppers):
+        for name, data in contents.items():
+            location.write_content(folder / name, data, durability)
+            files.append(SealedFile.of_bytes(name, data))
+        tables[next(iter(contents))] = keys
     if durability is Durability.FSYNC:
         location.fsync_folder(folder / CHECKSUMS_NAME)
     return tables

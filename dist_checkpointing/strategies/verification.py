@@ -28,15 +28,12 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumColumns,
-    ChecksumTable,
     StoredPart,
     checksum,
-    checksum_files,
     checksum_of,
     checksum_of_bytes,
     checksums_at,
-    concatenate_tables,
-    read_table,
+    read_tables,
 )
 from dist_checkpointing.format.geometry import Box, Ints, Window, padded, padded_rows, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -83,7 +80,7 @@ class FilledRows:
             found = checksums_at(self.addresses[block], num_bytes)
             is_other = found != self.table.digests[block]
             if is_other.any():
-                parts = self.table.parts(start + np.flatnonzero(is_other))
+                parts = self.table.parts_at(start + np.flatnonzero(is_other))
                 differ += zip(parts, found[is_other].tolist(), strict=True)
             report(int(num_bytes.sum()))
         return differ
@@ -387,7 +384,7 @@ def _verify_wanted(
             folder,
             "has no seal" if seal is None else "has an open seal, as a removal was cut off",
         )
-        table = concatenate_tables(read_table(path) for path in checksum_files(folder))
+        tables = read_tables(folder)
     else:
         by_common = [] if has_objects else objects
         names = [*opened.strategies.common.file_names(by_common, folder)]
@@ -396,17 +393,17 @@ def _verify_wanted(
         names += [name for name in files if name in seal.files and name not in names]
         if keys or (has_objects and objects):
             names += reader.describing_names(keys)
-        tables = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
-        _require_none(check_config(seal, folder) + check_files(seal, folder, [*names, *tables]))
-        table = concatenate_tables(read_table(folder / name) for name in tables)
-    has_parts = any((part.is_object == 0).any() for part in table.columns)
+        asked = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
+        _require_none(check_config(seal, folder) + check_files(seal, folder, [*names, *asked]))
+        tables = read_tables(folder, asked)
+    has_parts = any((part.is_object == 0).any() for part in tables)
     has_values = any(0 not in index[k].global_shape for k in keys if k in index)
     if keys and has_values and not has_parts:
         finding = Finding(
             "no checksums were kept when it was saved", path=str(folder / CHECKSUMS_NAME)
         )
         raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
-    filled, others, findings = _looked_up(table, wanted, index)
+    filled, others, findings = _looked_up(tables, wanted, index)
     findings += damage_of(others, reader, index, meter)
     if seal is not None and has_objects and objects:
         misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
@@ -414,7 +411,9 @@ def _verify_wanted(
             raise StateMismatchError("the checkpoint does not hold what is wanted", misfitting)
         set_up_reader(reader, index, rank=0, world_size=1)
         cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
-        findings += damage_of_objects(cells, table.objects, reader)
+        findings += damage_of_objects(
+            cells, [cell for own in tables for cell in own.objects()], reader
+        )
     _require_none(findings)
     return filled
 
@@ -425,20 +424,20 @@ def _require_none(findings: Sequence[Finding]) -> None:
 
 
 def _looked_up(
-    table: ChecksumTable, wanted: WantedTable, index: Index
+    tables: Sequence[ChecksumColumns], wanted: WantedTable, index: Index
 ) -> tuple[Filled, list[StoredPart], list[Finding]]:
     """The parts that fill memory, the others that are wanted, and what no checksum speaks of."""
     rows: list[FilledRows] = []
     with paused_collector():
         is_apart = index.rows_of(wanted.keys) >= 0
         if is_apart.all():
-            rows, is_whole = filled_rows(table.columns, wanted, index)
+            rows, is_whole = filled_rows(tables, wanted, index)
             is_apart = ~is_whole
         leaves = [wanted.tensors[number] for number in np.flatnonzero(is_apart).tolist()]
         if not leaves:
             return Filled((), rows), [], []
         parts: dict[str, list[StoredPart]] = {leaf.key: [] for leaf in leaves}
-        for part in table.parts_of(parts):
+        for part in (part for own in tables for part in own.parts(parts)):
             parts[part.key].append(part)
         findings = [f for key, known in parts.items() for f in not_covered(index[key], known)]
         if findings:

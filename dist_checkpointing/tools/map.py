@@ -18,7 +18,7 @@ import typer
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.format.checksums import StoredPart, read_checksums
+from dist_checkpointing.format.checksums import StoredPart, read_tables
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, ravel_offset
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.tools.inspect.opening import open_named
@@ -115,7 +115,7 @@ def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) ->
     wanted = [checkpoint[key].key for key in (checkpoint if keys is None else keys)]
     index = checkpoint.index
     parts: dict[str, list[StoredPart]] = {key: [] for key in wanted}
-    for part in read_checksums(checkpoint.folder):
+    for part in (part for table in read_tables(checkpoint.folder) for part in table.parts()):
         if part.key in parts:
             parts[part.key].append(part)
     silent = [key for key in wanted if not parts[key]]

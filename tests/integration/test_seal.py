@@ -275,7 +275,7 @@ def test_a_rank_reads_the_tables_of_what_it_loads(
     save_on(2, lambda comm: {k: rows(k, t, comm) for k, t in full.items()}, tmp_path / "c")
     tables = checksum_tables.checksum_files(tmp_path / "c")
     assert len(tables) == 20
-    whole = [part for path in tables for part in checksum_tables.read_table(path).parts]
+    whole = [part for path in tables for part in checksum_tables.read_table(path).parts()]
     assert [part.key for part in whole] == sorted(part.key for part in whole)
     assert {(part.key, part.rank) for part in whole} == {(k, r) for k in keys for r in range(2)}
     for path in tables[3:]:

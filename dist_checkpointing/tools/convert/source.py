@@ -17,10 +17,8 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMism
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (
     StoredPart,
-    checksum_files,
     checksum_of,
-    concatenate_tables,
-    read_table,
+    read_tables,
 )
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -248,13 +246,13 @@ def checks_of(opened: Checkpoint, keys: Collection[str]) -> PartChecks | None:
     if seal is not None and is_sealed:
         names = [file.name for file in seal.files.values() if file.digest is not None]
         _refuse([*check_config(seal, folder), *check_files(seal, folder, names)])
-    table = concatenate_tables(read_table(path) for path in checksum_files(folder))
+    tables = read_tables(folder)
     if is_sealed:
-        _refuse(stored_objects_damage(opened, table.objects))
-    if not any((own.is_object == 0).any() for own in table.columns):
+        _refuse(stored_objects_damage(opened, [cell for own in tables for cell in own.objects()]))
+    if not any((own.is_object == 0).any() for own in tables):
         return None
     parts: dict[str, list[StoredPart]] = {}
-    for part in table.parts_of(keys):
+    for part in (part for own in tables for part in own.parts(keys)):
         if part.key in tensors and part.digest is not None:
             parts.setdefault(part.key, []).append(part)
     findings = []
