@@ -67,10 +67,9 @@ Place = TypeVar("Place", Path, ObjectPath)
 logger: logging.Logger = logging.getLogger(__name__)
 COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
-_MAX_CONFIG_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 DATA: Final = "data"
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
-_MAX_COMMIT_BYTES: Final = 1 << 20
 _SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 
 
@@ -146,7 +145,7 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
     with local_folder.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
-        content = location.read_json(path, _MAX_CONFIG_BYTES)
+        content = location.read_json(path, _MAX_BYTES)
         config = CheckpointingConfig.of(content)
         for field in fields(config):
             kind = str if field.name.endswith("backend") else int
@@ -192,6 +191,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
     return True
 
 
+@dataclass(eq=False)
 class Attempt:
     """One try to write a checkpoint; only rank 0 has one.
 
@@ -203,21 +203,13 @@ class Attempt:
         creates: Relative names of the files and folders that the save makes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        lock: FolderLock,
-        creates: tuple[str, ...],
-        durability: Durability,
-        name: str | None = None,
-    ) -> None:
-        self.id: str = name or uuid.uuid4().hex
-        self.folder = folder
-        self.creates = creates
-        self._lock = lock
-        self._durability = durability
-        self._may_be_committed = False
-        self._above: list[Path] = []
+    id: str
+    folder: Path
+    creates: tuple[str, ...]
+    _lock: FolderLock
+    _durability: Durability
+    _above: Sequence[Path]
+    _may_be_committed: bool = False
 
     @classmethod
     def begin(
@@ -250,8 +242,8 @@ class Attempt:
             is_new = make_own_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
-            attempt = cls(folder, lock, names, durability, name)
-            attempt._above = [path.parent for path in made]
+            above = [path.parent for path in made]
+            attempt = cls(name or uuid.uuid4().hex, folder, names, lock, durability, above)
             if not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
@@ -291,39 +283,35 @@ class Attempt:
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next attempt deletes."""
         if not self._lock.is_held:
-            return  # committed, or let go: what is here is no longer this attempt's to judge
-        try:
-            if self._may_be_committed or is_committed(self.folder):
-                end_commit(self.folder)
-        except OSError as error:
-            logger.warning(
-                "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
-                self.folder / CONFIG_FNAME,
-                error,
-            )
-            self._lock.release()
-            return
-        left = []
-        names = [self.folder / name for name in self.creates]
-        for name in reversed(self.creates):
+            return  # committed, or released: what is here is no longer this attempt's to judge
+        with self._lock:
             try:
-                local_folder.remove(self.folder / name, self.folder)
+                if self._may_be_committed or is_committed(self.folder):
+                    end_commit(self.folder)
             except OSError as error:
-                logger.warning("could not remove %s of a failed save: %s", name, error)
-                left.append(name)
-        # What is gone is no longer ours: the next file of that name may be somebody else's.
-        self.creates = tuple(left)
-        try:
-            if self._durability is Durability.FSYNC:
-                local_folder.fsync_removal(names, self.folder)
-            note_attempt(self.folder, self.id, self.creates, self._durability)
-            self.make_durable()
-        except OSError as error:
-            logger.warning("could not note what a failed save left: %s", error)
-        self._lock.release()
+                logger.warning(
+                    "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
+                    self.folder / CONFIG_FNAME,
+                    error,
+                )
+                return
+            names, left = [self.folder / name for name in self.creates], []
+            for name in reversed(self.creates):
+                try:
+                    local_folder.remove(self.folder / name, self.folder)
+                except OSError as error:
+                    logger.warning("could not remove %s of a failed save: %s", name, error)
+                    left.append(name)
+            # What is gone is no longer ours: the next file of that name may be somebody else's.
+            self.creates = tuple(left)
+            with tolerant("could not note what a failed save left"):
+                if self._durability is Durability.FSYNC:
+                    local_folder.fsync_removal(names, self.folder)
+                note_attempt(self.folder, self.id, self.creates, self._durability)
+                self.make_durable()
 
     def release(self) -> None:
-        """Let go of the folder as it is; the next attempt clears away what is there."""
+        """Leave the folder as it is; the next attempt clears away what is there."""
         self._lock.release()
 
 
@@ -345,20 +333,16 @@ def refuse_committed(
     Raises:
         CheckpointExistsError: saying which of the two.
     """
-    if not is_committed(folder):
+    if not is_committed(folder) or (overwrite and save_of(folder) is not None):
         return
-    if not overwrite:
-        problem = "a committed checkpoint is here"
-        remedy = "Save to another place, or pass overwrite=True to replace this one."
-        message = f"{folder} already holds a checkpoint"
-    elif save_of(folder) is None:
+    message, problem = f"{folder} already holds a checkpoint", "a committed checkpoint is here"
+    remedy = "Save to another place, or pass overwrite=True to replace this one."
+    if overwrite:
+        message = f"{folder} cannot be overwritten"
         problem = (
             "it was copied to here, or another program wrote it: nothing says which files are ours"
         )
         remedy = "Delete it by hand, or save to another place."
-        message = f"{folder} cannot be overwritten"
-    else:
-        return
     raise CheckpointExistsError(message, [Finding(problem, path=str(folder), remedy=remedy)])
 
 
@@ -422,7 +406,7 @@ def read_commit(folder: Location) -> Commit | None:
     names = (name.removesuffix(".json") for name in location.names_in(folder / COMMITS))
     for number in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
         path = folder / f"{COMMITS}/{number}.json"
-        data = location.read_own(path, _MAX_COMMIT_BYTES)
+        data = location.read_own(path, _MAX_BYTES)
         if data is None:
             continue  # removed meanwhile
         with local_folder.parsing("a commit cannot be read", path):
@@ -453,6 +437,7 @@ def data_folder(checkpoint_dir: str | os.PathLike[str]) -> Location:
     return root / commit.data if commit is not None and is_complete else root
 
 
+@dataclass(eq=False)
 class StoreAttempt:
     """One try to write a checkpoint into an object store; only rank 0 has one.
 
@@ -460,13 +445,12 @@ class StoreAttempt:
     commits.
     """
 
-    def __init__(self, root: ObjectPath, claim: HeldClaim, creates: tuple[str, ...]) -> None:
-        self.id: str = claim.claim.attempt
-        self.folder: ObjectPath = root / DATA / self.id
-        self.creates = creates
-        self._root = root
-        self._claim = claim
-        self._replaces: Commit | None = None
+    id: str
+    folder: ObjectPath
+    creates: tuple[str, ...]
+    _root: ObjectPath
+    _claim: HeldClaim
+    _replaces: Commit | None = None
 
     @classmethod
     def begin(
@@ -492,19 +476,15 @@ class StoreAttempt:
         # Before the claims are read: a save claims first, then writes.
         found = root.store.list_folder((root / DATA).prefix)[0]
         claim = HeldClaim.acquire(root, period)
-        attempt = cls(root, claim, names)
+        name = claim.claim.attempt
+        attempt = cls(name, root / DATA / name, names, root, claim)
         try:
-            commit = read_commit(root)
-            is_complete = is_file(root / CONFIG_FNAME)
-            if commit is not None and not is_complete:  # cut off after the commit
-                claim.require_held()  # it may have been removed since it was read
-                _publish(root, commit.attempt, commit.config)
-                logger.warning("%s: a save had committed here: it is a checkpoint now", root)
-            if commit is not None or is_complete:
+            commit = _completed_commit(root, claim)
+            if commit is not None or is_file(root / CONFIG_FNAME):
                 refuse_committed(root, lambda _: commit, overwrite=overwrite)
             location.write(attempt.folder / ATTEMPT_NAME, attempt_json(attempt.id, names))
             attempt._replaces = commit
-            _clear(root, {*found} - {commit.attempt if commit else ""})
+            clear_saves(root, {*found} - {commit.attempt if commit else ""})
         except Exception:
             attempt.release()
             raise
@@ -531,10 +511,10 @@ class StoreAttempt:
             raise self._claim.lost()
         _publish(self._root, self.id, config)
         self._claim.stop()
-        with _tolerant("what a save has replaced was not deleted"):
+        with tolerant("what a save has replaced was not deleted"):
             self._claim.forget()
             if self._replaces is not None:
-                _clear(self._root, {self._replaces.attempt})
+                clear_saves(self._root, {self._replaces.attempt})
 
     def _seal_checksum(self) -> str:
         seal = self.folder / OWN_FOLDER / "seal.json"
@@ -545,25 +525,21 @@ class StoreAttempt:
         """Free what was written. What cannot be deleted now, the next save deletes."""
         if not self._claim.is_held:
             return
-        with _tolerant("what a failed save wrote was not deleted"):
+        with tolerant("what a failed save wrote was not deleted"):
             if self._claim.end().get("attempt") != self.id:
                 object_store_locks.delete_below(self.folder)
             else:
                 logger.warning("%s: the failed save is a checkpoint after all", self._root)
 
     def release(self) -> None:
-        """Let go of the prefix as it is; the next save clears away what has not committed."""
+        """Leave the prefix as it is; the next save clears away what has not committed."""
         if self._claim.is_held:
-            with _tolerant("a save was not noted as ended: the next one waits for a while"):
+            with tolerant("a save was not noted as ended: the next one waits for a while"):
                 self._claim.end()
 
 
 def begin_attempt(
-    folder: Location,
-    creates: Iterable[str],
-    durability: Durability,
-    *,
-    overwrite: bool,
+    folder: Location, creates: Iterable[str], durability: Durability, *, overwrite: bool
 ) -> Attempt | StoreAttempt:
     """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
     if isinstance(folder, ObjectPath):
@@ -582,58 +558,23 @@ def finish_commit(folder: Location) -> None:
         return
     if read_commit(folder) is None:
         return
-    claim = HeldClaim.acquire(
-        folder, PERIOD
-    )  # a removal deletes this file first, and the commit next
+    # A removal deletes ``metadata.json`` first, and the commit next.
+    claim = HeldClaim.acquire(folder, PERIOD)
     try:
-        commit = read_commit(folder)
-        if commit is not None and not is_file(folder / CONFIG_FNAME):
-            _publish(folder, commit.attempt, commit.config)
+        _completed_commit(folder, claim)
     finally:
-        with _tolerant("a look was not noted as ended: the next save waits for a while"):
+        with tolerant("a look was not noted as ended: the next save waits for a while"):
             claim.end()
 
 
-def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
-    """Delete a checkpoint, and what unfinished saves left below its prefix.
-
-    ``metadata.json`` goes first, then the commit, then the data: a crash in between leaves either
-    the whole, which the next save makes a checkpoint again, or an uncommitted save.
-
-    Raises:
-        CheckpointExistsError: if a save is writing there.
-        CheckpointingException: if no save of this library wrote there.
-        OSError: if the store does not answer; what is left is as after a crash.
-    """
-    store = root.store
-    if not object_store_locks.numbers_in(root)[0]:
-        finding = Finding("no save of this library claimed this prefix", path=str(root))
-        raise CheckpointingException(f"{root} is not deleted", [finding])
-    # Before the claim: nothing that a later save writes is in these lists.
-    found = store.list_folder((root / DATA).prefix)[0]
-    beats = [info.key for info in store.list_below((root / BEATS).prefix)]
-    claim = HeldClaim.acquire(root, period)
-    try:
-        commit = read_commit(root)
-        claims, decided = object_store_locks.numbers_in(root)
-        fences = object_store_locks.fence_numbers(root)
-        claim.require_held()
-        store.delete([(root / CONFIG_FNAME).key])
-        last = set() if commit is None else {commit.number}
-        # The last one goes last: an older commit must not come to light again.
-        for some in ({*decided} - last - fences, last):
-            store.delete([(root / f"{COMMITS}/{number}.json").key for number in some])
-        _clear(root, {*found} if commit is None else {*found, commit.attempt})
-        earlier = [(root / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
-        store.delete([*earlier, *beats])
-        claim.forget()
-        store.delete([(root / f"{CLAIMS}/{claim.claim.number}.json").key])
-    except Exception:
-        with _tolerant("a removal was not noted as ended: the next save waits for a while"):
-            claim.end()
-        raise
-    finally:
-        claim.stop()
+def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
+    """The commit below a prefix; its ``metadata.json`` is put if the save was cut off before."""
+    commit = read_commit(root)
+    if commit is not None and not is_file(root / CONFIG_FNAME):
+        claim.require_held()  # it may have been removed since it was read
+        _publish(root, commit.attempt, commit.config)
+        logger.warning("%s: a save had committed here: it is a checkpoint now", root)
+    return commit
 
 
 def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
@@ -642,7 +583,7 @@ def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> Non
         put_surely(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
 
 
-def _clear(root: ObjectPath, attempts: Iterable[str]) -> None:
+def clear_saves(root: ObjectPath, attempts: Iterable[str]) -> None:
     """Delete the data of saves that cannot commit any more, or were replaced."""
     for attempt in attempts:
         object_store_locks.delete_below(root / DATA / attempt)
@@ -650,8 +591,8 @@ def _clear(root: ObjectPath, attempts: Iterable[str]) -> None:
 
 
 @contextmanager
-def _tolerant(what: str) -> Iterator[None]:
-    """Log errors of the store: the work is done, or its error is told already."""
+def tolerant(what: str) -> Iterator[None]:
+    """Log errors: the work is done, or another error is raised already."""
     try:
         yield
     except (OSError, CheckpointingException) as error:

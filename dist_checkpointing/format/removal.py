@@ -18,17 +18,26 @@ from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import local_folder, location, object_store_locks
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
-from dist_checkpointing.filesystem.object_store_locks import CLAIMS
+from dist_checkpointing.filesystem.object_store_locks import (
+    BEATS,
+    CLAIMS,
+    COMMITS,
+    PERIOD,
+    HeldClaim,
+)
 from dist_checkpointing.format.commit import (
+    DATA,
     StoreAttempt,
+    clear_saves,
     data_folder,
     end_commit,
     is_committed,
+    read_commit,
     read_config,
-    remove_from_store,
+    tolerant,
 )
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
@@ -71,6 +80,48 @@ def remove_checkpoint(folder: Location) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or is_spent(folder):
             raise
         logger.warning("%s is not empty: it holds files that no save of ours made", folder)
+
+
+def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
+    """Delete a checkpoint, and what unfinished saves left below its prefix.
+
+    ``metadata.json`` goes first, then the commit, then the data: a crash in between leaves either
+    the whole, which the next save makes a checkpoint again, or an uncommitted save.
+
+    Raises:
+        CheckpointExistsError: if a save is writing there.
+        CheckpointingException: if no save of this library wrote there.
+        OSError: if the store does not answer; what is left is as after a crash.
+    """
+    store = root.store
+    if not object_store_locks.numbers_in(root)[0]:
+        finding = Finding("no save of this library claimed this prefix", path=str(root))
+        raise CheckpointingException(f"{root} is not deleted", [finding])
+    # Before the claim: nothing that a later save writes is in these lists.
+    found = store.list_folder((root / DATA).prefix)[0]
+    beats = [info.key for info in store.list_below((root / BEATS).prefix)]
+    claim = HeldClaim.acquire(root, period)
+    try:
+        commit = read_commit(root)
+        claims, decided = object_store_locks.numbers_in(root)
+        fences = object_store_locks.fence_numbers(root)
+        claim.require_held()
+        store.delete([(root / CONFIG_FNAME).key])
+        last = set() if commit is None else {commit.number}
+        # The last one goes last: an older commit must not come to light again.
+        for some in ({*decided} - last - fences, last):
+            store.delete([(root / f"{COMMITS}/{number}.json").key for number in some])
+        clear_saves(root, {*found} if commit is None else {*found, commit.attempt})
+        earlier = [(root / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
+        store.delete([*earlier, *beats])
+        claim.forget()
+        store.delete([(root / f"{CLAIMS}/{claim.claim.number}.json").key])
+    except Exception:
+        with tolerant("a removal was not noted as ended: the next save waits for a while"):
+            claim.end()
+        raise
+    finally:
+        claim.stop()
 
 
 def is_leftover(folder: Location) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from dist_checkpointing import ObjectPath
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException
 from dist_checkpointing.format import read_commit
-from dist_checkpointing.format.commit import remove_from_store
+from dist_checkpointing.format.removal import remove_from_store
 from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy
 from s3_servers import Server
 from store_saves import CONFIG, OTHER_CONFIG, begin, kill_points, loaded, names, put, save

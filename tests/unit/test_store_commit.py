@@ -22,7 +22,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import Holder, Kind, ObjectStore, object_store_locks
 from dist_checkpointing.filesystem.object_store_locks import Claim, HeldClaim
 from dist_checkpointing.format import StoreAttempt, read_commit
-from dist_checkpointing.format.commit import remove_from_store
+from dist_checkpointing.format.removal import remove_from_store
 from store_saves import (
     CONFIG,
     OTHER_CONFIG,
