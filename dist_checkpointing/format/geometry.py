@@ -389,14 +389,14 @@ class PieceColumns(Mapping[str, Pieces]):
         ndim = np.array([table.offsets.shape[1] for table in tables], dtype=np.int64)
         starts = np.cumsum([0, *map(len, tables)], dtype=np.int64)
         width = int(ndim.max(initial=0))
-        offsets = np.zeros((int(starts[-1]), width), dtype=np.int64)
-        shapes = np.ones(offsets.shape, dtype=np.int64)
-        flat = np.empty((len(offsets), 2), dtype=np.int64)
-        for table, (first, last) in zip(tables, itertools.pairwise(starts.tolist()), strict=True):
-            offsets[first:last, : table.offsets.shape[1]] = table.offsets
-            shapes[first:last, : table.offsets.shape[1]] = table.shapes
-            flat[first:last] = table.flat
-        return cls(list(pieces), starts, ndim, offsets, shapes, flat)
+        tables = tables or [Pieces.of(0, ())]
+        columns = (
+            [padded(table.offsets, width, 0) for table in tables],
+            [padded(table.shapes, width, 1) for table in tables],
+            [table.flat for table in tables],
+        )
+        joined = (own[0] if len(own) == 1 else np.concatenate(own) for own in columns)
+        return cls(list(pieces), starts, ndim, *joined)
 
     @classmethod
     def joined(cls, tables: Sequence[PieceColumns]) -> PieceColumns:

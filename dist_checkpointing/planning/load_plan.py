@@ -152,9 +152,10 @@ class WantedTable:
     def flat(self) -> Int64s:
         """``[tensors, 2]``, start and stop of the flattened range, -1 where there is none."""
         ranges = np.full((len(self.keys), 2), -1, dtype=np.int64)
-        for row, part in enumerate(self.ranges):
-            if part is not None:
-                ranges[row] = part.start, part.stop
+        if self.ranges.count(None) < len(self.ranges):
+            for row, part in enumerate(self.ranges):
+                if part is not None:
+                    ranges[row] = part.start, part.stop
         return ranges
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -141,19 +142,22 @@ def plan_load(
     ends = np.minimum(segments.offsets + segments.shapes, whole[segments.parts])
     some = (ends > segments.offsets).all(axis=1)
     segments, ends = segments.take(some), ends[some]
-    shapes = [shape or full for shape, full in zip(chunk_shapes, global_shapes, strict=True)]
+    shapes: list[Any] = [*chunk_shapes]
+    divided = [row for row, shape in enumerate(shapes) if shape is None]
+    for row in divided:
+        shapes[row] = global_shapes[row]
     chunks = np.maximum(padded_rows(shapes, 1), 1)[segments.parts]
-    has_grid = np.array([shape is not None for shape in chunk_shapes], dtype=np.bool_)
-    has_grid = has_grid[segments.parts]
-    on = slice(None) if has_grid.all() else np.flatnonzero(has_grid)
-    rows = np.arange(len(has_grid))
-    stored = _in_grid(rows[on], segments.offsets[on], ends[on], chunks[on])
-    if has_grid.all():
-        return _table(wanted, segments, ends, stored), []
-    rows = np.flatnonzero(~has_grid)
+    rows = np.arange(len(ends))
+    if not divided:
+        return _table(
+            index, wanted, segments, ends, _in_grid(rows, segments.offsets, ends, chunks)
+        ), []
+    is_divided = np.isin(segments.parts, divided)
+    on, rows = rows[~is_divided], rows[is_divided]
+    stored = _in_grid(on, segments.offsets[on], ends[on], chunks[on])
     stored = stored.joined(*_in_pieces(index, wanted, segments, ends, whole, rows))
     stored = _once(segments, ends, stored.take(np.argsort(stored.rows, kind="stable")))
-    table = _table(wanted, segments, ends, stored)
+    table = _table(index, wanted, segments, ends, stored)
     counts = np.zeros((2, len(wanted)), dtype=np.int64)
     np.add.at(counts[0], segments.parts, (ends - segments.offsets).prod(axis=1))
     np.add.at(counts[1], segments.parts[stored.rows], table.num_elements)
@@ -185,29 +189,39 @@ def _in_pieces(
     rows: Int64s,
 ) -> Iterator[_Chunks]:
     """The pieces that meet some segments: first by their positions in the flattened tensor."""
-    keys = [wanted.keys[part] for part in segments.parts[rows].tolist()]
-    names, tensors = _numbered(keys)
-    whole = whole[segments.parts[rows]]
+    parts = segments.parts[rows]
+    keys = [wanted.keys[part] for part in parts.tolist()]
+    names, tensors = _numbered(keys, index.rows_of(wanted.keys)[parts])
+    whole = whole[parts]
     is_all = names == tuple(index.pieces)
     pieces = PieceColumns.of(index.pieces if is_all else {key: index.pieces[key] for key in names})
     width = whole.shape[1]
     # A part of an index keeps the width that the whole one had.
     offsets = padded(pieces.offsets[:, :width], width, 0)
     shapes = padded(pieces.shapes[:, :width], width, 1)
-    flat, (tensor, number) = pieces.flat, counted(np.diff(pieces.starts))
-    full = np.ones((len(pieces), width), dtype=np.int64)
+    flat, counts = pieces.flat, np.diff(pieces.starts)
+    tensor = np.repeat(np.arange(len(counts)), counts)
+    full = np.ones((len(counts), width), dtype=np.int64)
     full[tensors] = whole
-    begin, end = _bounds(offsets, shapes, flat, full[tensor])
-    begin, end, first, last = _ranked(
-        (tensor, begin),
-        (tensor, end),
-        (tensors, _positions(segments.offsets[rows], whole)),
-        (tensors, _positions(ends[rows] - 1, whole)),
-    )
-    order = None if (begin[1:] >= begin[:-1]).all() else np.argsort(begin, kind="stable")
+    bounds = [
+        *_bounds(offsets, shapes, flat, full, tensor),
+        _positions(segments.offsets[rows], whole),
+        _positions(ends[rows] - 1, whole),
+    ]
+    most = max(int(column.max(initial=0)) for column in bounds) + 1
+    if most * len(names) > MAX_EXTENT:
+        ranks = np.unique(np.concatenate(bounds), return_inverse=True)[1]
+        bounds, most = np.split(ranks, np.cumsum([*map(len, bounds)])[:-1]), len(ranks)
+    # Positions in all tensors, one behind the other.
+    owners = (tensor, tensor, tensors, tensors)
+    for column, of in zip(bounds, owners, strict=True):
+        np.add(column, most * of, out=column)
+    begin, end, first, last = bounds
+    order = None if _ascends(begin) else np.argsort(begin, kind="stable")
     begin, highest = (begin, end) if order is None else (begin[order], end[order])
     # Of pieces in order, those that end before have an end before the highest so far.
-    low = np.searchsorted(np.maximum.accumulate(highest), first)
+    highest = highest if _ascends(highest) else np.maximum.accumulate(highest)
+    low = np.searchsorted(highest, first)
     counts = np.maximum(np.searchsorted(begin, last, side="right") - low, 0)
     for some in np.split(np.arange(len(rows)), _ends(counts)):
         pair, step = counted(counts[some])
@@ -222,42 +236,46 @@ def _in_pieces(
         row, piece = row[meets], piece[meets]
         cut = _segments_of(offsets[piece], shapes[piece], flat[piece])
         row, piece = row[cut.parts], piece[cut.parts]
-        yield _Chunks(row, number[piece], offsets[piece], cut.starts, cut.shapes, cut.offsets)
+        number = piece - pieces.starts[tensor[piece]]
+        yield _Chunks(row, number, offsets[piece], cut.starts, cut.shapes, cut.offsets)
 
 
-def _bounds(offsets: Int64s, shapes: Int64s, flat: Int64s, full: Int64s) -> tuple[Int64s, Int64s]:
+def _bounds(
+    offsets: Int64s, shapes: Int64s, flat: Int64s, full: Int64s, tensor: Int64s
+) -> tuple[Int64s, Int64s]:
     """First and last position of pieces in the C order of their tensors, whose shapes are full."""
     begin, end = flat[:, 0].copy(), flat[:, 1] - 1
-    is_flat = begin >= 0
     # Most flattened pieces are ranges of the whole tensor.
-    other = np.flatnonzero(~is_flat | (shapes != full).any(axis=1))
-    offsets, shapes, full, is_flat = offsets[other], shapes[other], full[other], is_flat[other]
+    differs = begin < 0
+    for axis in range(full.shape[1]):
+        differs |= shapes[:, axis] != full[:, axis][tensor]
+    other = np.flatnonzero(differs)
+    offsets, shapes, full, is_flat = (
+        offsets[other],
+        shapes[other],
+        full[tensor[other]],
+        begin[other, None] >= 0,
+    )
     extents = np.maximum(shapes, 1)
     strides = _strides_of(extents)
     for column, box in ((begin, np.zeros_like(shapes)), (end, shapes - 1)):
         within = column[other, None] // strides % extents
-        inside = np.where(is_flat[:, None], within, box)
+        inside = np.where(is_flat, within, box)
         column[other] = _positions(offsets + inside, full)
     return begin, end
 
 
-def _numbered(keys: Sequence[str]) -> tuple[tuple[str, ...], Int64s]:
-    """The distinct names, and the position of each among them."""
-    known = dict.fromkeys(keys)
-    if len(known) == len(keys):
+def _ascends(column: Int64s) -> bool:
+    return bool((column[1:] >= column[:-1]).all())
+
+
+def _numbered(keys: Sequence[str], rows: Int64s) -> tuple[tuple[str, ...], Int64s]:
+    """The distinct keys, and the position of each among them; ``rows`` are those in the index."""
+    if np.diff(np.sort(rows)).all():
         return tuple(keys), np.arange(len(keys))
-    position = {name: number for number, name in enumerate(known)}
+    position = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     numbers = np.fromiter(map(position.__getitem__, keys), dtype=np.int64, count=len(keys))
     return tuple(position), numbers
-
-
-def _ranked(*columns: tuple[Int64s, Int64s]) -> list[Int64s]:
-    """Positions in tensors as numbers in one order, which is by tensor first."""
-    tensors, numbers = (np.concatenate(column) for column in zip(*columns, strict=True))
-    most = int(numbers.max(initial=0)) + 1
-    if most * (int(tensors.max(initial=0)) + 1) > MAX_EXTENT:
-        numbers, most = np.unique(numbers, return_inverse=True)[1], len(numbers)
-    return np.split(tensors * most + numbers, np.cumsum([len(own) for own, _ in columns])[:-1])
 
 
 def _ends(counts: Int64s) -> Int64s:
@@ -286,8 +304,10 @@ def _once(segments: _Segments, ends: Int64s, stored: _Chunks) -> _Chunks:
     return stored.take(is_first)
 
 
-def _table(wanted: WantedTable, segments: _Segments, ends: Int64s, stored: _Chunks) -> ReadTable:
-    names, numbers = _numbered(wanted.keys)
+def _table(
+    index: Index, wanted: WantedTable, segments: _Segments, ends: Int64s, stored: _Chunks
+) -> ReadTable:
+    names, numbers = _numbered(wanted.keys, index.rows_of(wanted.keys))
     filled, begin, lengths = _common(segments, ends, stored)
     rows = filled.parts
     return ReadTable(
