@@ -524,25 +524,22 @@ def test_a_load_agrees_no_more_often_than_it_must(
 ) -> None:
     """Each agreement is a wait for the slowest of thousands of ranks."""
     steps: list[str] = []
-    agree, collect = Comm.agree, Comm._collected
 
-    def noting(self: Comm, step: str, error: Exception | None) -> None:
-        if self.rank == 0:
-            steps.append(step)
-        agree(self, step, error)
+    def noting(call: Any) -> Any:
+        def noted(self: Comm, step: str, *args: Any, **options: Any) -> Any:
+            if self.rank == 0:
+                steps.append(step)
+            return call(self, step, *args, **options)
 
-    def noting_what_travels(self: Comm, step: str, *args: Any, **options: Any) -> Any:
-        if self.rank == 0:
-            steps.append(step)
-        return collect(self, step, *args, **options)
+        return noted
 
     def state(comm: Comm) -> dict[str, dc.ShardedTensor]:
         own = torch.full((3,), float(comm.rank))
         return {"w": dc.ShardedTensor.from_rank_offsets("w", own, (0, comm.rank, comm.world_size))}
 
     run_ranks(2, lambda comm: dc.save(state(comm), tmp_path / "c", comm=comm))
-    monkeypatch.setattr(Comm, "agree", noting)
-    monkeypatch.setattr(Comm, "_collected", noting_what_travels)
+    for name in ("agree", "exchange", "to_rank0"):
+        monkeypatch.setattr(Comm, name, noting(getattr(Comm, name)))
     run_ranks(2, lambda comm: dc.load(state(comm), tmp_path / "c", comm=comm))
     assert steps == [
         "opening the checkpoint",
