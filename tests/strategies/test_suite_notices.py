@@ -129,7 +129,7 @@ class StoresFloat64AsFloat32(Sound):
     class writer(ZarrV3Writer):  # noqa: N801
         def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
             def data_of(plan: SavePlan) -> Any:
-                exact = type(planner).data_of(planner, plan)
+                exact: Any = type(planner).data_of(planner, plan)
                 return lambda row: (
                     exact(row).float().double() if exact(row).dtype == torch.float64 else exact(row)
                 )
