@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeGuard
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -58,8 +58,7 @@ class PlanCache(AgreedCache[tuple[SavePlan, Index, ShardTable]]):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class RankFacts:
+class RankFacts(NamedTuple):
     """What a rank tells all others of a save, besides its tables.
 
     Attributes:

@@ -270,10 +270,9 @@ def counted(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 def shared_shapes(shapes: Int64s, ndim: Int32s) -> list[Ints]:
     """Padded shapes as tuples; equal ones are one object, because many rows have few shapes."""
-    known: dict[Ints, Ints] = {}
-    rows = zip(shapes.tolist(), ndim.tolist(), strict=True)
-    own = (tuple(shape[:axes]) for shape, axes in rows)
-    return [known.setdefault(shape, shape) for shape in own]
+    rows = list(zip(*shapes.T.tolist(), ndim.tolist(), strict=True))
+    known = {row: row[: row[-1]] for row in set(rows)}
+    return [known[row] for row in rows]
 
 
 def concatenate(
@@ -286,14 +285,13 @@ def concatenate(
     tables = [table for table in tables if len(table)] or tables[:1]
     # Ranks with parts of the same tensors often share one tuple of names.
     given = list({id(table.names): table.names for table in tables}.values())
-    names = sorted(given[0] if len(given) == 1 else set(itertools.chain(*given)))
-    position = {name: i for i, name in enumerate(names)}
+    all_names = sorted(given[0] if len(given) == 1 else set(itertools.chain(*given)))
+    position = {name: i for i, name in enumerate(all_names)}
     width = max((table.max_ndim for table in tables), default=0)
     translation = {
-        id(of_table): np.array([position[name] for name in of_table], dtype=np.int32)
-        for of_table in given
+        id(names): np.fromiter(map(position.__getitem__, names), np.int32, len(names))
+        for names in given
     }
-
     columns: dict[str, Any] = {}
     for name in COLUMNS:  # keys first
         parts = []
@@ -308,7 +306,7 @@ def concatenate(
         if name == "keys":
             order = np.argsort(column, kind="stable").astype(np.int32)
         columns[name] = column[order]
-    return ShardTable(tuple(names), holders=holders, **columns)
+    return ShardTable(tuple(all_names), holders=holders, **columns)
 
 
 def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
@@ -379,7 +377,7 @@ def unpack_columns(packed: Sequence[bytes], rows: int) -> Int64s:
     """The columns that ``pack_columns`` packed: ``[columns, rows]``."""
     columns = np.empty((len(packed), rows), dtype=np.int64)
     for column, data in zip(columns, packed, strict=True):
-        np.cumsum(np.frombuffer(data, chr(data[0]), rows, 1), out=column)
+        np.frombuffer(data, chr(data[0]), rows, 1).cumsum(out=column)
     return columns
 
 

@@ -374,7 +374,7 @@ class SaveJob:
         )
         # Without tables a number is exchanged, and the digests follow by themselves.
         replicas = self._replicas.digests_of_rank() if facts.plan_number is None else None
-        return tables, replace(facts, common=common, replicas=replicas)
+        return tables, facts._replace(common=common, replicas=replicas)
 
     def _common_digests(self) -> CommonDigests:
         if self._digests is None:
