@@ -5,24 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dist_checkpointing import ShardedObject, ShardedTensor
-from dist_checkpointing.interop.megatron import modules
-from dist_checkpointing.interop.megatron.modules import (
-    dict_utils,
-    exchange_utils,
-    tensor_aware_state_dict,
-    validation,
-)
-from dist_checkpointing.interop.megatron.modules.strategies import async_utils, fully_parallel
-from dist_checkpointing.interop.megatron.modules.strategies import torch as formats
+from dist_checkpointing.interop import megatron
 from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.strategies import LoadShardedStrategy, SaveShardedStrategy
+
+for name in ("megatron", "megatron.core"):
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name])["__path__"] = []
+megatron.install()
+
+
+def theirs(name: str = "") -> Any:
+    return import_module(f"megatron.core.dist_checkpointing{name}")
+
+
+dict_utils, validation = theirs(".dict_utils"), theirs(".validation")
+fully_parallel, formats = theirs(".strategies.fully_parallel"), theirs(".strategies.torch")
 
 
 class Writer(SaveShardedStrategy):
@@ -98,7 +105,7 @@ def shared_work(place: Path) -> dict[str, Any]:
 def in_memory() -> dict[str, Any]:
     """A checkpoint in memory: each tensor on one rank alone, and on all again."""
     found: dict[str, Any] = {}
-    aware = tensor_aware_state_dict.MCoreTensorAwareStateDict
+    aware = theirs(".tensor_aware_state_dict").MCoreTensorAwareStateDict
     saved, kept = aware.from_state_dict({**shards(5.0), "step": 7}, algo="fully_parallel")
     found["tensors"] = len(list(saved.tensors))
     for algorithm in ("broadcast", "gather_rounds"):
@@ -112,7 +119,7 @@ def in_memory() -> dict[str, Any]:
     repeated, _ = aware.from_state_dict(shards(6.0), cached_metadata=kept)
     found["tensors_again"] = len(list(repeated.tensors))
     try:
-        exchange_utils.exchange_by_distribution({}, {}, kept, None, "other")
+        theirs(".exchange_utils").exchange_by_distribution({}, {}, kept, None, "other")
     except NotImplementedError:
         found["refused"] = True
 
@@ -127,23 +134,23 @@ def checked(place: Path) -> dict[str, Any]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     validation.logger.addHandler(handler)
     state = {**shards(), "rank": rank, "same": [1]}
-    modules.save(state, str(place / "common"))
+    theirs().save(state, str(place / "common"))
     found["logged"], messages[:] = list(messages), []
 
     def without_rank(common: dict[str, Any]) -> dict[str, Any]:
         del common["rank"]
         return common
 
-    modules.save(
+    theirs().save(
         state, str(place / "common"), preprocess_common_before_consistancy_check=without_rank
     )
     found["logged_without"] = messages
-    queue = async_utils.AsyncCallsQueue()
+    queue = theirs(".strategies.async_utils").AsyncCallsQueue()
     queue.schedule_async_request(
-        modules.save(shards(2.0), str(place / "async"), async_sharded_save=True)
+        theirs().save(shards(2.0), str(place / "async"), async_sharded_save=True)
     )
     found["finalized"] = queue.maybe_finalize_async_calls(blocking=True)
-    found["async"] = modules.load_plain_tensors(str(place / "async"))["cut"].tolist()
+    found["async"] = theirs().load_plain_tensors(str(place / "async"))["cut"].tolist()
     try:
         own_leaf = ShardedTensor.from_rank_offsets("w", torch.ones(2))
         _, of_ranks = validation.determine_global_metadata({"w": own_leaf})
@@ -158,11 +165,11 @@ def removed(place: Path) -> dict[str, Any]:
     """Tensors are removed by one rank alone."""
     found: dict[str, Any] = {}
     strategy = formats.TorchDistSaveShardedStrategy("torch_dist", 1, separation_hint="cut")
-    modules.save(shards(3.0), str(place / "removed"), strategy)
+    theirs().save(shards(3.0), str(place / "removed"), strategy)
     if dist.get_rank() == 0:
-        modules.remove_sharded_tensors(str(place / "removed"), "cut")
+        theirs().remove_sharded_tensors(str(place / "removed"), "cut")
     dist.barrier()
-    found["left"] = sorted(modules.load_tensors_metadata(str(place / "removed")))
+    found["left"] = sorted(theirs().load_tensors_metadata(str(place / "removed")))
     found["files"] = sorted(path.name for path in (place / "removed").glob("*.distcp"))
     return found
 

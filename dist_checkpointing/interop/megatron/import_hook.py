@@ -1,70 +1,24 @@
-"""``install()``: names of Megatron's package become ours; a table of modules; its defaults;
-folders it saved.
-"""
+"""``install()``: names of Megatron's package become ours, by a table of its modules."""
 
 from __future__ import annotations
 
 import importlib
-import re
 import sys
-import uuid
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.filesystem.locks import FolderLock
-from dist_checkpointing.format.commit import check_is_distributed_checkpoint, read_config
-from dist_checkpointing.format.leftovers import attempt_of, leftovers, note_attempt
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
     get_default_strategy,
     newest_version,
 )
-
-_DATA = re.compile(r".*__\d+_\d+\.distcp")
-_FILES = re.compile(r"metadata\.json|common\.pt|\.metadata(\.tmp|\.bck)?")
-_PARTS = re.compile(r"\.zarray|shard_.*\.pt")
-"""What lies in the folder of a tensor of zarr, of its locks, or of a sharded object."""
-
-
-def adopt(folder: Path) -> None:
-    """Note what Megatron has left in a folder as what a save into it may replace.
-
-    That is a checkpoint, or the data files and what belongs to them of a save that did not come to
-    its end. Nothing is deleted: a checkpoint that is there stays one.
-
-    Raises:
-        CheckpointExistsError: if a save is writing there.
-    """
-    if not local_folder.is_folder(folder):
-        return
-    with FolderLock.acquire(folder):
-        known, theirs = leftovers(folder), _made_by_megatron(folder)
-        if theirs - known:
-            attempt, names = attempt_of(folder) or uuid.uuid4().hex, sorted(theirs | known)
-            note_attempt(folder, attempt, names, local_folder.Durability.FSYNC)
-
-
-def _made_by_megatron(folder: Path) -> set[str]:
-    is_whole = check_is_distributed_checkpoint(folder)
-    paths = [path for path in folder.iterdir() if not path.is_symlink()]
-    data = {path.name for path in paths if _DATA.fullmatch(path.name)}
-    if not is_whole and not data:
-        return set()
-    found = data | {path.name for path in paths if _FILES.fullmatch(path.name)}
-    if is_whole and read_config(folder).sharded_backend == "zarr":
-        # Each array in such a checkpoint is a tensor of it; elsewhere one may be anybody's.
-        folders = (path for path in paths if path.is_dir())
-        found |= {p.name for p in folders if any(_PARTS.fullmatch(q.name) for q in p.iterdir())}
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +60,60 @@ def use(**changes: Any) -> None:
 
 
 PACKAGE = "megatron.core.dist_checkpointing"
-_MODULES = "dist_checkpointing.interop.megatron.modules"
-_AS_IT_IS = ("mapping", "strategies.checkpointable")
-"""Modules that have the same names here as in Megatron."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What a module of Megatron's package has here.
+
+    Attributes:
+        sources: Modules that have its names; the first one that has a name counts.
+        left_out: Names of classes and functions that are left out. To import one warns, since it
+            may not be used; to call it raises LeftOutError.
+    """
+
+    sources: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+_LAYER = __package__
+_LIBRARY = "dist_checkpointing"
+_MODULES = {
+    "": _Names((f"{_LAYER}.serialization", f"{_LIBRARY}.mapping")),
+    "core": _Names((f"{_LAYER}.serialization", f"{_LIBRARY}.errors")),
+    "dict_utils": _Names((f"{_LAYER}.state_dicts",)),
+    "exchange_utils": _Names(
+        (f"{_LAYER}.shard_exchange",),
+        (
+            "_get_empty_tensor_for_exchange",
+            "exchange_loaded_objects_gather_object",
+            "exchange_loaded_tensors_broadcast",
+            "exchange_loaded_tensors_gather_object",
+            "exchange_loaded_tensors_gather_rounds",
+        ),
+    ),
+    "mapping": _Names((f"{_LIBRARY}.mapping",)),
+    "optimizer": _Names((f"{_LAYER}.optimizer",)),
+    "serialization": _Names((f"{_LAYER}.serialization",)),
+    "state_dict_utils": _Names((f"{_LAYER}.tensor_aware_state_dict",)),
+    "strategies": _Names(),
+    "strategies.async_utils": _Names(
+        (f"{_LIBRARY}.strategies.async_calls",),
+        ("AsyncCaller", "PersistentAsyncCaller", "TemporalAsyncCaller"),
+    ),
+    "strategies.base": _Names((f"{_LAYER}.strategies", f"{_LIBRARY}.strategies.base")),
+    "strategies.checkpointable": _Names((f"{_LIBRARY}.strategies.checkpointable",)),
+    "strategies.common": _Names((f"{_LIBRARY}.strategies.common",)),
+    "strategies.filesystem_async": _Names((f"{_LAYER}.strategies",), ("FileSystemWriterAsync",)),
+    "strategies.fully_parallel": _Names((f"{_LAYER}.strategies",)),
+    "strategies.resharding": _Names((f"{_LAYER}.strategies",)),
+    "strategies.tensorstore": _Names((f"{_LIBRARY}.strategies.tensorstore",)),
+    "strategies.torch": _Names((f"{_LAYER}.strategies",), ("MCoreLoadPlanner", "MCoreSavePlanner")),
+    "strategies.zarr": _Names((f"{_LIBRARY}.strategies.zarr",)),
+    "tensor_aware_state_dict": _Names((f"{_LAYER}.tensor_aware_state_dict",)),
+    "utils": _Names((f"{_LAYER}.state_dicts",)),
+    "validation": _Names((f"{_LAYER}.validation",)),
+}
 _INTERNAL = tuple(
     f"strategies.{name}"
     for name in ("cached_metadata_filesystem_reader", "state_dict_saver", "two_stage")
@@ -126,42 +131,32 @@ def _left_out(name: str) -> str:
     )
 
 
-def forwarding(
-    module: str,
-    source: str = "",
-    without_effect: Container[str] = (),
-    left_out: Container[str] = (),
-) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module.
+def _below(fullname: str) -> str:
+    return fullname[len(PACKAGE) + 1 :]
 
-    Args:
-        module: Name of the module.
-        source: Module that has the names which are the same here.
-        without_effect: Names of functions that need do nothing here.
-        left_out: Names of classes and functions that are left out. To import one warns, since it
-            may not be used; to call it raises LeftOutError.
-    """
 
-    def find(name: str) -> Any:
-        if name in left_out:
-            message = _left_out(f"{PACKAGE}{module.removeprefix(_MODULES)}.{name}")
-            warnings.warn(message, stacklevel=3)
+def _attribute(module: str, name: str) -> Any:
+    """What a module of Megatron's package has by a name."""
+    names = _MODULES[_below(module)]
+    if name in names.left_out:
+        message = _left_out(f"{module}.{name}")
+        warnings.warn(message, stacklevel=4)
 
-            def refuse(*_: Any, **__: Any) -> NoReturn:
-                raise LeftOutError(message)
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise LeftOutError(message)
 
-            return type(name, (), {"__new__": refuse})
-        if name in without_effect:
-            return lambda: None
-        if not source:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(source), name)
-
-    return find
+        return type(name, (), {"__new__": refuse})
+    if name.startswith("register_default_"):
+        return lambda: None  # ours are registered
+    for source in () if name.startswith("__") else names.sources:
+        found = getattr(importlib.import_module(source), name, importlib)
+        if not isinstance(found, ModuleType):
+            return found
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of Megatron's package, and loads ours in their place."""
+    """Finds the modules of Megatron's package, and makes them of ours."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -169,23 +164,15 @@ class _Finder(MetaPathFinder, Loader):
         del path, target
         if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
             return None
-        ours = _ours(fullname)
-        if fullname.removeprefix(f"{PACKAGE}.") in _INTERNAL:
+        if _below(fullname) in _INTERNAL:
             raise LeftOutError(_left_out(fullname), name=fullname)
-        # Nobody else may find it: a second copy of Megatron's or of our module would be loaded.
-        if find_spec(ours) is None:
+        # Nobody else may find it: a second copy of Megatron's module would be loaded.
+        if _below(fullname) not in _MODULES:
             raise ModuleNotFoundError(f"no module named {fullname!r}", name=fullname)
-        return ModuleSpec(fullname, self, is_package=fullname in (PACKAGE, f"{PACKAGE}.strategies"))
+        return ModuleSpec(fullname, self, is_package=_below(fullname) in ("", "strategies"))
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(_ours(module.__name__))
-
-
-def _ours(name: str) -> str:
-    below = name[len(PACKAGE) + 1 :]
-    if below in _AS_IT_IS:
-        return f"dist_checkpointing.{below}"
-    return f"{_MODULES}.{below}" if below else _MODULES
+        vars(module)["__getattr__"] = partial(_attribute, module.__name__)
 
 
 _finder = _Finder()
@@ -213,7 +200,7 @@ def install(backend: str | tuple[str, int] = "torch_dist", *, trusted: bool = Fa
     if isinstance(backend, str):
         backend = (backend, newest_version(StrategyAction.SAVE_SHARDED, backend))
     get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)  # now, and not in the first save
-    real = [name for name in _imported() if sys.modules[name].__name__ != _ours(name)]
+    real = [name for name in _imported() if getattr(sys.modules[name], "__loader__", 0) != _finder]
     if real:
         finding = Finding(
             "was imported before",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -13,12 +17,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dist_checkpointing import serialization as ours
 from dist_checkpointing.comm import SingleProcess, default_comm
 from dist_checkpointing.errors import StateMismatchError
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.location import as_local_folder
-from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, read_config
-from dist_checkpointing.interop.megatron.import_hook import adopt, defaults
-from dist_checkpointing.interop.megatron.modules import utils
-from dist_checkpointing.interop.megatron.modules.strategies.base import get_default_strategy
-from dist_checkpointing.interop.megatron.modules.validation import _validate_common_state_dict
+from dist_checkpointing.filesystem.locks import FolderLock
+from dist_checkpointing.format import commit
+from dist_checkpointing.format.commit import (
+    CONTENT_METADATA_KEY,
+    CheckpointingConfig,
+    read_config,
+)
+from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, leftovers, note_attempt
+from dist_checkpointing.interop.megatron import state_dicts
+from dist_checkpointing.interop.megatron.import_hook import defaults
+from dist_checkpointing.interop.megatron.strategies import get_default_strategy
+from dist_checkpointing.interop.megatron.validation import _validate_common_state_dict
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_steps import SaveHooks
@@ -34,6 +46,71 @@ _CONTENT_METADATA_KEY = CONTENT_METADATA_KEY
 load_content_metadata = ours.load_content_metadata
 load_sharded_metadata = ours.load_sharded_metadata
 get_default_save_common_strategy = ours.get_default_save_common_strategy
+
+
+# Whether a folder holds a checkpoint.
+
+
+def maybe_load_config(checkpoint_dir: Folder) -> CheckpointingConfig | None:
+    """The content of ``metadata.json``; None for no folder, and for one without the file."""
+    if not checkpoint_dir or not location.is_file(Path(checkpoint_dir) / CONFIG_FNAME):
+        return None
+    return read_config(checkpoint_dir)
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: Folder) -> bool:
+    """Whether there is a ``metadata.json`` that can be read."""
+    # Plain checkpoints of torch DCP have none, and Megatron's training has its own code for them.
+    is_there = bool(checkpoint_dir) and location.is_file(Path(checkpoint_dir) / CONFIG_FNAME)
+    return is_there and commit.check_is_distributed_checkpoint(checkpoint_dir)
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: Folder) -> None:
+    """Write ``metadata.json``, which turns the files in the folder into a checkpoint."""
+    local_folder.write_atomic(
+        Path(checkpoint_dir) / CONFIG_FNAME, json.dumps(asdict(config)).encode()
+    )
+
+
+_DATA = re.compile(r".*__\d+_\d+\.distcp")
+_FILES = re.compile(r"metadata\.json|common\.pt|\.metadata(\.tmp|\.bck)?")
+_PARTS = re.compile(r"\.zarray|shard_.*\.pt")
+"""What lies in the folder of a tensor of zarr, of its locks, or of a sharded object."""
+
+
+def adopt(folder: Path) -> None:
+    """Note what Megatron has left in a folder as what a save into it may replace.
+
+    That is a checkpoint, or the data files and what belongs to them of a save that did not come to
+    its end. Nothing is deleted: a checkpoint that is there stays one.
+
+    Raises:
+        CheckpointExistsError: if a save is writing there.
+    """
+    if not local_folder.is_folder(folder):
+        return
+    with FolderLock.acquire(folder):
+        known, theirs = leftovers(folder), _made_by_megatron(folder)
+        if theirs - known:
+            attempt, names = attempt_of(folder) or uuid.uuid4().hex, sorted(theirs | known)
+            note_attempt(folder, attempt, names, local_folder.Durability.FSYNC)
+
+
+def _made_by_megatron(folder: Path) -> set[str]:
+    is_whole = commit.check_is_distributed_checkpoint(folder)
+    paths = [path for path in folder.iterdir() if not path.is_symlink()]
+    data = {path.name for path in paths if _DATA.fullmatch(path.name)}
+    if not is_whole and not data:
+        return set()
+    found = data | {path.name for path in paths if _FILES.fullmatch(path.name)}
+    if is_whole and read_config(folder).sharded_backend == "zarr":
+        # Each array in such a checkpoint is a tensor of it; elsewhere one may be anybody's.
+        folders = (path for path in paths if path.is_dir())
+        found |= {p.name for p in folders if any(_PARTS.fullmatch(q.name) for q in p.iterdir())}
+    return found
+
+
+# Save and load.
 
 
 class TemplateMismatchError(StateMismatchError, CheckpointException):
@@ -64,8 +141,8 @@ def save(
     if validate_access_integrity:
         preprocess = preprocess_common_before_consistancy_check or (lambda state: state)
         with default_comm().agreed("preparing the save"):
-            plain = utils.extract_nonpersistent(sharded_state_dict)[1]
-            common = preprocess(dict(utils.extract_sharded_base(plain)[1]))
+            plain = state_dicts.extract_nonpersistent(sharded_state_dict)[1]
+            common = preprocess(dict(state_dicts.extract_sharded_base(plain)[1]))
         _validate_common_state_dict(common)
     base = getattr(sharded_strategy, "base_strategy", sharded_strategy)
     folder, overwrite = as_local_folder(checkpoint_dir), defaults().overwrite
@@ -94,7 +171,7 @@ def load(
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> Any:
     """See ``dist_checkpointing.load``."""
-    utils.force_all_tensors_to_non_fp8(sharded_state_dict)
+    state_dicts.force_all_tensors_to_non_fp8(sharded_state_dict)
     chosen = defaults()
     validate = chosen.validate if validate_access_integrity is None else validate_access_integrity
     try:

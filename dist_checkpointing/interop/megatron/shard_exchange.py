@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing.interop.megatron.import_hook import forwarding
-from dist_checkpointing.interop.megatron.modules.dict_utils import nested_values
-from dist_checkpointing.interop.megatron.modules.utils import _sharded_tensor_shard_id, _ShardId
+from dist_checkpointing.interop.megatron.state_dicts import (
+    _sharded_tensor_shard_id,
+    _ShardId,
+    nested_values,
+)
 from dist_checkpointing.mapping import ShardedTensor, StateDict, is_main_replica
 from dist_checkpointing.planning import distribute_shards_to_ranks
 
@@ -21,16 +23,6 @@ __all__ = [
     "exchange_by_distribution",
 ]
 
-__getattr__ = forwarding(
-    __name__,
-    left_out=(
-        "_get_empty_tensor_for_exchange",
-        "exchange_loaded_objects_gather_object",
-        "exchange_loaded_tensors_broadcast",
-        "exchange_loaded_tensors_gather_object",
-        "exchange_loaded_tensors_gather_rounds",
-    ),
-)
 Tensors = dict[_ShardId, torch.Tensor]
 
 

@@ -10,15 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing.interop.megatron.modules import dict_utils as nests
-from dist_checkpointing.interop.megatron.modules import exchange_utils, state_dict_utils, validation
-from dist_checkpointing.interop.megatron.modules.utils import (
+from dist_checkpointing.interop.megatron import shard_exchange, validation
+from dist_checkpointing.interop.megatron import state_dicts as nests
+from dist_checkpointing.interop.megatron.state_dicts import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
-    extract_sharded_base,
-    zip_strict,
 )
-from dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+    apply_factories,
+    apply_factory_merges,
+)
 from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
 
 try:
@@ -30,6 +34,48 @@ except ImportError:
     _Base = object
 
 Group = dist.ProcessGroup | None
+
+
+def save_preprocess(
+    sharded_state_dict: StateDict,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[StateDict], StateDict] | None = None,
+) -> tuple[StateDict, StateDict]:
+    """The sharded and the common part of what is saved; factories are applied in place."""
+    apply_factories(sharded_state_dict)
+    sharded, common = nests.extract_sharded_base(nests.extract_nonpersistent(sharded_state_dict)[1])
+    sharded = filter_out_empty_flatten_tensor(sharded)
+    if validate_access_integrity:
+        preprocess = preprocess_common_before_consistancy_check or (lambda state: state)
+        _, metadata = validation.determine_global_metadata(sharded)
+        validation.validate_sharding_integrity(metadata, preprocess(dict(common)))
+    return sharded, common
+
+
+def load_preprocess(
+    sharded_state_dict: StateDict,
+) -> tuple[StateDict, Any, Any]:
+    """A template with its factories applied, its local values, and the factories without data."""
+    copied = filter_out_empty_flatten_tensor(
+        nests.extract_matching_values(sharded_state_dict, lambda _: True)[0]
+    )
+    factories, _ = nests.extract_matching_values(
+        copied, lambda x: isinstance(x, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    apply_factories(copied)
+    nests.dict_list_map_inplace(lambda factory: factory.without_data(), factories)
+    local, sharded = nests.extract_nonpersistent(copied)
+    return sharded, nests.dict_list_map_inplace(lambda x: x.unwrap(), local), factories
+
+
+def filter_out_empty_flatten_tensor(sharded_state_dict: Any) -> Any:
+    """The nest without the tensors whose flattened range is empty."""
+
+    def is_empty(x: object) -> bool:
+        flat = x.flat_range if isinstance(x, ShardedTensor) else None
+        return flat is not None and flat[0] == flat[1]
+
+    return nests.extract_matching_values(sharded_state_dict, is_empty)[1]
 
 
 def _require_known(algo: str) -> None:
@@ -56,21 +102,19 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
         sharded_state_dict: dict[str, Any],
         algo: str = "fully_parallel",
         parallelization_group: Group = None,
-        cached_metadata: exchange_utils.ShardDistribution | None = None,
+        cached_metadata: shard_exchange.ShardDistribution | None = None,
     ) -> tuple[MCoreTensorAwareStateDict, Any]:
         """The state dict, and the distribution to pass to the next call. Collective in the group.
 
         With ``"fully_parallel"`` each tensor that several ranks of the group have stays on one.
         """
         _require_known(algo)
-        sharded, common = state_dict_utils.save_preprocess(
-            sharded_state_dict, cached_metadata is None
-        )
+        sharded, common = save_preprocess(sharded_state_dict, cached_metadata is None)
         if algo == "atomic":
             return cls(common, sharded), (None, None, None, None)
         distribution = (
             cached_metadata
-            or exchange_utils.determine_main_replica_uniform_distribution(
+            or shard_exchange.determine_main_replica_uniform_distribution(
                 sharded, parallelization_group, ignore_groups=True
             )
         )
@@ -119,7 +163,7 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
         """Put tensors back in the order in which they were taken out."""
         assert self._is_hollow
-        for leaf, tensor in zip_strict(self._leaves(), tensor_data):
+        for leaf, tensor in nests.zip_strict(self._leaves(), tensor_data):
             leaf.data = tensor
             if leaf.orig_device == tensor.device.type:
                 del leaf.orig_device
@@ -172,9 +216,9 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
         state = nests.dict_list_map_outplace(lambda leaf: leaf, self.common)
         if not sharded_state_dict:
             return state
-        template, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
+        template, local, factories = load_preprocess(sharded_state_dict)
         nests.merge(state, local)
-        wanted, _ = extract_sharded_base(template)
+        wanted, _ = nests.extract_sharded_base(template)
         flag = parse_strict_flag(strict)
         own = {
             leaf.key: leaf.without_data() for leaf in nests.nested_values(self.sharded_state_dict)
@@ -201,12 +245,12 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
                 leaf for leaf in nests.nested_values(wanted) if isinstance(leaf, ShardedTensor)
             ]
             asked = {_sharded_tensor_shard_id(leaf): leaf for leaf in shards}
-            found = exchange_utils.determine_main_replica_uniform_distribution(
+            found = shard_exchange.determine_main_replica_uniform_distribution(
                 wanted, group, ignore_groups=True
             )
             if found is not None:
                 rest = {shard: leaf for shard, leaf in asked.items() if shard not in tensors}
-                tensors = exchange_utils.exchange_by_distribution(
+                tensors = shard_exchange.exchange_by_distribution(
                     tensors, rest, found, group, exchange_algo
                 )
         values: dict[Any, Any] = dict(tensors)

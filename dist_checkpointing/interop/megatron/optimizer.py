@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dist_checkpointing.interop.megatron.modules import dict_utils, utils
+from dist_checkpointing.interop.megatron import state_dicts
 from dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedTensor,
@@ -47,8 +47,8 @@ def get_param_id_to_sharded_param_map(
     """``{number in the optimizer: leaf of the model}`` of parameters that are a leaf's data."""
     numbers = get_optim_param_to_id_map(optim_params_iter)
     leaves = list(
-        dict_utils.nested_values(
-            utils.extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
+        state_dicts.nested_values(
+            state_dicts.extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
         )
     )
     found = {numbers[id(x.data)]: x for x in leaves if id(x.data) in numbers}

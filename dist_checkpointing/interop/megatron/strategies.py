@@ -1,0 +1,215 @@
+"""Strategies with the names and attributes that Megatron's training and its files use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dist_checkpointing.interop.megatron import shard_exchange, state_dicts
+from dist_checkpointing.interop.megatron.state_dicts import _sharded_tensor_shard_id
+from dist_checkpointing.mapping import ShardedTensor, StateDict
+from dist_checkpointing.planning.save_plan import PlanCache
+from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.strategies import base, fully_parallel, torch_dist
+from dist_checkpointing.strategies.base import PathOrStr
+from dist_checkpointing.strategies.planned_strategies import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
+from dist_checkpointing.strategies.torch_dist.metadata import flattened_size
+
+_results_queue = None  # Megatron's training imports it
+
+
+class TorchDistSaveShardedStrategy(torch_dist.TorchDistSaveShardedStrategy):
+    """Saves torch_dist; see the strategy of the same name in this library.
+
+    Args:
+        backend: Must be "torch_dist".
+        version: Must be 1.
+        keep_only_main_replica: Has no effect: nobody reads the others.
+        thread_count: Number of threads that write.
+        cached_metadata: Use the plan of the last save while nothing but values changes.
+        separation_hint: Tensors whose keys begin with this get data files of their own.
+    """
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 2,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+    ) -> None:
+        del keep_only_main_replica
+        options = StorageOptions(threads=thread_count)
+        super().__init__(backend, version, separation_hint=separation_hint, options=options)
+        self.use_cached_ckpt_structure = cached_metadata
+        self.cached_global_metadata: Metadata | None = None
+        self._plan_cache = PlanCache()
+
+    @property
+    def plan_cache(self) -> PlanCache | None:
+        """What ``save`` keeps from one call to the next."""
+        return self._plan_cache if self.use_cached_ckpt_structure else None
+
+
+class TorchDistLoadShardedStrategy(torch_dist.TorchDistLoadShardedStrategy):
+    """Loads torch_dist; see the strategy of the same name in this library."""
+
+    cached_global_metadata: Metadata | None = None
+
+
+WITH_ATTRIBUTES: Mapping[type, Callable[[], Any]] = {
+    torch_dist.TorchDistSaveShardedStrategy: TorchDistSaveShardedStrategy,
+    torch_dist.TorchDistLoadShardedStrategy: TorchDistLoadShardedStrategy,
+}
+
+
+def get_default_strategy(action: base.StrategyAction, backend: str, version: int) -> Any:
+    """A strategy; for torch_dist one with the attributes that Megatron's training sets."""
+    found = base.get_default_strategy(action, backend, version)
+    with_attributes = WITH_ATTRIBUTES.get(type(found))
+    return found if with_attributes is None else with_attributes()
+
+
+# Files that Megatron wrote name these two, and torch's own reader looks for them.
+
+
+@dataclass
+class MCoreMetadata(Metadata):
+    mcore_data: dict[str, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class MCoreSavePlan(SavePlan):
+    mcore_data: dict[str, dict[str, Any]] | None = None
+
+
+def get_reformulation_metadata(sharded_state_dict: Any, checkpoint_dir: Any) -> dict[str, Any]:
+    """Nothing: the readers load flattened tensors in any form."""
+    del sharded_state_dict, checkpoint_dir
+    return {}
+
+
+# The work that ranks share.
+
+
+class FullyParallelSaveStrategyWrapper(fully_parallel.FullyParallelSaveStrategyWrapper):
+    """See the wrapper of the same name in this library.
+
+    Attributes:
+        cached_distribution: Who writes what, as the first direct ``save`` found it, if it is kept.
+    """
+
+    cached_distribution: Any = None
+
+    def __init__(
+        self, strategy: Any, parallelization_group: Any = None, do_cache_distribution: bool = False
+    ) -> None:
+        super().__init__(strategy, parallelization_group, do_cache_distribution)
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+
+    def save(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
+        _distribute(self, sharded_state_dict, is_load=False)
+        super().save(sharded_state_dict, checkpoint_dir)
+
+
+class FullyParallelLoadStrategyWrapper(fully_parallel.FullyParallelLoadStrategyWrapper):
+    """See the wrapper of the same name in this library.
+
+    Attributes:
+        cached_distribution: Who reads what, as the first direct ``load`` found it, if it is kept.
+    """
+
+    cached_distribution: Any = None
+    cached_global_metadata: Any = None
+
+    def __init__(
+        self,
+        strategy: Any,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
+        exchange_algo: Any = "broadcast",
+    ) -> None:
+        super().__init__(strategy, parallelization_group, do_cache_distribution, exchange_algo)
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+
+    def load(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> StateDict:
+        _distribute(self, sharded_state_dict, is_load=True)
+        return super().load(sharded_state_dict, checkpoint_dir)
+
+
+def _distribute(wrapper: Any, state_dict: StateDict, *, is_load: bool) -> None:
+    if not wrapper.do_cache_distribution:
+        return
+    group = wrapper.parallelization_group
+    if wrapper.cached_distribution is None:
+        found = shard_exchange.determine_main_replica_uniform_distribution(
+            state_dict, group, is_load
+        )
+        wrapper.cached_distribution = found
+    # A strategy of somebody else goes by replica ids.
+    if not isinstance(wrapper.base_strategy, PlannedSaveStrategy | PlannedLoadStrategy):
+        found = wrapper.cached_distribution
+        distribute_main_replicas_with_precomputed_distribution(state_dict, group, found)
+
+
+def distribute_main_replicas_with_precomputed_distribution(
+    sharded_state_dict: StateDict,
+    parallelization_group: Any,
+    precomputed_distribution: shard_exchange.ShardDistribution | None,
+) -> None:
+    """Set the replica ids of tensors, in place: 0 on the rank that gets the shard, else 1."""
+    if precomputed_distribution is None:
+        return
+    rank_of = precomputed_distribution.main_rank_for_shard
+    for leaf in state_dicts.nested_values(sharded_state_dict):
+        if isinstance(leaf, ShardedTensor):
+            rank = rank_of.get(_sharded_tensor_shard_id(leaf))
+            leaf.replica_id = int(rank != dist.get_rank(parallelization_group))
+
+
+# Flattened tensors that are loaded in another form: the readers do that, and nothing is left.
+
+
+@dataclass
+class TensorReformulationMetadata:
+    """Shape of a flattened tensor, and shape in which torch_dist stores it."""
+
+    ckpt_orig_global_shape: tuple[int, ...]
+    ckpt_reform_global_shape: tuple[int, ...]
+
+
+def is_nd_flattened_tensor(sh_ten: Any) -> bool:
+    """Whether it is a flattened shard."""
+    return isinstance(sh_ten, ShardedTensor) and sh_ten.flattened_range is not None
+
+
+def nd_flattened_tensor_reformulated_global_shape(sh_ten: ShardedTensor) -> tuple[int, ...]:
+    """Shape in which torch_dist stores the tensor of a flattened shard."""
+    return flattened_size(sh_ten.global_shape, sh_ten.box.shape)
+
+
+def apply_nd_flattened_tensors_reformulation(
+    sharded_state_dict: StateDict, reformulation_metadata: Mapping[str, Any]
+) -> tuple[StateDict, StateDict]:
+    """The state dict as it is."""
+    del reformulation_metadata
+    return sharded_state_dict, {}
+
+
+def restore_nd_flattened_tensors_formulation(
+    state_dict: StateDict, formulation_restore_metadata: StateDict
+) -> StateDict:
+    """The state dict as it is."""
+    del formulation_restore_metadata
+    return state_dict
