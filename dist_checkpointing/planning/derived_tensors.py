@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -122,41 +122,21 @@ class DerivedTensor:
         starts = [sum(extents[:number]) for number in range(len(extents))]
         return [self.narrow(axis, *rows) for rows in zip(starts, extents, strict=True)]
 
-    def permuted(self, order: Sequence[int]) -> DerivedTensor:
-        """The axes in another order, as ``torch.permute``."""
+    def permuted(self, order: Sequence[int | None]) -> DerivedTensor:
+        """These axes in this order; None stands for a new axis, and one left out has extent 1."""
 
-        def turned(values: Sequence[int]) -> Ints:
-            return tuple(values[axis] for axis in order)
+        def turned(values: Sequence[Any], new: object) -> tuple[Any, ...]:
+            return tuple(new if axis is None else values[axis] for axis in order)
 
         pieces = tuple(
             replace(
                 piece,
-                box=Box(turned(piece.box.offset), turned(piece.box.shape)),
-                axes=tuple(piece.axes[axis] for axis in order),
+                box=Box(turned(piece.box.offset, 0), turned(piece.box.shape, 1)),
+                axes=turned(piece.axes, None),
             )
             for piece in self.pieces
         )
-        return replace(self, shape=turned(self.shape), pieces=pieces)
-
-    def with_axis(self) -> DerivedTensor:
-        """The tensor with an axis of extent 1 before the others."""
-        pieces = tuple(
-            replace(
-                piece,
-                box=Box((0, *piece.box.offset), (1, *piece.box.shape)),
-                axes=(None, *piece.axes),
-            )
-            for piece in self.pieces
-        )
-        return replace(self, shape=(1, *self.shape), pieces=pieces)
-
-    def without_axis(self) -> DerivedTensor:
-        """The tensor without its first axis, whose extent is 1."""
-        pieces = tuple(
-            replace(piece, box=Box(piece.box.offset[1:], piece.box.shape[1:]), axes=piece.axes[1:])
-            for piece in self.pieces
-        )
-        return replace(self, shape=self.shape[1:], pieces=pieces)
+        return replace(self, shape=turned(self.shape, 1), pieces=pieces)
 
     def parts(self, box: Box) -> Iterator[Piece]:
         """The pieces that fill a box, each as far as it lies in the box."""

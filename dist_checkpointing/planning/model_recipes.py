@@ -7,10 +7,10 @@ head in rotary embeddings, so that no rows change places within a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
-from dist_checkpointing.planning.recipe import Recipe
+from dist_checkpointing.planning.recipe import Recipe, ready_made
 from dist_checkpointing.planning.recipe_rules import (
     Concat,
     Drop,
@@ -63,6 +63,7 @@ _VOCABULARY = r"embedding\.word_embeddings\.weight|output_layer\.weight"
 _HF_VOCABULARY = r"model\.embed_tokens\.weight|lm_head\.weight"
 
 
+@ready_made
 def llama_to_megatron(
     num_query_groups: int, *, layers: Layers = "stacked", vocab_size: int | None = None
 ) -> Recipe:
@@ -87,6 +88,7 @@ def llama_to_megatron(
     return _to_megatron(_LLAMA, mlp, num_query_groups, layers, vocab_size)
 
 
+@ready_made
 def mixtral_to_megatron(
     num_query_groups: int,
     *,
@@ -119,6 +121,7 @@ def mixtral_to_megatron(
     return _to_megatron(names, mlp, num_query_groups, layers, vocab_size)
 
 
+@ready_made
 def megatron_to_llama(
     num_attention_heads: int,
     num_query_groups: int,
@@ -151,6 +154,7 @@ def megatron_to_llama(
     return _from_megatron(_LLAMA, [], gate_up, heads, layers, vocab_size)
 
 
+@ready_made
 def megatron_to_mixtral(
     num_attention_heads: int,
     num_query_groups: int,
@@ -259,12 +263,3 @@ def _require_one_of(name: str, value: object, choices: object) -> None:
         raise ValueError(
             f"{name} must be {' or '.join(map(repr, get_args(choices)))}, not {value!r}"
         )
-
-
-READY_MADE: Final[Mapping[str, Callable[..., Recipe]]] = {
-    "llama_to_megatron": llama_to_megatron,
-    "megatron_to_llama": megatron_to_llama,
-    "mixtral_to_megatron": mixtral_to_megatron,
-    "megatron_to_mixtral": megatron_to_mixtral,
-}
-"""The ready-made recipes by the names that they have in files."""

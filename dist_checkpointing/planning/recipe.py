@@ -13,35 +13,32 @@ from functools import cached_property
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding, StateMismatchError, hint
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
 from dist_checkpointing.planning.recipe_rules import (
-    CastTo,
-    Concat,
-    Drop,
-    Keep,
+    RULES,
     Misfit,
     Missing,
     NameRule,
-    Rename,
-    Resize,
     Rule,
-    Split,
-    Stack,
     Tensors,
-    Transpose,
-    Unstack,
     Wanted,
 )
 
-_KINDS = (Rename, Drop, Keep, CastTo, Missing, Resize, Split, Concat, Transpose, Stack, Unstack)
+Made = TypeVar("Made", bound="Callable[..., Recipe]")
 
-RULES: Mapping[str, type[Rule]] = {kind.name: kind for kind in _KINDS}
-"""The rules by the names that they have in files."""
+READY_MADE: dict[str, Callable[..., Recipe]] = {}
+"""The ready-made recipes by the names that they have in files."""
+
+
+def ready_made(recipe: Made) -> Made:
+    """Note a function that makes a recipe, for files to name."""
+    READY_MADE[recipe.__name__] = recipe
+    return recipe
 
 
 def _rules_of_file(path: Path) -> list[Rule | Recipe]:
@@ -105,9 +102,6 @@ def _once_each(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 def _rule(row: object) -> Rule | Recipe:
     if not isinstance(row, dict) or not row:
         raise ValueError(f"a rule is an object such as {{'rename': 'a', 'to': 'b'}}, not {row!r}")
-    # Not at the top: ready-made recipes are made of what is here.
-    from dist_checkpointing.planning.model_recipes import READY_MADE  # noqa: PLC0415
-
     names = [name for name in row if name in RULES or name == "use"]
     if not names:
         raise ValueError(_unknown(next(iter(row)), (*RULES, "use")))

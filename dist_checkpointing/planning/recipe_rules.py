@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.planning.derived_tensors import DerivedTensor, Fill
@@ -24,6 +24,9 @@ Wanted = Mapping[str, tuple[Ints, DType]]
 Made = list[tuple[str, DerivedTensor]]
 """New tensors with their keys."""
 
+RULES: dict[str, type[Rule]] = {}
+"""The rules by the names that they have in files."""
+
 _SPECIAL = frozenset(r"\[](){}*+?^$|")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 
@@ -34,9 +37,9 @@ NUMBER = "i"
 class Misfit(Exception):
     """What a rule cannot do with the tensors that it matches."""
 
-    def __init__(self, problem: str, **details: object) -> None:
+    def __init__(self, problem: str, **details: Any) -> None:
         super().__init__(problem)
-        self.finding = Finding(problem, **details)  # type: ignore[arg-type]
+        self.finding = Finding(problem, **details)
 
 
 @dataclass(slots=True)
@@ -75,6 +78,29 @@ class Rule(ABC):
 
     name: ClassVar[str]
 
+    def __init_subclass__(cls, name: str = "") -> None:
+        if name:
+            cls.name = name
+            RULES[name] = cls
+
+    def __post_init__(self) -> None:
+        for own in fields(self):  # type: ignore[arg-type]
+            value, kind = getattr(self, own.name), str(own.type)
+            if value is None and kind.endswith("None"):
+                continue
+            texts = _texts(value)
+            if "Sequence" in kind and not (isinstance(value, str) and kind.startswith("str")):
+                what = "the patterns" if own.name == "patterns" else own.name
+                self.require(texts is value, f"{what} must be a list, not {value!r}")
+            if own.name == "axis":
+                problem = f"axis must be a whole number, not {value!r}"
+                self.require(type(value) is int, problem)
+            for text in texts if "str" in kind and own.name != "dtype" else ():
+                problem = f"a pattern or a name must be a text, not {text!r}"
+                self.require(isinstance(text, str) and text, problem)
+                if own.name.startswith("pattern"):
+                    self.compiled(text)
+
     @abstractmethod
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:
         """What the rule does to the tensors; ``wanted`` is None if there is no template."""
@@ -85,24 +111,12 @@ class Rule(ABC):
         texts = [f"{key}={value!r}" for key, value, default in given if value != default]
         return ", ".join([f"{self.name} {getattr(self, first.name)!r}", *texts])
 
-    def invalid(self, problem: str) -> CheckpointingException:
-        return CheckpointingException(f"the rule `{self}` is invalid", [Finding(problem)])
-
-    def require_texts(self, *values: object) -> None:
-        for value in values:
-            if not (isinstance(value, str) and value):
-                raise self.invalid(f"a pattern or a name must be a text, not {value!r}")
-
-    def require_list(self, what: str, values: object) -> None:
-        if not isinstance(values, Sequence) or isinstance(values, str):
-            raise self.invalid(f"{what} must be a list, not {values!r}")
-
-    def require_axis(self, axis: object) -> None:
-        if type(axis) is not int:
-            raise self.invalid(f"axis must be a whole number, not {axis!r}")
+    def require(self, is_valid: object, problem: str) -> None:
+        if not is_valid:
+            message = f"the rule `{self}` is invalid"
+            raise CheckpointingException(message, [Finding(problem)])
 
     def compiled(self, text: str) -> re.Pattern[str]:
-        self.require_texts(text)
         is_exact = not _SPECIAL.intersection(_PLACEHOLDER.sub("", text))
         expression, begin, seen = "", 0, set[str]()
         for found in (*_PLACEHOLDER.finditer(text), None):
@@ -116,7 +130,8 @@ class Rule(ABC):
         try:
             return re.compile(expression)
         except re.error as error:
-            raise self.invalid(f"{text!r} is not a regular expression: {error}") from error
+            self.require(False, f"{text!r} is not a regular expression: {error}")
+            raise
 
     def expanded(self, match: re.Match[str], text: str) -> str:
         try:
@@ -125,16 +140,15 @@ class Rule(ABC):
             raise Misfit(f"{text!r} names what is not matched: {error}") from error
 
     def matches(
-        self, tensors: Iterable[str], *patterns: str
+        self, tensors: Iterable[str], patterns: str | Sequence[str]
     ) -> Iterator[tuple[str, re.Match[str], int]]:
         """Each key that a pattern matches, and the position of the first that does."""
-        compiled = [self.compiled(pattern) for pattern in patterns]
+        compiled = [self.compiled(pattern) for pattern in _texts(patterns)]
         for key in tensors:
-            for place, pattern in enumerate(compiled):
-                match = pattern.fullmatch(key)
-                if match is not None:
-                    yield key, match, place
-                    break
+            matches = ((own.fullmatch(key), number) for number, own in enumerate(compiled))
+            found = next(((match, number) for match, number in matches if match), None)
+            if found is not None:
+                yield key, *found
 
 
 class NameRule(Rule):
@@ -153,19 +167,11 @@ class NameRule(Rule):
         return change
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """A tensor whose key a rule matches.
+class Matched(NamedTuple):
+    """A tensor whose key a rule matches, and what a template wants, if there is one."""
 
-    Attributes:
-        tensor: The tensor.
-        key: Its key.
-        match: Match of the pattern.
-        wanted: What the template wants; None if there is no template.
-    """
-
-    tensor: DerivedTensor
     key: str
+    tensor: DerivedTensor
     match: re.Match[str]
     wanted: Wanted | None
 
@@ -175,9 +181,6 @@ class EachRule(Rule):
 
     pattern: str
 
-    def __post_init__(self) -> None:
-        self.compiled(self.pattern)
-
     @abstractmethod
     def made(self, own: Matched) -> Made:
         """What it makes of a tensor."""
@@ -186,14 +189,50 @@ class EachRule(Rule):
         change = Change()
         for key, match, _ in self.matches(tensors, self.pattern):
             with change.noting(key):
-                change.made += self.made(Matched(tensors[key], key, match, wanted))
+                change.made += self.made(Matched(key, tensors[key], match, wanted))
                 change.taken.append(key)
         change.count = len(change.taken)
         return change
 
 
+class JoinRule(Rule):
+    """A rule that joins tensors into one: those whose new names are the same."""
+
+    into: str
+
+    @abstractmethod
+    def numbered(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
+        """The keys that it matches, and which part of the new tensor each is."""
+
+    @abstractmethod
+    def repeated(self, number: int) -> str:
+        """What to say of two tensors that are the same part."""
+
+    @abstractmethod
+    def joined(self, parts: Mapping[int, DerivedTensor], keys: Mapping[int, str]) -> DerivedTensor:
+        """The new tensor, of parts by their numbers."""
+
+    def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
+        change = Change()
+        keys: dict[str, dict[int, str]] = {}
+        for key, match, number in self.numbered(tensors):
+            with change.noting(key):
+                name = self.expanded(match, self.into)
+                found = keys.setdefault(name, {})
+                change.taken.append(key)
+                if found.setdefault(number, key) != key:
+                    both = f"{found[number]}, {key}"
+                    change.findings.append(Finding(self.repeated(number), name, found=both))
+        for name, found in keys.items():
+            with change.noting(name):
+                parts = {number: tensors[key] for number, key in found.items()}
+                change.made.append((name, self.joined(parts, found)))
+        change.count = len(change.taken)
+        return change
+
+
 @dataclass(frozen=True)
-class Rename(NameRule):
+class Rename(NameRule, name="rename"):
     """Gives tensors and sharded objects another name.
 
     Example:
@@ -202,13 +241,8 @@ class Rename(NameRule):
         rename 'model.layers.{i}.{x*}', to='blocks.{i}.{x}'
     """
 
-    name: ClassVar[str] = "rename"
     pattern: str
     to: str
-
-    def __post_init__(self) -> None:
-        self.compiled(self.pattern)
-        self.require_texts(self.to)
 
     def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
         found = self.matches(keys, self.pattern)
@@ -217,7 +251,7 @@ class Rename(NameRule):
 
 
 @dataclass(frozen=True)
-class Drop(NameRule):
+class Drop(NameRule, name="drop"):
     """Leaves out the tensors and sharded objects that any of its patterns matches.
 
     Example:
@@ -226,22 +260,15 @@ class Drop(NameRule):
         drop ['lm_head.weight', '{x*}.inv_freq']
     """
 
-    name: ClassVar[str] = "drop"
     patterns: str | Sequence[str]
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.patterns, str):
-            self.require_list("the patterns", self.patterns)
-        for pattern in _texts(self.patterns):
-            self.compiled(pattern)
-
     def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
-        matched = [key for key, *_ in self.matches(keys, *_texts(self.patterns))]
+        matched = [key for key, *_ in self.matches(keys, self.patterns)]
         return matched, dict.fromkeys(matched)
 
 
 @dataclass(frozen=True)
-class Keep(Drop):
+class Keep(Drop, name="keep"):
     """Leaves out all tensors and sharded objects that none of its patterns matches.
 
     Example:
@@ -250,12 +277,9 @@ class Keep(Drop):
         keep 'model.{x*}'
     """
 
-    name: ClassVar[str] = "keep"
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.patterns:
-            raise self.invalid("it keeps nothing")
+        self.require(self.patterns, "it keeps nothing")
 
     def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
         every = list(keys)
@@ -265,7 +289,7 @@ class Keep(Drop):
 
 
 @dataclass(frozen=True)
-class CastTo(EachRule):
+class CastTo(EachRule, name="cast"):
     """Gives floating-point tensors another dtype. Values are converted once, as they are read.
 
     Example:
@@ -274,31 +298,26 @@ class CastTo(EachRule):
         cast 'model.{x*}', dtype='float32'
     """
 
-    name: ClassVar[str] = "cast"
     pattern: str
     dtype: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self._dtype is None:
-            raise self.invalid(f"{self.dtype!r} is not one of {', '.join(sorted(FLOATING))}")
+        known = ", ".join(sorted(FLOATING))
+        self.require(self._dtype_name in FLOATING, f"{self.dtype!r} is not one of {known}")
 
     @property
-    def _dtype(self) -> DType | None:
-        name = str(self.dtype).removeprefix("torch.")
-        try:
-            return from_name(name) if name in FLOATING else None
-        except UnsupportedFormatError:
-            return None
+    def _dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def made(self, own: Matched) -> Made:
-        assert self._dtype is not None
-        is_floating = own.tensor.dtype.name in FLOATING
-        return [(own.key, replace(own.tensor, dtype=self._dtype) if is_floating else own.tensor)]
+        if own.tensor.dtype.name not in FLOATING:
+            return [(own.key, own.tensor)]
+        return [(own.key, replace(own.tensor, dtype=from_name(self._dtype_name)))]
 
 
 @dataclass(frozen=True)
-class Missing(Rule):
+class Missing(Rule, name="missing"):
     """What the tensors get that the template wants and that are not there at the end.
 
     ``"template"`` leaves them as they are in the template, ``"error"`` refuses. The first rule that
@@ -310,14 +329,13 @@ class Missing(Rule):
         missing 'adapter.{x*}', fill='template'
     """
 
-    name: ClassVar[str] = "missing"
     pattern: str
     fill: Fill | Literal["error"] = "zeros"
 
     def __post_init__(self) -> None:
-        self.compiled(self.pattern)
-        if self.fill not in (*get_args(Fill), "error"):
-            raise self.invalid("fill must be 'zeros', 'template' or 'error'")
+        super().__post_init__()
+        is_known = self.fill in (*get_args(Fill), "error")
+        self.require(is_known, "fill must be 'zeros', 'template' or 'error'")
 
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
         return Change()
@@ -327,12 +345,12 @@ class Missing(Rule):
         return self.compiled(self.pattern).fullmatch(key) is not None
 
 
-def _texts(value: str | Sequence[str]) -> Sequence[str]:
-    return [value] if isinstance(value, str) else value
+def _texts(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 @dataclass(frozen=True)
-class Resize(EachRule):
+class Resize(EachRule, name="resize"):
     """Cuts an axis at its end, or fills it up, such as a vocabulary.
 
     Without ``size`` it gets the extent that it has in the template, where the tensor must have the
@@ -344,7 +362,6 @@ class Resize(EachRule):
         resize 'embedding.weight', size=32128
     """
 
-    name: ClassVar[str] = "resize"
     pattern: str
     axis: int = 0
     size: int | None = None
@@ -352,11 +369,9 @@ class Resize(EachRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_axis(self.axis)
-        if self.fill not in get_args(Fill):
-            raise self.invalid("fill must be 'zeros' or 'template'")
-        if self.size is not None and not _is_count(self.size, 0):
-            raise self.invalid("size must be a number of rows")
+        self.require(self.fill in get_args(Fill), "fill must be 'zeros' or 'template'")
+        is_size = self.size is None or _are_counts(0, self.size)
+        self.require(is_size, "size must be a number of rows")
 
     def made(self, own: Matched) -> Made:
         tensor, axis, size = own.tensor, _axis(own.tensor, self.axis), self.size
@@ -374,7 +389,7 @@ class Resize(EachRule):
 
 
 @dataclass(frozen=True)
-class Split(EachRule):
+class Split(EachRule, name="split"):
     """Cuts a tensor along an axis into several.
 
     The parts are alike, or as large as ``sizes`` in proportion. With ``groups`` the axis consists
@@ -386,7 +401,6 @@ class Split(EachRule):
         split '{m*}.gate_up.weight', into=['{m}.gate.weight', '{m}.up.weight']
     """
 
-    name: ClassVar[str] = "split"
     pattern: str
     into: Sequence[str]
     axis: int = 0
@@ -395,18 +409,18 @@ class Split(EachRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_axis(self.axis)
-        self.require_list("into", self.into)
-        sizes = _sizes(self)
-        self.require_list("sizes", sizes)
-        if not self.into or len(sizes) != len(self.into):
-            raise self.invalid("into must be a list of names, and sizes as many numbers")
-        self.require_texts(*self.into)
-        if not all(_is_count(size, 1) for size in (*sizes, self.groups)):
-            raise self.invalid("sizes and groups must be positive numbers")
+        sizes = self._sizes
+        are_named = self.into and len(sizes) == len(self.into)
+        self.require(are_named, "into must be a list of names, and sizes as many numbers")
+        are_positive = _are_counts(1, *sizes, self.groups)
+        self.require(are_positive, "sizes and groups must be positive numbers")
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        return [1] * len(self.into) if self.sizes is None else self.sizes
 
     def made(self, own: Matched) -> Made:
-        tensor, axis, sizes = own.tensor, _axis(own.tensor, self.axis), _sizes(self)
+        tensor, axis, sizes = own.tensor, _axis(own.tensor, self.axis), self._sizes
         unit, rest = divmod(tensor.shape[axis], self.groups * sum(sizes))
         if rest:
             raise Misfit(
@@ -415,15 +429,14 @@ class Split(EachRule):
                 found=tensor.shape[axis],
             )
         rows = tensor.cut(axis, [unit * size for size in sizes] * self.groups)
-        names = [self.expanded(own.match, name) for name in self.into]
         return [
-            (name, DerivedTensor.joined(rows[number :: len(sizes)], axis))
-            for number, name in enumerate(names)
+            (self.expanded(own.match, name), DerivedTensor.joined(rows[part :: len(sizes)], axis))
+            for part, name in enumerate(self.into)
         ]
 
 
 @dataclass(frozen=True)
-class Concat(Rule):
+class Concat(JoinRule, name="concat"):
     """Joins tensors along an axis, in the order of the patterns.
 
     Those belong together whose new name is the same. With ``groups`` each is cut into so many
@@ -435,64 +448,45 @@ class Concat(Rule):
         concat ['{m*}.q.weight', '{m*}.k.weight'], into='{m}.qk.weight'
     """
 
-    name: ClassVar[str] = "concat"
     patterns: Sequence[str]
     into: str
     axis: int = 0
     groups: int = 1
 
     def __post_init__(self) -> None:
-        self.require_axis(self.axis)
-        self.require_list("the patterns", self.patterns)
-        if len(self.patterns) < 2:
-            raise self.invalid("it needs a list of two patterns or more")
-        if not _is_count(self.groups, 1):
-            raise self.invalid("groups must be a positive number")
-        for pattern in self.patterns:
-            self.compiled(pattern)
-        self.require_texts(self.into)
+        super().__post_init__()
+        self.require(len(self.patterns) > 1, "it needs a list of two patterns or more")
+        self.require(_are_counts(1, self.groups), "groups must be a positive number")
 
-    def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
-        parts: dict[str, dict[int, str]] = {}
-        change = Change()
-        for key, match, number in self.matches(tensors, *self.patterns):
-            with change.noting(key):
-                found = parts.setdefault(self.expanded(match, self.into), {})
-                change.taken.append(key)
-                if found.setdefault(number, key) != key:
-                    problem = f"several tensors match {self.patterns[number]!r} for this name"
-                    both = f"{found[number]}, {key}"
-                    change.findings.append(Finding(problem, self.into, found=both))
-        for name, found in parts.items():
-            with change.noting(name):
-                change.made.append((name, self._joined(tensors, found)))
-        change.count = len(change.taken)
-        return change
+    def numbered(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
+        return self.matches(keys, self.patterns)
 
-    def _joined(self, tensors: Tensors, found: Mapping[int, str]) -> DerivedTensor:
-        missing = [repr(p) for number, p in enumerate(self.patterns) if number not in found]
+    def repeated(self, number: int) -> str:
+        return f"several tensors match {self.patterns[number]!r} for this name"
+
+    def joined(self, parts: Mapping[int, DerivedTensor], keys: Mapping[int, str]) -> DerivedTensor:
+        missing = [repr(p) for number, p in enumerate(self.patterns) if number not in parts]
         if missing:
             problem = f"nothing matches {', '.join(missing)}"
-            raise Misfit(problem, found=f"only {', '.join(found.values())}")
-        parts = [tensors[found[number]] for number in range(len(self.patterns))]
-        axis = _axis(parts[0], self.axis)
-        _require_alike(parts, axis)
+            raise Misfit(problem, found=f"only {', '.join(keys.values())}")
+        tensors = [parts[number] for number in range(len(parts))]
+        axis = _axis(tensors[0], self.axis)
+        _require_alike(tensors, axis)
         rows = []
-        for number, part in enumerate(parts):
-            extent, rest = divmod(part.shape[axis], self.groups)
+        for number, tensor in enumerate(tensors):
+            extent, rest = divmod(tensor.shape[axis], self.groups)
             if rest:
-                problem = (
-                    f"axis {axis} of {found[number]!r} cannot be cut into {self.groups} groups"
-                )
-                raise Misfit(problem, found=part.shape)
-            rows.append(part.cut(axis, [extent] * self.groups))
+                what = f"axis {axis} of {keys[number]!r}"
+                problem = f"{what} cannot be cut into {self.groups} groups"
+                raise Misfit(problem, found=tensor.shape)
+            rows.append(tensor.cut(axis, [extent] * self.groups))
         return DerivedTensor.joined(
             [part for group in zip(*rows, strict=True) for part in group], axis
         )
 
 
 @dataclass(frozen=True)
-class Transpose(EachRule):
+class Transpose(EachRule, name="transpose"):
     """Puts the axes of tensors in another order; without ``axes`` it turns them round.
 
     Example:
@@ -501,16 +495,13 @@ class Transpose(EachRule):
         transpose '{m*}.kernel'
     """
 
-    name: ClassVar[str] = "transpose"
     pattern: str
     axes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.axes is not None:
-            self.require_list("axes", self.axes)
-            if not all(_is_count(axis, 0) for axis in self.axes):
-                raise self.invalid("axes must be a list of axes, counted from 0")
+        are_axes = _are_counts(0, *(self.axes or ()))
+        self.require(are_axes, "axes must be a list of axes, counted from 0")
 
     def made(self, own: Matched) -> Made:
         every = range(len(own.tensor.shape))
@@ -521,7 +512,7 @@ class Transpose(EachRule):
 
 
 @dataclass(frozen=True)
-class Stack(EachRule):
+class Stack(JoinRule, name="stack"):
     """Puts the tensors of all layers into one, along a new first axis; ``{i}`` is the layer.
 
     Example:
@@ -530,43 +521,36 @@ class Stack(EachRule):
         stack 'layers.{i}.{x*}', into='layers.{x}'
     """
 
-    name: ClassVar[str] = "stack"
     pattern: str
     into: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_texts(self.into)
-        if NUMBER not in self.compiled(self.pattern).groupindex:
-            raise self.invalid("the pattern needs {i}, which stands for the number of the layer")
+        has_number = NUMBER in self.compiled(self.pattern).groupindex
+        problem = "the pattern needs {i}, which stands for the number of the layer"
+        self.require(has_number, problem)
 
-    def made(self, own: Matched) -> Made:
-        return [(self.expanded(own.match, self.into), own.tensor.with_axis())]
+    def numbered(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
+        for key, match, _ in self.matches(keys, self.pattern):
+            yield key, match, int(match[NUMBER])
 
-    def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:
-        change = super().change(tensors, wanted)
-        layers: dict[str, dict[int, DerivedTensor]] = {}
-        numbers = (int(match[NUMBER]) for _, match, _ in self.matches(change.taken, self.pattern))
-        for (name, tensor), number in zip(change.made, numbers, strict=True):
-            if layers.setdefault(name, {}).setdefault(number, tensor) is not tensor:
-                change.findings.append(Finding(f"layer {number} is there twice", name))
-        change.made = []
-        for name, found in layers.items():
-            missing = sorted({*range(max(found) + 1)} - found.keys())
-            if missing:
-                listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-                problem = f"layers are missing: {listed}"
-                change.findings.append(Finding(problem, name, found=f"{len(found)} layers"))
-                continue
-            with change.noting(name):
-                rows = [found[number] for number in range(len(found))]
-                _require_alike(rows, 0)
-                change.made.append((name, DerivedTensor.joined(rows, 0)))
-        return change
+    def repeated(self, number: int) -> str:
+        return f"layer {number} is there twice"
+
+    def joined(self, parts: Mapping[int, DerivedTensor], keys: Mapping[int, str]) -> DerivedTensor:
+        missing = sorted({*range(max(parts) + 1)} - parts.keys())
+        if missing:
+            listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+            raise Misfit(f"layers are missing: {listed}", found=f"{len(keys)} layers")
+        layers = [
+            part.permuted([None, *range(len(part.shape))]) for _, part in sorted(parts.items())
+        ]
+        _require_alike(layers, 0)
+        return DerivedTensor.joined(layers, 0)
 
 
 @dataclass(frozen=True)
-class Unstack(EachRule):
+class Unstack(EachRule, name="unstack"):
     """Makes a tensor of each row of the first axis; ``{i}`` in the new name is its number.
 
     Example:
@@ -575,39 +559,33 @@ class Unstack(EachRule):
         unstack 'layers.{x*}', into='layers.{i}.{x}'
     """
 
-    name: ClassVar[str] = "unstack"
     pattern: str
     into: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_texts(self.into)
-        if NUMBER in self.compiled(self.pattern).groupindex or f"{{{NUMBER}}}" not in self.into:
-            raise self.invalid(
-                "the new name needs {i} for the number of the row; the pattern has none"
-            )
+        is_new = NUMBER not in self.compiled(self.pattern).groupindex
+        problem = "the new name needs {i} for the number of the row; the pattern has none"
+        self.require(is_new and f"{{{NUMBER}}}" in self.into, problem)
 
     def made(self, own: Matched) -> Made:
-        _axis(own.tensor, 0)
+        tensor, _ = own.tensor, _axis(own.tensor, 0)
         # Expanded part by part, as what is matched may hold {i} itself.
         parts = [self.expanded(own.match, text) for text in self.into.split(f"{{{NUMBER}}}")]
+        others = range(1, len(tensor.shape))
         return [
-            (str(number).join(parts), own.tensor.narrow(0, number, 1).without_axis())
-            for number in range(own.tensor.shape[0])
+            (str(number).join(parts), tensor.narrow(0, number, 1).permuted(others))
+            for number in range(tensor.shape[0])
         ]
 
 
-def _is_count(value: object, least: int) -> bool:
-    return type(value) is int and value >= least
-
-
-def _sizes(rule: Split) -> Sequence[int]:
-    return [1] * len(rule.into) if rule.sizes is None else rule.sizes
+def _are_counts(least: int, *values: object) -> bool:
+    return all(type(value) is int and value >= least for value in values)
 
 
 def _axis(tensor: DerivedTensor, axis: int) -> int:
     ndim = len(tensor.shape)
-    if not (type(axis) is int and -ndim <= axis < ndim):
+    if not -ndim <= axis < ndim:
         raise Misfit(f"it has no axis {axis}", found=tensor.shape)
     return axis % ndim
 
