@@ -27,7 +27,7 @@ from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
-from dist_checkpointing.mapping.state_dict_parts import partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
 from dist_checkpointing.planning.shard_table import ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
@@ -110,7 +110,7 @@ def asks_for_all(
     asked_for = as_state_dict(template, comm)
 
     def describe_template() -> tuple[dict[str, ShardTable], None]:
-        parts = partition(asked_for)
+        parts = StateDictParts.of(asked_for)
         leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
         return {"shards": describe(leaves, comm.rank)}, None
 

@@ -1,15 +1,15 @@
 """Nested dicts, lists and tuples: flattened to paths and leaves, rebuilt, laid over each other.
 
-``flatten`` turns a nest of dicts, lists and tuples into ``{path: leaf}`` and a skeleton. Nothing is
-lost: paths keep the type of every step (dict key ``1``, dict key ``"1"`` and list position 1 all
-differ), and the skeleton keeps container types, key order and empty containers.
+``flatten`` turns a nest of dicts, lists and tuples into ``{path: leaf}`` and a structure. Nothing
+is lost: paths keep the type of every step (dict key ``1``, dict key ``"1"`` and list position 1 all
+differ), and the structure keeps container types, key order and empty containers.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
@@ -50,25 +50,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Skeleton:
+class Structure:
     """The structure of one container.
 
     Attributes:
         prototype: An empty container of its kind; for a tuple, which cannot be filled, its class.
         keys: The keys of a dict, in order; the positions of a list or tuple.
-        below: Number of each entry that is a container -> its skeleton. The others are leaves.
+        below: Number of each entry that is a container -> its structure. The others are leaves.
         num_leaves: Leaves at any depth.
     """
 
     prototype: Any
     keys: Sequence[Any]
-    below: Mapping[int, Skeleton]
+    below: Mapping[int, Structure]
     num_leaves: int
-
-    @property
-    def is_tuple(self) -> bool:
-        """Whether the container is a tuple or named tuple."""
-        return isinstance(self.prototype, type)
 
     @property
     def is_dict(self) -> bool:
@@ -77,23 +72,31 @@ class Skeleton:
     def step(self, number: int) -> Step:
         return DictKey(self.keys[number]) if self.is_dict else Position(number)
 
-    def fill(self, values: Sequence[Any]) -> Any:
-        """A new container of this kind with a value for each entry."""
-        if self.is_dict:
-            return self.fill_dict(self.keys, values)
-        if self.is_tuple:
+    def fill(self, values: Sequence[Any], keys: Sequence[Any] | None = None) -> Any:
+        """A new container of this kind with a value for each entry, or for some keys of a dict."""
+        if isinstance(self.prototype, type):
             return getattr(self.prototype, "_make", tuple)(values)
-        container = copy.copy(self.prototype)
-        container.extend(values)
-        return container
-
-    def fill_dict(self, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+        pairs = zip(self.keys if keys is None else keys, values, strict=True)
         if type(self.prototype) is dict:
-            return dict(zip(keys, values, strict=True))
+            return dict(pairs)
         container = copy.copy(self.prototype)
-        for key, value in zip(keys, values, strict=True):  # not update(): a Counter would add
+        if not self.is_dict:
+            container.extend(values)
+            return container
+        for key, value in pairs:  # not update(): a Counter would add
             container[key] = value
         return container
+
+    def with_leaves(self, below: Iterator[Structure | None]) -> Structure:
+        """The same with each leaf, in order, replaced by a tree; None keeps a leaf."""
+        children = {}
+        for number in range(len(self.keys)):
+            old = self.below.get(number)
+            new = next(below) if old is None else old.with_leaves(below)
+            if new is not None:
+                children[number] = new
+        num_leaves = len(self.keys) - len(children) + sum(c.num_leaves for c in children.values())
+        return replace(self, below=children, num_leaves=num_leaves)
 
 
 def path_text(path: Path) -> str:
@@ -127,61 +130,55 @@ def _empty_copy(container: Any) -> Any:
 
 
 def take_apart(
-    tree: object, wanted: Callable[[object], bool] | None = None
-) -> tuple[list[Any], Skeleton | None]:
-    """All leaves, in order, and the skeleton (None if ``tree`` itself is a leaf).
+    tree: Any, leaves: list[Any], wanted: Callable[[object], bool] | None = None
+) -> Structure | None:
+    """Append all leaves, in order; the structure, or None if the tree itself is a leaf.
 
     With ``wanted``, a container without such a leaf at any depth counts as a leaf itself.
     """
-    leaves: list[Any] = []
-    return leaves, _take_apart(tree, wanted, leaves)
-
-
-def _take_apart(
-    value: Any, wanted: Callable[[object], bool] | None, leaves: list[Any]
-) -> Skeleton | None:
-    if not is_container(value):
-        leaves.append(value)
+    if not is_container(tree):
+        leaves.append(tree)
         return None
-    children = list(value.values() if isinstance(value, dict) else value)
+    children = list(tree.values() if isinstance(tree, dict) else tree)
     kinds = set(filter(_holds_values, set(map(type, children))))
     before = len(leaves)
-    below: dict[int, Skeleton] = {}
+    below: dict[int, Structure] = {}
     if not kinds:
         leaves += children
     else:
         for number, child in enumerate(children):
             if type(child) not in kinds:
                 leaves.append(child)
-            elif (skeleton := _take_apart(child, wanted, leaves)) is not None:
-                below[number] = skeleton
+            elif (structure := take_apart(child, leaves, wanted)) is not None:
+                below[number] = structure
     if wanted is not None and not any(map(wanted, leaves[before:])):
-        leaves[before:] = [value]
+        leaves[before:] = [tree]
         return None
-    keys = tuple(value) if isinstance(value, dict) else range(len(children))
-    return Skeleton(_empty_copy(value), keys, below, len(leaves) - before)
+    keys = tuple(tree) if isinstance(tree, dict) else range(len(children))
+    return Structure(_empty_copy(tree), keys, below, len(leaves) - before)
 
 
-def paths_of(skeleton: Skeleton | None, prefix: Path = ()) -> Iterator[Path]:
+def paths_of(structure: Structure | None, prefix: Path = ()) -> Iterator[Path]:
     """The path of each leaf, in order."""
-    if skeleton is None:
+    if structure is None:
         yield prefix
         return
-    kind = DictKey if skeleton.is_dict else Position
-    for number, key in enumerate(skeleton.keys):
+    kind = DictKey if structure.is_dict else Position
+    for number, key in enumerate(structure.keys):
         path = (*prefix, kind(key))
-        if number in skeleton.below:
-            yield from paths_of(skeleton.below[number], path)
+        if number in structure.below:
+            yield from paths_of(structure.below[number], path)
         else:
             yield path
 
 
 def flatten(
-    tree: object, prefix: Path = (), *, wanted: Callable[[object], bool] | None = None
-) -> tuple[dict[Path, Any], Skeleton | None]:
-    """The same as ``take_apart``, with leaves by path; every path begins with ``prefix``."""
-    leaves, skeleton = take_apart(tree, wanted)
-    return dict(zip(paths_of(skeleton, prefix), leaves, strict=True)), skeleton
+    tree: object, *, wanted: Callable[[object], bool] | None = None
+) -> tuple[dict[Path, Any], Structure | None]:
+    """The leaves by path and the structure; ``wanted`` is that of ``take_apart``."""
+    leaves: list[Any] = []
+    structure = take_apart(tree, leaves, wanted)
+    return dict(zip(paths_of(structure), leaves, strict=True)), structure
 
 
 class AtPaths(Mapping[Path, T], Generic[T]):
@@ -191,15 +188,15 @@ class AtPaths(Mapping[Path, T], Generic[T]):
     """
 
     def __init__(
-        self, leaves: Sequence[T], skeleton: Skeleton | None, places: Sequence[int]
+        self, leaves: Sequence[T], structure: Structure | None, places: Sequence[int]
     ) -> None:
         self.leaves = leaves
-        self.skeleton = skeleton
+        self.structure = structure
         self.places = places
 
     @cached_property
     def _by_path(self) -> dict[Path, T]:
-        paths = list(paths_of(self.skeleton))
+        paths = list(paths_of(self.structure))
         return {paths[place]: leaf for place, leaf in zip(self.places, self.leaves, strict=True)}
 
     def __getitem__(self, path: Path) -> T:
@@ -215,7 +212,7 @@ class AtPaths(Mapping[Path, T], Generic[T]):
         return _Leaves(self)
 
     def replaced(self, leaves: Sequence[Any]) -> AtPaths[Any]:
-        return AtPaths(leaves, self.skeleton, self.places)
+        return AtPaths(leaves, self.structure, self.places)
 
     def aligned(self, other: Mapping[Path, Any]) -> Sequence[Any]:
         """The leaves that another mapping has at these paths; MISSING where it has none."""
@@ -230,7 +227,7 @@ def chained(one: Mapping[Path, T], other: Mapping[Path, T]) -> Mapping[Path, T]:
         return one
     if isinstance(one, AtPaths) and isinstance(other, AtPaths):
         places = [*one.places, *other.places]
-        return AtPaths([*one.leaves, *other.leaves], one.skeleton, places)
+        return AtPaths([*one.leaves, *other.leaves], one.structure, places)
     return {**one, **other}
 
 
@@ -242,60 +239,47 @@ class _Leaves(ValuesView[T]):
 
 
 def value_at(tree: Any, path: Path) -> Any:
-    for step in path:
-        tree = tree[step.key if isinstance(step, DictKey) else step.index]
+    for step, _ in path:
+        tree = tree[step]
     return tree
 
 
-def unflatten(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
+def unflatten(structure: Structure | None, leaves: Mapping[Path, Any]) -> Any:
     """The inverse of ``flatten``; ``leaves`` must have every leaf."""
-    return _assembled(skeleton, map(leaves.__getitem__, paths_of(skeleton, prefix)))
+    return part_of(structure, map(leaves.__getitem__, paths_of(structure)))
 
 
-def _assembled(node: Skeleton | None, leaves: Iterator[Any]) -> Any:
-    if node is None:
-        return next(leaves)
-    return node.fill(_entries(node, leaves, _assembled))
-
-
-def _entries(
-    node: Skeleton, leaves: Iterator[Any], make: Callable[[Skeleton | None, Iterator[Any]], Any]
-) -> list[Any]:
-    """A value for each entry of a container, of the next leaves."""
-    if not node.below:
-        return list(islice(leaves, node.num_leaves))
-    return [make(node.below.get(number), leaves) for number in range(len(node.keys))]
-
-
-def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any]) -> Any:
+def unflatten_part(structure: Structure | None, leaves: Mapping[Path, Any]) -> Any:
     """The tree with only the given leaves, or MISSING if nothing is left of it.
 
     A dict loses the keys of absent leaves. In a list or tuple, None replaces an absent leaf, so
     that the others keep their positions. Containers that were empty from the start are kept.
     """
-    return part_of(skeleton, (leaves.get(path, MISSING) for path in paths_of(skeleton)))
+    return part_of(structure, (leaves.get(path, MISSING) for path in paths_of(structure)))
 
 
-def part_of(skeleton: Skeleton | None, leaves: Iterator[Any]) -> Any:
+def part_of(structure: Structure | None, leaves: Iterator[Any]) -> Any:
     """The same as ``unflatten_part``, of all leaves in order; absent ones are MISSING."""
-    if skeleton is None:
+    if structure is None:
         return next(leaves)
-    values = _entries(skeleton, leaves, part_of)
-    absent = [number for number, value in enumerate(values) if value is MISSING]
-    if values and len(absent) == len(values):
+    below, count = structure.below, len(structure.keys)
+    if below:
+        values = [part_of(below.get(number), leaves) for number in range(count)]
+    else:
+        values = list(islice(leaves, count))
+    kept = [number for number, value in enumerate(values) if value is not MISSING]
+    if len(kept) == count:
+        return structure.fill(values)
+    if not kept:
         return MISSING
-    if not absent:
-        return skeleton.fill(values)
-    if skeleton.is_dict:
-        kept = [n for n, value in enumerate(values) if value is not MISSING]
-        return skeleton.fill_dict([skeleton.keys[n] for n in kept], [values[n] for n in kept])
-    for number in absent:
-        values[number] = None
+    if structure.is_dict:
+        return structure.fill([values[n] for n in kept], [structure.keys[n] for n in kept])
+    values = [None if value is MISSING else value for value in values]
     # Not a named tuple: its fields would have values of a wrong type.
-    return tuple(values) if skeleton.is_tuple else skeleton.fill(values)
+    return tuple(values) if isinstance(structure.prototype, type) else structure.fill(values)
 
 
-def overlay(base: Any, skeleton: Skeleton | None, values: Sequence[Any], path: Path = ()) -> Any:
+def overlay(base: Any, structure: Structure | None, values: Sequence[Any], path: Path = ()) -> Any:
     """``base`` with a value put in for each leaf, in order; NO_LEAF for what is not put in.
 
     The base is a tree that ``unflatten_part`` made, or an older writer, which left no None in
@@ -304,86 +288,70 @@ def overlay(base: Any, skeleton: Skeleton | None, values: Sequence[Any], path: P
     Raises:
         StateMismatchError: if ``base`` has a value at the path of a leaf.
     """
-    if skeleton is None:
-        return _overlay_leaf(base, values[0], path)
     if all(value is NO_LEAF for value in values):
         return base
-    if base is MISSING or base is None:
-        base = {} if skeleton.is_dict else ()
-    if skeleton.is_dict:
-        return _overlay_dict(base, skeleton, values, path)
-    return _overlay_sequence(base, skeleton, values, path)
-
-
-def _overlay_leaf(base: Any, value: Any, path: Path) -> Any:
-    if value is NO_LEAF:
-        return base
-    if base is MISSING or base is None:
-        return value
-    if value is MISSING:
-        return base
-    raise _conflict(path, "a wrapped leaf", base)
-
-
-def _parts(
-    node: Skeleton, values: Sequence[Any]
-) -> Iterator[tuple[Skeleton | None, Sequence[Any]]]:
-    """The skeleton and the leaves of each entry."""
-    place = 0
-    for number in range(len(node.keys)):
-        child = node.below.get(number)
-        end = place + (1 if child is None else child.num_leaves)
-        yield child, values[place:end]
-        place = end
-
-
-def _overlay_dict(base: Any, node: Skeleton, values: Sequence[Any], path: Path) -> Any:
-    if not isinstance(base, dict):
-        raise _conflict(path, "a dict", base)
-    if not base and not node.below and all(v is not MISSING and v is not NO_LEAF for v in values):
-        return node.fill(values)
-    found: dict[Any, Any] = {}
-    for key, (child, own) in zip(node.keys, _parts(node, values), strict=True):
-        below = base.get(key, MISSING)
-        if child is None and below is MISSING:
-            value = MISSING if own[0] is NO_LEAF else own[0]
+    is_absent = base is MISSING or base is None
+    if structure is None:
+        if is_absent or values[0] is MISSING:
+            return values[0] if is_absent else base
+        raise _conflict(path, "a wrapped leaf", base)
+    if is_absent:
+        base = {} if structure.is_dict else ()
+    known = _entries_of_base(base, structure, values, path)
+    if not known and not structure.below and all(map(_is_value, values)):
+        return structure.fill(values)
+    merged: dict[Any, Any] = {}
+    for number, child, below in _entries(structure, values):
+        value = known.pop(key := structure.keys[number], MISSING)
+        if child is None and value is MISSING:
+            value = MISSING if below[0] is NO_LEAF else below[0]
         else:
-            value = overlay(below, child, own, (*path, DictKey(key)))
+            value = overlay(value, child, below, (*path, structure.step(number)))
         if value is not MISSING:
-            found[key] = value
-    known = set(node.keys)
-    found.update((key, value) for key, value in base.items() if key not in known)
-    return node.fill_dict([*found], [*found.values()])
+            merged[key] = value
+        elif not structure.is_dict:
+            # A leaf without a value must keep its position, or the others would move up.
+            merged[key] = None
+    merged |= known
+    return structure.fill([*merged.values()], [*merged])
 
 
-def _overlay_sequence(base: Any, node: Skeleton, values: Sequence[Any], path: Path) -> Any:
+def _is_value(value: object) -> bool:
+    return value is not MISSING and value is not NO_LEAF
+
+
+def _entries(
+    structure: Structure, values: Sequence[Any]
+) -> Iterator[tuple[int, Structure | None, Sequence[Any]]]:
+    """Number, structure and leaves of each entry."""
+    end = 0
+    for number in range(len(structure.keys)):
+        child = structure.below.get(number)
+        begin, end = end, end + (1 if child is None else child.num_leaves)
+        yield number, child, values[begin:end]
+
+
+def _entries_of_base(
+    base: Any, structure: Structure, values: Sequence[Any], path: Path
+) -> dict[Any, Any]:
+    """The entries of a dict; those of a list or tuple by their positions in the template."""
+    if structure.is_dict:
+        if not isinstance(base, dict):
+            raise _conflict(path, "a dict", base)
+        return dict(base)
     if not isinstance(base, list | tuple):
         raise _conflict(path, "a list", base)
-    parts = list(_parts(node, values))
-    plain = [index for index, part in enumerate(parts) if _leaves_something(*part)]
-    below_at: dict[int, Any] = {}
-    if len(base) == len(parts):
-        below_at = dict(enumerate(base))
-    elif len(base) == len(plain):  # the writer left no None for sharded leaves
-        below_at = dict(zip(plain, base, strict=True))
-    else:
-        expected = f"{len(plain)} plain values among {len(parts)} entries"
-        raise _conflict(path, expected, f"{len(base)} entries")
-    found = [
-        overlay(below_at.get(i, MISSING), child, own, (*path, Position(i)))
-        for i, (child, own) in enumerate(parts)
+    if len(base) == len(structure.keys):
+        return dict(enumerate(base))
+    plain = [
+        number
+        for number, child, below in _entries(structure, values)
+        if part_of(child, (MISSING if v is not NO_LEAF else v for v in below)) is not MISSING
     ]
-    # A leaf without a value must keep its position, or the others would move up.
-    return node.fill([None if value is MISSING else value for value in found])
-
-
-def _leaves_something(node: Skeleton | None, values: Sequence[Any]) -> bool:
-    """Whether anything is left of this part of the tree without the values."""
-    if node is None:
-        return values[0] is NO_LEAF
-    if not node.keys:
-        return True
-    return any(_leaves_something(*part) for part in _parts(node, values))
+    if len(base) == len(plain):  # the writer left no None for sharded leaves
+        return dict(zip(plain, base, strict=True))
+    expected = f"{len(plain)} plain values among {len(structure.keys)} entries"
+    raise _conflict(path, expected, f"{len(base)} entries")
 
 
 def _conflict(path: Path, expected: str, found: object) -> StateMismatchError:

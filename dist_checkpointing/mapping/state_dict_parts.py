@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
 from dist_checkpointing.mapping import (
@@ -20,19 +19,27 @@ from dist_checkpointing.mapping.nested_dicts import (
     NO_LEAF,
     AtPaths,
     Path,
-    Skeleton,
-    flatten,
+    Structure,
     overlay,
     part_of,
     path_text,
     paths_of,
     take_apart,
-    unflatten,
 )
+
+Leaf = TypeVar("Leaf")
+
+
+class BuiltFactory(NamedTuple):
+    """A factory, the structure of what it built, and the number of the first leaf of that."""
+
+    factory: ShardedTensorFactory
+    structure: Structure | None
+    first: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Partition:
+class StateDictParts:
     """The parts of one state dict, which itself is not changed.
 
     Attributes:
@@ -40,19 +47,81 @@ class Partition:
         objects: The ShardedObjects by path, likewise.
         common: Everything else, nested as in the state dict.
         local: The values of LocalNonpersistentObjects by path.
-        factories: Each factory by path, with the skeleton of what it built.
-        skeleton: Skeleton of the whole state dict.
+        structure: Structure of the whole state dict.
+        built: The same with what factories built in their place.
+        factories: In the order of the leaves.
     """
 
-    tensors: Mapping[Path, ShardedTensor]
-    objects: Mapping[Path, ShardedObject]
+    tensors: AtPaths[ShardedTensor]
+    objects: AtPaths[ShardedObject]
     common: dict[Any, Any]
-    local: Mapping[Path, Any]
-    factories: Mapping[Path, tuple[ShardedTensorFactory, Skeleton | None]]
-    skeleton: Skeleton | None
+    local: AtPaths[Any]
+    structure: Structure | None
+    built: Structure | None
+    factories: Sequence[BuiltFactory]
+
+    @classmethod
+    def of(cls, state_dict: Mapping[Any, Any]) -> StateDictParts:
+        """Take a state dict apart and build its factories.
+
+        Raises:
+            InvalidShardingError: if it is not a dict, or holds sharded leaves of an unknown kind.
+        """
+        if not isinstance(state_dict, dict):
+            finding = Finding(
+                "not a dict",
+                expected="dict",
+                found=type(state_dict).__name__,
+                remedy='Pass {"model": model.state_dict()}, or '
+                "interop.TorchState(model, optimizer).",
+            )
+            raise InvalidShardingError("sharded_state_dict must be a dict", [finding])
+        given: list[Any] = []
+        try:
+            structure = take_apart(state_dict, given, _is_special)
+        except RecursionError:
+            problem = "its dicts and lists are nested too deeply, or one of them holds itself"
+            finding = Finding(problem, remedy="Flatten them.")
+            message = "sharded_state_dict cannot be taken apart"
+            raise InvalidShardingError(message, [finding]) from None
+        types = set(map(type, given))
+        leaves, built, factories = given, structure, list[BuiltFactory]()
+        if structure is not None and any(issubclass(kind, ShardedTensorFactory) for kind in types):
+            leaves, built, factories = _build_factories(given, structure)
+        common: Any = MISSING
+        if not all(issubclass(kind, _SPECIAL) for kind in types):
+            plain = (MISSING if _is_special(leaf) else leaf for leaf in given)
+            common = part_of(structure, plain)
+        types = set(map(type, leaves)) if factories else types
+        for kind in types:
+            if issubclass(kind, ShardedBase) and not issubclass(kind, _SAVED):
+                number = [*map(type, leaves)].index(kind)
+                where = path_text([*paths_of(built)][number])
+                finding = Finding(f"unknown kind of sharded leaf at {where}", found=kind.__name__)
+                raise InvalidShardingError("the sharded state dict is invalid", [finding])
+
+        def at_paths(kind: type[Leaf]) -> AtPaths[Leaf]:
+            of_kind = {found for found in types if issubclass(found, kind)}
+            numbers: Sequence[int] = ()
+            if of_kind == types:
+                numbers = range(len(leaves))
+            elif of_kind:
+                numbers = [n for n, leaf in enumerate(leaves) if type(leaf) in of_kind]
+            return AtPaths([leaves[number] for number in numbers], built, numbers)
+
+        local = at_paths(LocalNonpersistentObject)
+        return cls(
+            at_paths(ShardedTensor),
+            at_paths(ShardedObject),
+            {} if common is MISSING else common,
+            local.replaced([wrapped.unwrap() for wrapped in local.leaves]),
+            structure,
+            built,
+            factories,
+        )
 
     def rebuild(
-        self, common: dict[Any, Any], tensors: Mapping[Path, Any], objects: Mapping[Path, Any]
+        self, common: Mapping[Any, Any], tensors: Mapping[Path, Any], objects: Mapping[Path, Any]
     ) -> Any:
         """The state dict with loaded values: nested like the template, with all of ``common``.
 
@@ -61,45 +130,33 @@ class Partition:
         Raises:
             StateMismatchError: if template and checkpoint are nested differently.
         """
-        if self.factories:
-            return self._rebuild_factories(common, {**tensors, **objects})
-        count = 1 if self.skeleton is None else self.skeleton.num_leaves
-        values = [NO_LEAF] * count
+        values = [NO_LEAF] * (1 if self.built is None else self.built.num_leaves)
         pairs = ((self.tensors, tensors), (self.objects, objects), (self.local, self.local))
-        for own, loaded in pairs:
-            assert isinstance(own, AtPaths)
-            for place, value in zip(own.places, own.aligned(loaded), strict=True):
+        for of_kind, loaded in pairs:
+            for place, value in zip(of_kind.places, of_kind.aligned(loaded), strict=True):
                 values[place] = value
-        return overlay(common, self.skeleton, values)
-
-    def _rebuild_factories(self, common: dict[Any, Any], loaded: Mapping[Path, Any]) -> Any:
-        values: dict[Path, Any] = {}
-        of_factory: dict[Path, dict[Path, Any]] = {path: {} for path in self.factories}
-        for path in (*self.tensors, *self.objects):
-            owners = (path[:depth] for depth in range(len(path) + 1))
-            target = next((of_factory[o] for o in owners if o in of_factory), values)
-            target[path] = loaded.get(path, MISSING)
-        for path, parts in of_factory.items():
-            if any(part is not MISSING for part in parts.values()):
-                self._require_all(parts)
-                factory, built = self.factories[path]
-                values[path] = factory.merge_fn(unflatten(built, parts, path))
+        for factory, built, first in reversed(self.factories):
+            end = first + (1 if built is None else built.num_leaves)
+            parts, merged = values[first:end], NO_LEAF
+            if any(part is not MISSING for part in parts):
+                self._require_all(values, first, end)
+                merged = factory.merge_fn(part_of(built, iter(parts)))
             elif parts:
-                values[path] = MISSING
-        values.update(self.local)
-        at_paths = [values.get(path, NO_LEAF) for path in paths_of(self.skeleton)]
-        return overlay(common, self.skeleton, at_paths)
+                merged = MISSING
+            values[first:end] = [merged]
+        return overlay(common, self.structure, values)
 
-    def _require_all(self, parts: Mapping[Path, Any]) -> None:
-        leaves: dict[Path, ShardedBase] = {**self.tensors, **self.objects}
+    def _require_all(self, values: Sequence[Any], first: int, end: int) -> None:
+        """Refuse a factory of which some parts, but not all, are in the checkpoint."""
         findings = [
             Finding(
                 "not in the checkpoint, but other parts of the same factory are",
-                leaves[path].key,
+                leaf.key,
                 remedy="merge_fn needs all parts: correct the factory or leave it out.",
             )
-            for path, part in parts.items()
-            if part is MISSING
+            for of_kind in (self.tensors, self.objects)
+            for place, leaf in zip(of_kind.places, of_kind.leaves, strict=True)
+            if first <= place < end and values[place] is MISSING
         ]
         if findings:
             raise StateMismatchError("a factory cannot be merged", findings)
@@ -112,117 +169,51 @@ class Partition:
         """
         if not leaves:
             return {}
-        tree = self._nest(self.skeleton, (), leaves)
+        tree = _nested(self.built, (leaves.get(path, MISSING) for path in paths_of(self.built)))
         return {} if tree is MISSING else tree
 
-    def _nest(self, node: Skeleton | None, path: Path, leaves: Mapping[Path, ShardedBase]) -> Any:
-        if node is None and path in self.factories:
-            node = self.factories[path][1]
-        if node is None:
-            return leaves.get(path, MISSING)
-        values = [
-            self._nest(node.below.get(number), (*path, node.step(number)), leaves)
-            for number in range(len(node.keys))
-        ]
-        pairs = zip(node.keys, values, strict=True)
-        kept = {key: value for key, value in pairs if value is not MISSING}
-        if not kept:
-            return MISSING
-        return values if len(kept) == len(values) and not node.is_dict else kept
 
-
-_KINDS = (ShardedTensor, ShardedObject, LocalNonpersistentObject, ShardedTensorFactory)
+_SAVED = (ShardedTensor, ShardedObject)
+_SPECIAL = (ShardedBase, LocalNonpersistentObject)
 
 
 def _is_special(value: object) -> bool:
     # Most leaves are these; the check of an abstract class takes longer.
-    return type(value) is ShardedTensor or isinstance(value, ShardedBase | LocalNonpersistentObject)
+    return type(value) is ShardedTensor or isinstance(value, _SPECIAL)
 
 
-def partition(state_dict: Mapping[Any, Any]) -> Partition:
-    """Take a state dict apart and build its factories.
-
-    Raises:
-        InvalidShardingError: if it is not a dict, or holds sharded leaves of an unknown kind.
-    """
-    if not isinstance(state_dict, dict):
-        finding = Finding(
-            "not a dict",
-            expected="dict",
-            found=type(state_dict).__name__,
-            remedy='Pass {"model": model.state_dict()}, or interop.TorchState(model, optimizer).',
-        )
-        raise InvalidShardingError("sharded_state_dict must be a dict", [finding])
-    try:
-        leaves, skeleton = take_apart(state_dict, _is_special)
-    except RecursionError:
-        finding = Finding(
-            "its dicts and lists are nested too deeply, or one of them holds itself",
-            remedy="Flatten them.",
-        )
-        raise InvalidShardingError("sharded_state_dict cannot be taken apart", [finding]) from None
-    common, places = _sorted(leaves, skeleton)
-    tensors, objects, local, factories = (
-        AtPaths([leaves[place] for place in own], skeleton, own) for own in places
-    )
-    values = local.replaced([wrapped.unwrap() for wrapped in local.leaves])
-    parts = Partition(tensors, objects, common, values, {}, skeleton)
-    return _with_factories(parts, leaves, factories) if factories else parts
+def _build_factories(
+    given: Sequence[Any], structure: Structure
+) -> tuple[list[Any], Structure, list[BuiltFactory]]:
+    """The leaves and the structure with what factories build."""
+    leaves: list[Any] = []
+    below: list[Structure | None] = []
+    factories: list[BuiltFactory] = []
+    for number, leaf in enumerate(given):
+        below.append(None)
+        if not isinstance(leaf, ShardedTensorFactory):
+            leaves.append(leaf)
+            continue
+        first = len(leaves)
+        below[-1] = take_apart(leaf.build(), leaves)
+        factories.append(BuiltFactory(leaf, below[-1], first))
+        for part, built in enumerate(leaves[first:]):
+            if not isinstance(built, _SAVED):
+                path = [*paths_of(structure)][number] + [*paths_of(below[-1])][part]
+                problem = (
+                    f"build_fn of the factory at {path_text(path)} must return ShardedTensors and "
+                    "ShardedObjects"
+                )
+                finding = Finding(problem, leaf.key, found=type(built).__name__)
+                raise InvalidShardingError("the sharded state dict is invalid", [finding])
+    return leaves, structure.with_leaves(iter(below)), factories
 
 
-def _sorted(leaves: Sequence[Any], skeleton: Skeleton | None) -> tuple[Any, list[Sequence[int]]]:
-    """The common state; positions of tensors, objects, local values and factories."""
-    if {ShardedTensor}.issuperset(map(type, leaves)):
-        common = part_of(skeleton, itertools.repeat(MISSING))
-        return {} if common is MISSING else common, [range(len(leaves)), (), (), ()]
-    places: list[list[int]] = [[] for _ in _KINDS]
-    plain = list(leaves)
-    for place, leaf in enumerate(leaves):
-        for kind, own in zip(_KINDS, places, strict=True):
-            if isinstance(leaf, kind):
-                own.append(place)
-                plain[place] = MISSING
-                break
-        else:
-            if isinstance(leaf, ShardedBase):
-                raise _unknown_leaf(list(paths_of(skeleton))[place], leaf, None)
-    common = part_of(skeleton, iter(plain))
-    return {} if common is MISSING else common, [*places]
-
-
-def _with_factories(
-    parts: Partition, leaves: Sequence[Any], factories: Mapping[Path, ShardedTensorFactory]
-) -> Partition:
-    """The same with what factories build, in the order of the leaves."""
-    tensors: dict[Path, ShardedTensor] = {}
-    objects: dict[Path, ShardedObject] = {}
-    built: dict[Path, tuple[ShardedTensorFactory, Skeleton | None]] = {}
-    for path, leaf in zip(paths_of(parts.skeleton), leaves, strict=True):
-        found, owner = {path: leaf}, None
-        if path in factories:
-            owner = factories[path]
-            found, skeleton = flatten(owner.build(), path)
-            built[path] = (owner, skeleton)
-        for below, part in found.items():
-            if isinstance(part, ShardedTensor):
-                tensors[below] = part
-            elif isinstance(part, ShardedObject):
-                objects[below] = part
-            elif owner is not None:
-                raise _unknown_leaf(below, part, owner)
-    return replace(parts, tensors=tensors, objects=objects, factories=built)
-
-
-def _unknown_leaf(
-    path: Path, leaf: object, owner: ShardedTensorFactory | None
-) -> InvalidShardingError:
-    where = path_text(path)
-    if owner is not None:
-        finding = Finding(
-            f"build_fn of the factory at {where} must return ShardedTensors and ShardedObjects",
-            owner.key,
-            found=type(leaf).__name__,
-        )
-    else:
-        finding = Finding(f"unknown kind of sharded leaf at {where}", found=type(leaf).__name__)
-    return InvalidShardingError("the sharded state dict is invalid", [finding])
+def _nested(node: Structure | None, values: Iterator[Any]) -> Any:
+    if node is None:
+        return next(values)
+    children = [_nested(node.below.get(number), values) for number in range(len(node.keys))]
+    kept = {k: v for k, v in zip(node.keys, children, strict=True) if v is not MISSING}
+    if not kept:
+        return MISSING
+    return children if len(kept) == len(children) and not node.is_dict else kept

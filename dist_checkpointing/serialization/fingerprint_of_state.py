@@ -24,7 +24,7 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
-from dist_checkpointing.mapping.state_dict_parts import partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.coverage import (
     check_coverage,
     find_coverage_problems,
@@ -82,7 +82,7 @@ def fingerprint(
     is_main: list[bool] = []
 
     def describe_local() -> tuple[dict[str, ShardTable], None]:
-        parts = partition(state_dict)
+        parts = StateDictParts.of(state_dict)
         refuse_distributed(parts, {})
         check_data(parts)
         shards.extend(parts.tensors.values())

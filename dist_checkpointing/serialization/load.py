@@ -26,7 +26,7 @@ from dist_checkpointing.mapping import (
     StoredState,
 )
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
-from dist_checkpointing.mapping.state_dict_parts import Partition, partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Recipe, require_recipe
 from dist_checkpointing.serialization.fingerprint_of_state import verify_restored
@@ -276,14 +276,14 @@ def _checked_options(
     return flag
 
 
-def _split(template: ShardedStateDict) -> Partition:
-    parts = partition(template)
+def _split(template: ShardedStateDict) -> StateDictParts:
+    parts = StateDictParts.of(template)
     refuse_distributed(parts, {})
     return parts
 
 
 def _compare_keys(
-    opened: OpenedCheckpoint, parts: Partition, made: RecipeLoad | None, flag: StrictHandling
+    opened: OpenedCheckpoint, parts: StateDictParts, made: RecipeLoad | None, flag: StrictHandling
 ) -> tuple[set[str], set[str]]:
     """Keys that only the checkpoint, and that only the template has, if anybody wants to know."""
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
@@ -322,7 +322,7 @@ def _is_large(leaf: ShardedTensor) -> bool:
 
 def _rebuilt(
     opened: OpenedCheckpoint,
-    parts: Partition,
+    parts: StateDictParts,
     tensors: Mapping[TreePath, Any],
     objects: Mapping[TreePath, Any],
     restore: Callable[[StateDict], object] | None,

@@ -29,7 +29,7 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
-from dist_checkpointing.mapping.state_dict_parts import Partition, partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.strategies.opened_checkpoint import OpenedCheckpoint
@@ -69,12 +69,12 @@ def preview_recipe(
     folder = as_local_folder(checkpoint_dir)
     strategies = open_checkpoint(folder)
     index = strategies.sharded.make_reader(folder).read_metadata()
-    parts = None if template is None else partition(template)
+    parts = None if template is None else StateDictParts.of(template)
     return _derived(recipe, index, strategies.object_keys(folder), parts)
 
 
 def _derived(
-    recipe: Recipe, index: Index, objects: Iterable[str], parts: Partition | None
+    recipe: Recipe, index: Index, objects: Iterable[str], parts: StateDictParts | None
 ) -> Derivation:
     if parts is None:
         return derive(recipe, index, objects)
@@ -111,7 +111,7 @@ def derived_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
     )
 
 
-def apply_recipe(recipe: Recipe, opened: OpenedCheckpoint, parts: Partition) -> RecipeLoad:
+def apply_recipe(recipe: Recipe, opened: OpenedCheckpoint, parts: StateDictParts) -> RecipeLoad:
     """Apply a recipe to what is stored, for a template that was taken apart. Collective."""
     stored_objects, objects = opened.object_keys(), parts.objects
     with opened.comm.agreed("applying the recipe"), paused_collector():

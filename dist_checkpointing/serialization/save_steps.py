@@ -50,7 +50,7 @@ from dist_checkpointing.mapping import (
     is_main_replica,
 )
 from dist_checkpointing.mapping.nested_dicts import chained, flatten, path_text
-from dist_checkpointing.mapping.state_dict_parts import partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout, along_grids
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
@@ -305,7 +305,7 @@ class SaveJob:
 
     def _split(self, state_dict: ShardedStateDict) -> None:
         """Take the state dict apart, and refuse what cannot be saved."""
-        self._parts = parts = partition(state_dict)
+        self._parts = parts = StateDictParts.of(state_dict)
         self.common = dict(parts.common)
         metadata = self._options.get("content_metadata")
         if metadata is not None:

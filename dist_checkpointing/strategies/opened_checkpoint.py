@@ -16,7 +16,7 @@ from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import CommonStateDict, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import AtPaths, value_at
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
-from dist_checkpointing.mapping.state_dict_parts import Partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
@@ -77,7 +77,7 @@ class OpenedCheckpoint:
         strategies = open_checkpoint(folder, sharded_strategy, common_strategy, trusted=trusted)
         return cls(folder, save_number, strategies, strategies.common.load_common(folder), comm)
 
-    def read_index(self, parts: Partition, *, is_kept: bool, is_whole: bool) -> None:
+    def read_index(self, parts: StateDictParts, *, is_kept: bool, is_whole: bool) -> None:
         """Read the index.
 
         Args:
@@ -111,7 +111,7 @@ class OpenedCheckpoint:
         )
 
     def read_objects(
-        self, objects: Mapping[TreePath, ShardedObject], parts: Partition
+        self, objects: Mapping[TreePath, ShardedObject], parts: StateDictParts
     ) -> tuple[Mapping[TreePath, ShardedObject], Mapping[TreePath, Any]]:
         """The objects to read with the tensors; or the values of all, if they lie apart."""
         if handles_objects(self.strategies.sharded):

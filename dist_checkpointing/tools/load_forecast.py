@@ -22,7 +22,7 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
-from dist_checkpointing.mapping.state_dict_parts import partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation
@@ -234,7 +234,7 @@ def of_function(name: str, world_size: int) -> list[RankWants]:
     for rank in range(world_size):
         try:
             with torch.device("meta"):
-                parts = partition(function(rank, world_size))
+                parts = StateDictParts.of(function(rank, world_size))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{name}({rank}, {world_size}) failed: {what}") from error

@@ -28,7 +28,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.nested_dicts import path_text
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
-from dist_checkpointing.mapping.state_dict_parts import Partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.mapping.tensor_memory import is_lossless, overlaps_itself
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.load_plan import WantedTable
@@ -94,7 +94,7 @@ class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
 
 
 def handle_strictly(
-    parts: Partition, stored_keys: set[str], flag: StrictHandling, comm: Comm
+    parts: StateDictParts, stored_keys: set[str], flag: StrictHandling, comm: Comm
 ) -> tuple[set[str], set[str]]:
     """Report keys that only one side has, as the flag says: (missing, unexpected)."""
     own = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
@@ -298,7 +298,7 @@ def require_same_save(is_same: bool, checkpoint_dir: str | PathLike[str]) -> Non
     raise CorruptCheckpointError(message, [finding])
 
 
-def check_access(parts: Partition, comm: Comm) -> None:
+def check_access(parts: StateDictParts, comm: Comm) -> None:
     """Check that the templates of all ranks ask for each tensor exactly once. Collective."""
     leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
     exchanged = exchange_tables(

@@ -21,17 +21,13 @@ from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismat
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from dist_checkpointing.mapping.nested_dicts import (
-    MISSING,
-    NO_LEAF,
     DictKey,
     Path,
     Position,
     is_container,
-    overlay,
     path_text,
-    paths_of,
 )
-from dist_checkpointing.mapping.state_dict_parts import Partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.validation.strictness import StrictHandling
 
@@ -144,7 +140,7 @@ def is_distributed_tensor(value: object) -> bool:
     )
 
 
-def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) -> None:
+def refuse_distributed(parts: StateDictParts, objects: Mapping[Path, ShardedObject]) -> None:
     """Refuse tensors that know their own sharding where that would be ignored.
 
     Args:
@@ -190,7 +186,7 @@ def _unwrapped(value: object, key: str, where: str = "") -> Finding:
     )
 
 
-def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Finding]:
+def unfilled_tensors(parts: StateDictParts, stored: Mapping[Any, Any]) -> list[Finding]:
     """Plain tensors of a template that ``load`` would not fill.
 
     Args:
@@ -205,9 +201,7 @@ def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Findin
     }
     if not wanted:
         return []
-    sharded = {*parts.tensors, *parts.objects, *parts.factories, *parts.local}
-    values = [MISSING if path in sharded else NO_LEAF for path in paths_of(parts.skeleton)]
-    result = overlay(stored, parts.skeleton, values)
+    result = parts.rebuild(stored, {}, {})
     return [
         Finding(
             "this tensor of the template is not wrapped, and the common state of the checkpoint "
@@ -238,7 +232,7 @@ def is_there(tree: Any, path: ValuePath) -> bool:
     return True
 
 
-def check_filled(parts: Partition, stored: Mapping[Any, Any], flag: StrictHandling) -> None:
+def check_filled(parts: StateDictParts, stored: Mapping[Any, Any], flag: StrictHandling) -> None:
     """Check that every plain tensor of a template gets a value.
 
     Args:
@@ -258,7 +252,7 @@ def check_filled(parts: Partition, stored: Mapping[Any, Any], flag: StrictHandli
     logger.warning("%s", error)
 
 
-def check_data(parts: Partition) -> None:
+def check_data(parts: StateDictParts) -> None:
     """Refuse main replicas without data."""
     # Paths are made when they are asked for, and most states have all data.
     if all(leaf.data is not None for leaf in parts.tensors.values()):

@@ -15,7 +15,7 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing import load
 from dist_checkpointing.interop import TorchState
-from dist_checkpointing.mapping.state_dict_parts import partition
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning import (
     CastTo,
     Concat,
@@ -222,7 +222,7 @@ RECIPES: list[list[Rule]] = [
 def test_a_plan_finds_what_a_load_finds(ckpt: Path, rules: list[Rule]) -> None:
     template: dict[str, Any] = blanks({"wte": torch.empty(5, 2), "new": torch.empty(3)})
     template["rng"] = dc.ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
-    parts, recipe, seen = partition(template), dc.Recipe(*rules), list[int]()
+    parts, recipe, seen = StateDictParts.of(template), dc.Recipe(*rules), list[int]()
     made = preview_recipe(recipe, ckpt, template)
     wants = RankWants((0,), dict(parts.tensors), tuple(parts.objects.values()))
     plan = forecast_of(dc.Checkpoint.open(ckpt), [wants], made)

@@ -19,7 +19,7 @@ from dist_checkpointing.mapping.nested_dicts import (
     DictKey,
     Path,
     Position,
-    Skeleton,
+    Structure,
     is_container,
     overlay,
     path_text,
@@ -38,9 +38,9 @@ class Point(NamedTuple):
 Old = namedtuple("Old", "only")  # noqa: PYI024 - users have these too
 
 
-def overlaid(base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any]) -> Any:
+def overlaid(base: Any, structure: Structure | None, leaves: Mapping[Path, Any]) -> Any:
     """``overlay`` with leaves by path."""
-    return overlay(base, skeleton, [leaves.get(path, NO_LEAF) for path in paths_of(skeleton)])
+    return overlay(base, structure, [leaves.get(path, NO_LEAF) for path in paths_of(structure)])
 
 
 class Wrapped:
@@ -114,8 +114,8 @@ def identities(tree: Any) -> Any:
 @given(trees)
 def test_unflatten_inverts_flatten(tree: Any) -> None:
     before, ids = copy.deepcopy(tree), identities(tree)
-    found, skeleton = flatten(tree)
-    again = unflatten(skeleton, found)
+    found, structure = flatten(tree)
+    again = unflatten(structure, found)
     assert same(again, tree)
     assert same(tree, before)
     assert identities(tree) == ids
@@ -124,8 +124,8 @@ def test_unflatten_inverts_flatten(tree: Any) -> None:
 @examples(300)
 @given(trees)
 def test_result_shares_no_mutable_container_with_the_input(tree: Any) -> None:
-    found, skeleton = flatten(tree)
-    one, other = unflatten(skeleton, found), unflatten(skeleton, found)
+    found, structure = flatten(tree)
+    one, other = unflatten(structure, found), unflatten(structure, found)
 
     def mutable(value: Any) -> set[int]:
         ids = {id(value)} if isinstance(value, dict | list) else set()
@@ -137,16 +137,6 @@ def test_result_shares_no_mutable_container_with_the_input(tree: Any) -> None:
 
     assert not mutable(tree) & mutable(one)
     assert not mutable(other) & mutable(one)
-
-
-@examples(300)
-@given(trees)
-def test_a_prefix_goes_before_every_path(tree: Any) -> None:
-    prefix: Path = (DictKey("model"), Position(3))
-    plain, _ = flatten(tree)
-    found, skeleton = flatten(tree, prefix)
-    assert list(found) == [prefix + path for path in plain]
-    assert same(unflatten(skeleton, found, prefix), tree)
 
 
 @examples(300)
@@ -174,16 +164,16 @@ def _is_size(value: object) -> bool:
 def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
     tree: Any, data: st.DataObject
 ) -> None:
-    template_leaves, skeleton = flatten(tree)
+    template_leaves, structure = flatten(tree)
     is_wrapped = data.draw(
         st.lists(st.booleans(), min_size=len(template_leaves), max_size=len(template_leaves))
     )
     wrapped = {p: v for (p, v), w in zip(template_leaves.items(), is_wrapped, strict=True) if w}
     common = {p: v for p, v in template_leaves.items() if p not in wrapped}
 
-    part = unflatten_part(skeleton, common)
+    part = unflatten_part(structure, common)
     before, ids = copy.deepcopy(part), identities(part)
-    again = overlaid(part, skeleton, wrapped)
+    again = overlaid(part, structure, wrapped)
     assert same(again, tree)
     assert part is MISSING or same(part, before)
     assert identities(part) == ids
@@ -192,9 +182,9 @@ def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
 @examples(300)
 @given(trees)
 def test_part_of_everything_is_the_tree_and_of_nothing_has_no_leaf(tree: Any) -> None:
-    found, skeleton = flatten(tree)
-    assert same(unflatten_part(skeleton, found), tree)
-    rest = unflatten_part(skeleton, {})
+    found, structure = flatten(tree)
+    assert same(unflatten_part(structure, found), tree)
+    rest = unflatten_part(structure, {})
     # Empty containers stay, and a None keeps the place of what is gone beside them in a list.
     assert rest is MISSING or set(flatten(rest)[0].values()) <= {None}
 
@@ -206,13 +196,13 @@ def _is_wrapped(leaf: object) -> bool:
 @examples(300)
 @given(trees, st.data())
 def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject) -> None:
-    found, skeleton = flatten(tree)
+    found, structure = flatten(tree)
     chosen = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
     marked = {
         path: Wrapped("w") if choice else leaf
         for (path, leaf), choice in zip(found.items(), chosen, strict=True)
     }
-    mixed = unflatten(skeleton, marked)
+    mixed = unflatten(structure, marked)
     some, ways = flatten(mixed, wanted=_is_wrapped)
     assert same(unflatten(ways, some), mixed)
     wrapped = {path for path, leaf in marked.items() if isinstance(leaf, Wrapped)}
@@ -272,9 +262,9 @@ old_trees = st.dictionaries(
 @examples(300)
 @given(old_trees)
 def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any]) -> None:
-    found, skeleton = flatten(tree)
+    found, structure = flatten(tree)
     wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    assert same(overlaid(_close_gaps(tree), skeleton, wrapped), tree)
+    assert same(overlaid(_close_gaps(tree), structure, wrapped), tree)
 
 
 @pytest.mark.parametrize(
@@ -292,17 +282,17 @@ def test_closed_lists_by_example(
     template: Callable[[Callable[[str], Wrapped]], Any], stored: Any
 ) -> None:
     tree = template(Wrapped)
-    found, skeleton = flatten(tree)
+    found, structure = flatten(tree)
     wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    assert same(overlaid(stored, skeleton, wrapped), tree)
+    assert same(overlaid(stored, structure, wrapped), tree)
 
 
 def test_mixed_lists_keep_their_places() -> None:
     first, last = Wrapped("0"), Wrapped("2")
     tree = {"a": [first, 1, last], "t": (2, first), "p": Point(first, 3), "all": [first]}
-    found, skeleton = flatten(tree)
+    found, structure = flatten(tree)
     common = {path: leaf for path, leaf in found.items() if not isinstance(leaf, Wrapped)}
-    part = unflatten_part(skeleton, common)
+    part = unflatten_part(structure, common)
     assert same(part, {"a": [None, 1, None], "t": (2, None), "p": (None, 3)})
 
 
@@ -341,28 +331,28 @@ def test_subclasses_keep_their_class_and_attributes() -> None:
     annotated.note = "kept"
     strict = Strict([1, Wrapped("w")], 7)
     tree = {"d": annotated, "l": strict, "c": Counter("abb"), "e": Counter()}
-    found, skeleton = flatten(tree)
-    again = unflatten(skeleton, found)
+    found, structure = flatten(tree)
+    again = unflatten(structure, found)
     assert same(again, tree)
     assert again["d"].note == "kept"
     assert again["l"].limit == 7
     assert again["c"] == Counter("abb")
 
 
-def test_a_skeleton_keeps_no_leaf_alive() -> None:
+def test_a_structure_keeps_no_leaf_alive() -> None:
     leaf = Wrapped("large")
     tree = {"d": {"x": leaf}, "l": [leaf], "t": (leaf,), "p": Point(leaf, leaf)}
     alive = weakref.ref(leaf)
-    found, skeleton = flatten(tree)
+    found, structure = flatten(tree)
     del tree, found, leaf
-    assert skeleton is not None
+    assert structure is not None
     assert alive() is None, "large tensors must not wait for the garbage collector either"
 
 
 def _overlaid(template: Any, base: Any) -> Any:
-    found, skeleton = flatten(template)
+    found, structure = flatten(template)
     wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    return overlaid(base, skeleton, wrapped)
+    return overlaid(base, structure, wrapped)
 
 
 W = Wrapped("w")
