@@ -24,7 +24,6 @@ from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_o
 from dist_checkpointing.planning.items import SavePlan
 from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
 from dist_checkpointing.planning.shard_table import (
-    Bools,
     Int32s,
     Int64s,
     Integers,
@@ -95,12 +94,11 @@ def _assigned(requests: Iterable[tuple[tuple[int, ...], int]], loads: list[int])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
-    """The distinct parts in a table, and the rows that hold each of them.
+    """The distinct parts of tensors that have one main replica, and the rows that hold each.
 
     A part is a box (or a flattened range of one) of a tensor. Parts are in order of key, place,
     flattened range and shape. There is a row for each rank, or set of ranks, that holds a part;
-    those of one part are together, from ``starts`` on. The row of the main replica is -1 where
-    there is none or more than one.
+    those of one part are together, from ``starts`` on.
     """
 
     rows: Int64s
@@ -108,26 +106,12 @@ class Replicas:
     main_rows: Int64s
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def counts(self) -> Int64s:
-        return np.diff(self.starts)
+        return len(self.main_rows)
 
     @property
     def firsts(self) -> Int64s:
         """The first row of each part, which is that of the lowest rank."""
         return self.rows[self.starts[:-1]]
-
-    @property
-    def parts(self) -> Int64s:
-        """The part that each of ``rows`` holds."""
-        return np.repeat(np.arange(len(self)), self.counts)
-
-    def only(self, kept: Bools) -> Replicas:
-        counts = self.counts[kept]
-        rows = self.rows[np.repeat(kept, self.counts)]
-        return Replicas(rows, _starts(counts), self.main_rows[kept])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +173,8 @@ def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: I
         first, last = (np.searchsorted(members, ranks, side) for side in ("left", "right"))
         origins, place = counted(last - first)
         numbers = sets[first[origins] + place]
-    held = replicas.parts * most + table.ranks[replicas.rows]
+    of_row = np.repeat(np.arange(len(replicas)), np.diff(replicas.starts))
+    held = of_row * most + table.ranks[replicas.rows]
     asked = parts[origins] * most + numbers
     found = np.minimum(np.searchsorted(held, asked), len(held) - 1)
     is_held = held[found] == asked
@@ -202,9 +187,13 @@ def _starts(counts: Int64s) -> Int64s:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
-    """Who holds what, of ascending rows of a table that is sorted by key, and then by rank."""
-    own = table.take(rows)
+def find_replicas(catalog: ShardTable) -> Replicas:
+    """Who holds what of all tensors, in a table that is sorted by key, and then by rank.
+
+    Parts without exactly one main replica (which the check of the shards is about) are left out.
+    """
+    rows = np.flatnonzero((catalog.num_elements > 0) & ~catalog.is_object)
+    own = catalog.take(rows)
     place = np.zeros(len(own), dtype=np.int64)
     for axis in range(own.max_ndim):
         place = place * own.global_shapes[:, axis] + own.offsets[:, axis]
@@ -224,13 +213,13 @@ def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
     if own.holders is not None:
         weights = np.array([len(held) for held in own.holders], dtype=np.int64)[own.ranks]
     mains = np.bincount(part[main], weights[order[main]], minlength=int(begins.sum()))
-    main_rows = np.full(len(mains), -1, dtype=np.int64)
+    main_rows = np.zeros(len(mains), dtype=np.int64)
     main_rows[part[main]] = rows[order[main]]
-    main_rows[mains != 1] = -1
     # A rank that holds a part twice holds it once for this purpose.
     kept = begins | np.concatenate([[True], np.diff(own.ranks[order]) != 0])[: len(order)]
-    counts = np.bincount(part[kept], minlength=len(mains))
-    return Replicas(rows[order[kept]], _starts(counts), main_rows)
+    kept &= (mains == 1)[part]
+    counts = np.bincount(part[kept], minlength=len(mains))[mains == 1]
+    return Replicas(rows[order[kept]], _starts(counts), main_rows[mains == 1])
 
 
 def share_out(
@@ -308,11 +297,10 @@ def _least_loaded_of_sets(sets: Integers, set_of: Int64s, sizes: Int64s, loads: 
 def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
     """Rows of a catalog to write, so that each part is written once and ranks write alike.
 
-    Objects, and parts without exactly one main replica (which the check of the shards is about),
-    are left as they are: main replicas are written.
+    Objects, and parts without exactly one main replica, are left as they are: main replicas are
+    written.
     """
-    replicas = tensor_replicas(catalog)
-    shared = replicas.only(replicas.main_rows >= 0)
+    shared = find_replicas(catalog)
     sizes = catalog.num_bytes[shared.firsts]
     loads = np.zeros(num_ranks, dtype=np.int64)
     ranks = catalog.ranks[shared.rows]
@@ -320,18 +308,11 @@ def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
     return np.sort(np.concatenate([shared.rows[chosen], fixed_rows(catalog, shared)]))
 
 
-def tensor_replicas(catalog: ShardTable) -> Replicas:
-    """Who holds what of all tensors that have elements."""
-    return find_replicas(
-        catalog, np.flatnonzero((catalog.num_elements > 0) & ~catalog.is_object).astype(np.int64)
-    )
-
-
 def fixed_rows(catalog: ShardTable, shared: Replicas) -> Int64s:
     """The main replicas that no other rank could write in place of its own."""
     fixed = catalog.main & (catalog.num_elements > 0)
     fixed[shared.main_rows] = False
-    return np.flatnonzero(fixed).astype(np.int64)
+    return np.flatnonzero(fixed)
 
 
 _WELL_BALANCED = 1.05
@@ -409,8 +390,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
     def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
         if not self.remove_redundancy:
             return super().assign(catalog, num_ranks)
-        found = tensor_replicas(catalog)
-        shared = found.only(found.main_rows >= 0)
+        shared = find_replicas(catalog)
         groups = None
         if self.groups is not None:
             if len(self.groups) != num_ranks:

@@ -22,7 +22,6 @@ from dist_checkpointing.planning.shard_table import (
     Int32s,
     Int64s,
     ShardTable,
-    concatenate,
     describe,
 )
 from dist_checkpointing.planning.table_exchange import (
@@ -89,10 +88,8 @@ class Copies:
     @property
     def has_copies(self) -> Bools:
         """``[parts]``, whether several ranks hold a part, or one of them twice."""
-        sizes = np.ones(len(self.rows), dtype=np.int64)
-        if self.catalog.holders is not None:
-            held = np.array([len(ranks) for ranks in self.catalog.holders], dtype=np.int64)
-            sizes = held[self.catalog.ranks[self.rows]]
+        held = np.array([*map(len, self.catalog.holders or ())], dtype=np.int64)
+        sizes = held[self.catalog.ranks[self.rows]]
         return np.add.reduceat(sizes, self.begins[:-1]) > 1 if len(self.parts) else sizes > 1
 
     def holders(self, part: int) -> Int32s:
@@ -100,36 +97,27 @@ class Copies:
         return self.catalog.ranks_of(self.rows[self.begins[part] : self.begins[part + 1]])
 
 
-def copies_of(catalog: ShardTable, local: ShardTable) -> Copies:
-    """Find the copies in what all ranks hold, sorted by key."""
-    both = concatenate(
-        [
-            replace(
-                table,
-                ranks=np.full(len(table), number, np.int32),
-                sources=np.arange(len(table), dtype=np.int32),
-                holders=None,
-            )
-            for number, table in enumerate((catalog, local))
-        ]
-    )
-    columns = [both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T]
-    order = np.lexsort([both.ranks, *columns[::-1]])
-    both = both.take(order)
-    is_new = changes(columns, order)
-    number = np.cumsum(is_new) - 1
-    is_local = both.ranks == 1
-    local_parts = np.empty(len(local), dtype=np.int64)
-    local_parts[both.sources[is_local]] = number[is_local]
-    rows = both.sources[~is_local].astype(np.int64)
-    begins = np.searchsorted(number[~is_local], np.arange(int(is_new.sum()) + 1))
-    parts = both.take(is_new)
+def copies_of(catalog: ShardTable, rank: int) -> Copies:
+    """Find the copies in what all ranks hold, for one of them.
+
+    The catalog is that of exchanged tables, in which each rank numbered its rows from 0.
+    """
+    columns = [catalog.keys, catalog.dtypes]
+    columns += [axis for c in (catalog.offsets, catalog.shapes, catalog.flat) for axis in c.T]
+    rows = np.lexsort(columns[::-1])
+    is_new = changes(columns, rows)
+    begins = np.append(np.flatnonzero(is_new), len(rows))
+    part_of_row = np.empty(len(rows), dtype=np.int64)
+    part_of_row[rows] = np.cumsum(is_new) - 1
+    holders = catalog.holders or ()
+    is_local = np.array([rank in held for held in holders], dtype=np.bool_)[catalog.ranks]
+    local = np.empty(int(is_local.sum()), dtype=np.int64)
+    local[catalog.sources[is_local]] = part_of_row[is_local]
+    parts = catalog.take(rows[is_new])
     if len(parts):
-        first = catalog.ranks
-        if catalog.holders is not None:
-            first = np.array([held[0] for held in catalog.holders], dtype=np.int32)[first]
-        parts = replace(parts, ranks=np.minimum.reduceat(first[rows], begins[:-1]))
-    return Copies(parts, rows, begins, catalog, local_parts)
+        first = np.array([held[0] for held in holders], dtype=np.int32)[catalog.ranks[rows]]
+        parts = replace(parts, ranks=np.minimum.reduceat(first, begins[:-1]), holders=None)
+    return Copies(parts, rows, begins, catalog, local)
 
 
 class _Cache(AgreedCache[Copies]):
@@ -233,15 +221,16 @@ class ReplicaComparison:
         comm, cache = self._comm, self._cache
         with comm.agreed("describing the shards"):
             inputs = self._inputs()
-            table = describe(self._shards, comm.rank)
         if comm.all_same(cache.hash_if_cached(inputs)):
             assert cache.value is not None
             return cache.value
         exchanged = exchange_tables(
-            comm, "describing the shards", lambda: ({"shards": table}, None)
+            comm,
+            "describing the shards",
+            lambda: ({"shards": describe(self._shards, comm.rank)}, None),
         )
         with comm.agreed("looking for replicas"):
-            copies = copies_of(exchanged.catalog("shards"), table)
+            copies = copies_of(exchanged.catalog("shards"), comm.rank)
             cache.keep(inputs, copies, exchanged.digests)
         return copies
 

@@ -140,16 +140,13 @@ def verify_restored(
             raise UnsupportedFormatError("what is restored cannot be verified", [finding])
     assert index is not None
     assert make_reader is not None
-    tables: list[ShardTable] = []
 
     def describe_local() -> tuple[dict[str, ShardTable], set[str]]:
-        tables.append(describe(shards, comm.rank))
-        return {"shards": tables[0]}, _differing_keys(index, shards)
+        return {"shards": describe(shards, comm.rank)}, _differing_keys(index, shards)
 
     exchanged = exchange_tables(comm, "describing what was restored", describe_local)
     with comm.agreed("looking for what can be compared"):
-        catalog = exchanged.catalog("shards")
-        copies = copies_of(catalog, tables[0])
+        copies = copies_of(exchanged.catalog("shards"), comm.rank)
         parts = copies.parts
         is_counted = _counted(copies, set().union(*exchanged.facts))
         counted = {parts.key(row) for row in np.flatnonzero(is_counted).tolist()}
@@ -189,7 +186,7 @@ def verify_restored(
     with comm.agreed("comparing fingerprints"):
         if comm.rank == 0:
             findings += _other_than_saved(_fingerprints(parts, totals), kept)
-            _warn_of_others(sorted({*catalog.key_column} - counted), folder)
+            _warn_of_others(sorted({*parts.key_column} - counted), folder)
         if findings:
             raise CorruptCheckpointError("what was restored is not what was saved", findings)
 

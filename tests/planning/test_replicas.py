@@ -380,9 +380,10 @@ def test_copies_by_comparison() -> None:
             leaf = kinds[int(rng.integers(3))](FULL, comm)
             leaf.key = f"k{number % 4}"
             leaves.append(leaf)
-        own = describe(leaves, comm.rank)
-        exchanged = exchange_tables(comm, "test", lambda: ({"shards": own}, None))
-        return leaves, copies_of(exchanged.catalog("shards"), own)
+        exchanged = exchange_tables(
+            comm, "test", lambda: ({"shards": describe(leaves, comm.rank)}, None)
+        )
+        return leaves, copies_of(exchanged.catalog("shards"), comm.rank)
 
     of_ranks = run_ranks(RANKS, look)
 
