@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,9 +33,6 @@ from dist_checkpointing.planning.shard_table import (
     counted,
     shared_shapes,
 )
-
-if TYPE_CHECKING:
-    from dist_checkpointing.planning.items import SavePlan
 
 CutRows = tuple[ShardTable, Int64s]
 
@@ -139,20 +136,20 @@ def _makes_up(part: Ints, whole: Ints, shape: Ints) -> bool:
     return nests and math.prod(whole) <= _MOST_CHUNKS * math.prod(part)
 
 
-def along_grids(plan: SavePlan, grids: Mapping[str, Ints]) -> SavePlan:
+def along_grids(
+    table: ShardTable, index: Index, grids: Mapping[str, Ints]
+) -> tuple[ShardTable, Index]:
     """A plan of whole chunks, cut along other grids that ``nested_grids`` has found."""
-    table, index = plan.table, plan.index
-    assert index is not None
     rows = zip(index.keys_column, index.chunk_shape_column, strict=True)
     index = replace(index, chunk_shape_column=[grids.get(key, own) for key, own in rows])
     is_cut = np.array([name in grids for name in table.names], dtype=np.bool_)[table.keys]
     is_cut &= ~table.is_object
-    if is_cut.any():
-        own, kept = table.take(is_cut), table.take(~is_cut)
-        chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
-        cut, _ = cut_along_grid(own, chunks)
-        table = kept.followed_by(cut)
-    return replace(plan, table=table, index=index)
+    if not is_cut.any():
+        return table, index
+    own = table.take(is_cut)
+    chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
+    cut, _ = cut_along_grid(own, chunks)
+    return table.take(~is_cut).followed_by(cut), index
 
 
 @dataclass(frozen=True, eq=False)

@@ -445,9 +445,9 @@ class SaveJob:
             "looking at the base", lambda: base_grids(path, self.folder, form, index)
         )
         self.writer.base = None if grids is None else path
-        if grids and self._plan is not None:
-            self._plan = along_grids(self._plan, grids)
-            self.index = self._plan.index
+        if grids and self._plan is not None and self.index is not None:
+            table, self.index = along_grids(self._plan.table, self.index, grids)
+            self._plan = replace(self._plan, table=table, index=self.index)
 
     # The folder.
 
