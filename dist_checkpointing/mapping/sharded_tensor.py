@@ -31,7 +31,8 @@ from dist_checkpointing.mapping.objects_and_factories import (
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_CHECKED_FIELDS = (
+_FIELDS: Callable[[Any], tuple[Any, ...]] = attrgetter(
+    "key",
     "dtype",
     "local_shape",
     "global_shape",
@@ -42,9 +43,16 @@ _CHECKED_FIELDS = (
     "allow_shape_mismatch",
     "flattened_range",
 )
-_checked_fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*_CHECKED_FIELDS)
-fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter("key", *_CHECKED_FIELDS)
-"""All fields of a ShardedTensor but ``data``, in the order of the class."""
+
+
+def fields_of(leaf: ShardedTensor) -> tuple[Any, ...]:
+    """All that a leaf says, without its values: the fields, dtype and shape of data."""
+    data: Any = leaf.data
+    if data is None:
+        return _FIELDS(leaf)
+    if not isinstance(data, torch.Tensor):
+        return (*_FIELDS(leaf), type(data))
+    return (*_FIELDS(leaf), data.dtype, data.is_nested or data.shape)
 
 
 def require_tensor(data: Any, key: str) -> None:
@@ -123,15 +131,9 @@ class ShardedTensor(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         # A leaf is checked by its constructor and by every save; most stay as they are.
         checked = self.__dict__.get("_checked")
-        if checked is None or checked[0] is not type(self.data) or checked != self._stamp():
+        if checked is None or checked != fields_of(self):
             self._check_fields()
-            self.__dict__["_checked"] = self._stamp()
-
-    def _stamp(self) -> tuple[Any, ...]:
-        """What ``_check_fields`` looks at; data must be None or a tensor."""
-        data = self.data
-        described = None if data is None else (data.dtype, data.is_nested or data.shape)
-        return (type(data), *_checked_fields_of(self), described)
+            self.__dict__["_checked"] = fields_of(self)
 
     def _check_fields(self) -> None:
         """Raise InvalidShardingError if the fields contradict each other."""

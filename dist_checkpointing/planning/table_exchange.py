@@ -104,20 +104,15 @@ def number_of(values: object) -> int:
 def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     """Everything about the leaves that a plan depends on, as values that cannot change."""
     for leaf in leaves:
-        data = leaf.data
         if isinstance(leaf, ShardedTensor):
             row = fields_of(leaf)
-            if isinstance(data, torch.Tensor):
-                row += (data.dtype, data.shape)
         elif isinstance(leaf, ShardedObject):
             row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
         else:
             row = (object(),)  # equal to nothing: let the planner say what is wrong with it
-        yield (
-            tuple(tuple(v) if type(v) is list else v for v in row)
-            if list in map(type, row)
-            else row
-        )
+        if list in map(type, row):
+            row = tuple(tuple(value) if type(value) is list else value for value in row)
+        yield row
 
 
 _INLINE_BYTES = 1 << 24
