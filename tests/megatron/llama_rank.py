@@ -93,9 +93,9 @@ def main() -> None:
     sys.path.insert(0, megatron)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from dist_checkpointing.interop.megatron import install
+    from dist_checkpointing.interop import megatron as layer
 
-    install()
+    layer.install()
     without_cuda()
     dist.init_process_group("gloo")
     found: dict[str, float] = {}

@@ -223,9 +223,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if role == "ours":
-        from dist_checkpointing.interop.megatron import install
+        from dist_checkpointing.interop import megatron as layer
 
-        install()
+        layer.install()
     without_cuda()
     dist.init_process_group("gloo")
     found = report(role, action, Path(place))

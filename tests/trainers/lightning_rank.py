@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dist_checkpointing.interop.lightning import RunCheckpoints
+from dist_checkpointing.interop import lightning as ours
 from lightning_models import Module, fit
 
 
@@ -43,7 +43,7 @@ def main(mode: str, folder: str, epochs: str, reports: str) -> None:
     trainer = fit(
         int(epochs),
         module=Cut() if is_cut else None,
-        callbacks=[RunCheckpoints(folder)],
+        callbacks=[ours.RunCheckpoints(folder)],
         devices=2,
         strategy=strategy,
     )

@@ -67,7 +67,7 @@ def train(
     **given: Any,
 ) -> Any:
     """The Trainer after a training of 24 steps in 3 epochs, or less."""
-    from dist_checkpointing.interop.hf_trainer import TrainerCheckpoints
+    from dist_checkpointing.interop import hf_trainer
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "out"),
@@ -91,7 +91,7 @@ def train(
         eval_dataset=Numbers(),
         callbacks=[Stop(stop), *callbacks],
     )
-    TrainerCheckpoints(folder / "run", retention=Retention(keep_last=2)).train(trainer)
+    hf_trainer.TrainerCheckpoints(folder / "run", retention=Retention(keep_last=2)).train(trainer)
     return trainer
 
 

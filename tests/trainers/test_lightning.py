@@ -14,6 +14,7 @@ from real_ranks import run_script
 
 lightning = pytest.importorskip("lightning", reason="lightning is missing: make test-trainers")
 
+from dist_checkpointing.interop import lightning as ours  # noqa: E402
 from lightning_models import fit  # noqa: E402 - it imports lightning
 
 # Lightning warns of small machines, and torch of Lightning.
@@ -27,12 +28,10 @@ def outcome(trainer: Any) -> tuple[list[str], dict[str, bytes], int]:
 
 
 def test_a_fit_goes_on_after_an_epoch(tmp_path: Path) -> None:
-    from dist_checkpointing.interop.lightning import RunCheckpoints
-
-    losses, weights, step = outcome(fit(3, callbacks=[RunCheckpoints(tmp_path / "whole")]))
+    losses, weights, step = outcome(fit(3, callbacks=[ours.RunCheckpoints(tmp_path / "whole")]))
     assert step == 18
-    fit(1, callbacks=[RunCheckpoints(tmp_path / "run")])
-    resumed = fit(3, seed=9, callbacks=[RunCheckpoints(tmp_path / "run")])
+    fit(1, callbacks=[ours.RunCheckpoints(tmp_path / "run")])
+    resumed = fit(3, seed=9, callbacks=[ours.RunCheckpoints(tmp_path / "run")])
     assert resumed.current_epoch == 3
     assert outcome(resumed) == (losses[6:], weights, step)
     assert CheckpointManager(tmp_path / "run").steps() == [6, 12, 18]
@@ -41,31 +40,27 @@ def test_a_fit_goes_on_after_an_epoch(tmp_path: Path) -> None:
 def test_a_fit_that_fails_is_started_again(tmp_path: Path) -> None:
     from lightning.pytorch import Callback
 
-    from dist_checkpointing.interop.lightning import RunCheckpoints
-
     class Fails(Callback):  # type: ignore[misc]  # lightning may be missing
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 6:  # right after the save of the first epoch began
                 raise OSError("the data is gone")
 
-    expected = outcome(fit(2, callbacks=[RunCheckpoints(tmp_path / "whole")]))
+    expected = outcome(fit(2, callbacks=[ours.RunCheckpoints(tmp_path / "whole")]))
     with pytest.raises(OSError, match="the data is gone"):
-        fit(2, callbacks=[RunCheckpoints(tmp_path / "run"), Fails()])
+        fit(2, callbacks=[ours.RunCheckpoints(tmp_path / "run"), Fails()])
     assert CheckpointManager(tmp_path / "run").steps() == [6]
-    losses, *rest = outcome(fit(2, seed=9, callbacks=[RunCheckpoints(tmp_path / "run")]))
+    losses, *rest = outcome(fit(2, seed=9, callbacks=[ours.RunCheckpoints(tmp_path / "run")]))
     assert [expected[0][6:], *expected[1:]] == [losses, *rest]
 
 
 def test_saves_within_an_epoch(tmp_path: Path) -> None:
-    from dist_checkpointing.interop.lightning import RunCheckpoints
-
-    own = RunCheckpoints(tmp_path / "run", every_n_steps=4)
+    own = ours.RunCheckpoints(tmp_path / "run", every_n_steps=4)
     fit(1, callbacks=[own], max_steps=5)
     manager = CheckpointManager(tmp_path / "run")
     assert manager.steps() == [4, 5]
     manager.delete(5)  # step 4 is within an epoch, as after a crash
     manager.close()
-    resumed = fit(1, seed=9, callbacks=[RunCheckpoints(tmp_path / "run")])
+    resumed = fit(1, seed=9, callbacks=[ours.RunCheckpoints(tmp_path / "run")])
     assert resumed.global_step == 6
     assert len(resumed.lightning_module.losses) == 2
 
@@ -73,14 +68,12 @@ def test_saves_within_an_epoch(tmp_path: Path) -> None:
 def test_callbacks_get_their_state_back(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import EarlyStopping
 
-    from dist_checkpointing.interop.lightning import RunCheckpoints
-
     def stopping() -> Any:
         return EarlyStopping("loss", patience=50)
 
     first, second = stopping(), stopping()
-    fit(2, callbacks=[first, RunCheckpoints(tmp_path / "run")])
-    fit(2, callbacks=[second, RunCheckpoints(tmp_path / "run")])
+    fit(2, callbacks=[first, ours.RunCheckpoints(tmp_path / "run")])
+    fit(2, callbacks=[second, ours.RunCheckpoints(tmp_path / "run")])
     assert torch.equal(second.best_score, first.best_score)
     assert second.wait_count == first.wait_count
 
@@ -88,11 +81,9 @@ def test_callbacks_get_their_state_back(tmp_path: Path) -> None:
 def test_the_checkpoint_io_saves_and_resumes(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from dist_checkpointing.interop.lightning import DistCheckpointIO
-
     def own() -> dict[str, Any]:
         keeping = ModelCheckpoint(tmp_path / "io", save_top_k=-1, save_last=True)
-        return {"callbacks": [keeping], "plugins": [DistCheckpointIO()]}
+        return {"callbacks": [keeping], "plugins": [ours.DistCheckpointIO()]}
 
     fit(1, **own())
     first = tmp_path / "io" / "epoch=0-step=6.ckpt"
@@ -101,13 +92,13 @@ def test_the_checkpoint_io_saves_and_resumes(tmp_path: Path) -> None:
     assert resumed.global_step == 18
     assert len(resumed.lightning_module.losses) == 12
     last = tmp_path / "io" / "last.ckpt"
-    own_weights = DistCheckpointIO().load_checkpoint(last)["state_dict"]
+    own_weights = ours.DistCheckpointIO().load_checkpoint(last)["state_dict"]
     for name, weight in resumed.lightning_module.state_dict().items():
         assert torch.equal(own_weights[name], weight)
-    DistCheckpointIO().remove_checkpoint(first)
+    ours.DistCheckpointIO().remove_checkpoint(first)
     assert not first.exists()
     with pytest.raises(CheckpointNotFoundError):
-        DistCheckpointIO().remove_checkpoint(tmp_path)
+        ours.DistCheckpointIO().remove_checkpoint(tmp_path)
     assert tmp_path.exists()
 
 
@@ -116,9 +107,8 @@ def test_fabric(tmp_path: Path) -> None:
 
     from dist_checkpointing import load, save
     from dist_checkpointing.interop import TorchState
-    from dist_checkpointing.interop.lightning import DistCheckpointIO
 
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[DistCheckpointIO()])
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[ours.DistCheckpointIO()])
 
     def make(seed: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)
