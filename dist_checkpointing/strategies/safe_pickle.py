@@ -21,9 +21,8 @@ import types
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -153,11 +152,8 @@ def serialize(value: object, what: str) -> bytes:
         refused.append(f"a value that every load refuses ({error})")
     hidden = [name for name in refused if name.startswith("dist_checkpointing.mapping")]
     if hidden:
-        finding = Finding(
-            f"a sharded leaf is inside an object of {what}",
-            found=", ".join(hidden),
-            remedy="Put it into dicts, lists and tuples: only these are searched.",
-        )
+        problem, found = f"a sharded leaf is inside an object of {what}", ", ".join(hidden)
+        finding = Finding(problem, found=found, remedy=_NEST)
         raise InvalidShardingError("a sharded leaf would be lost", [finding])
     if refused:
         logger.warning(
@@ -178,7 +174,7 @@ def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
         UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
         CorruptCheckpointError: if the bytes are damaged.
     """
-    return _load(io.BytesIO(content), where, trusted=trusted, maps_file=False)
+    return _load(content, where, trusted=trusted)
 
 
 def deserialize_file(
@@ -194,52 +190,54 @@ def deserialize_file(
     ``stand_ins`` names. A mapped file keeps the values of tensors, and must not change meanwhile;
     files of before PyTorch 1.6 do not allow that.
     """
-    return _load(str(path), str(path), trusted=trusted, maps_file=maps_file, stand_ins=stand_ins)
+    return _load(path, str(path), trusted=trusted, maps_file=maps_file, stand_ins=stand_ins)
 
 
 def _load(
-    source: io.BytesIO | str,
+    content: bytes | Path,
     where: str,
     *,
     trusted: bool,
-    maps_file: bool,
+    maps_file: bool = False,
     stand_ins: Sequence[tuple[Any, str]] = (),
 ) -> Any:
+    source = io.BytesIO(content) if isinstance(content, bytes) else str(content)
     try:
         if not trusted:
-            check_torch_file(Path(source) if isinstance(source, str) else source.getvalue())
+            check_torch_file(content)
         # A sparse tensor with indices out of range would crash the process when it is used.
         checks: Any = torch.sparse.check_sparse_tensor_invariants
         with _safe_globals_allowed(stand_ins), checks():
             value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
-    except BadRecord as error:
-        raise _unreadable(str(error), where) from error
     except Exception as error:
         refused = [] if trusted else _refused_globals(source, stand_ins)
-        if refused:
-            finding = Finding(
+        if refused and not isinstance(error, BadRecord):
+            raise _refusal(
                 "the file needs classes or functions that are not on the allow-list of plain data",
-                found=", ".join(refused),
-                path=where,
-                remedy="If you trust its source: torch.serialization.add_safe_globals([...]) for "
+                where,
+                "If you trust its source: torch.serialization.add_safe_globals([...]) for "
                 "these classes, or trusted=True for everything.",
-            )
-            raise UnsupportedFormatError("refused to unpickle", [finding]) from error
-        problem = str(error) if isinstance(error, BadPickle) else f"{type(error).__name__}: {error}"
-        raise _unreadable(problem, where) from error
+                ", ".join(refused),
+            ) from error
+        is_known = isinstance(error, BadPickle | BadRecord)
+        problem = str(error) if is_known else f"{type(error).__name__}: {error}"
+        finding = Finding(problem, path=where)
+        message = "a file of the checkpoint cannot be read"
+        raise CorruptCheckpointError(message, [finding]) from error
     if not trusted and _holds_pointers(value):
-        finding = Finding(
+        raise _refusal(
             "the file holds a numpy array of Python objects, or one with fields outside of it",
-            path=where,
-            remedy="Save a list instead, or pass trusted=True if you trust its source.",
+            where,
+            "Save a list instead, or pass trusted=True if you trust its source.",
         )
-        raise UnsupportedFormatError("refused to unpickle", [finding])
     return value
 
 
-def _unreadable(problem: str, where: str) -> CorruptCheckpointError:
-    finding = Finding(problem, path=where)
-    return CorruptCheckpointError("a file of the checkpoint cannot be read", [finding])
+def _refusal(
+    problem: str, where: str, remedy: str, found: str | None = None
+) -> UnsupportedFormatError:
+    finding = Finding(problem, found=found, path=where, remedy=remedy)
+    return UnsupportedFormatError("refused to unpickle", [finding])
 
 
 def _holds_pointers(value: Any) -> bool:
@@ -315,6 +313,7 @@ _ATOMS: Final = (
 )
 """Types whose instances are always plain."""
 
+_NEST: Final = "Put it into dicts, lists and tuples: only these are searched."
 _REMEDY: Final = (
     "Save plain data: dataclasses.asdict(config), member.name of an enum, state_dict() of a module "
     "or an optimizer. Or allow the class, here and wherever it is loaded: "
@@ -322,30 +321,20 @@ _REMEDY: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Odd:
-    """A value that must be pickled and read back to find out whether it is plain.
-
-    It belongs to a value of the state dict, of which ``detail`` says the part, and may be in a
-    ShardedObject.
-    """
+class _Odd(NamedTuple):
+    """A value that must be pickled and read back to find out whether it is plain."""
 
     value: object
     found: Found
     object_key: str | None
     detail: str = ""
 
-    @property
-    def key(self) -> str:
-        """The name of the value in messages."""
-        return path_text(self.found.path) if self.object_key is None else self.object_key
-
-    @property
-    def where(self) -> str:
-        """Where the value is, as far as ``key`` does not tell."""
+    def place(self) -> tuple[str, str]:
+        """The name of the value in messages, and where it is, as far as that does not say."""
+        place = path_text(self.found.path)
         if self.object_key is None:
-            return self.detail
-        return f"{self.detail} (in the ShardedObject at {path_text(self.found.path)})"
+            return place, self.detail
+        return self.object_key, f"{self.detail} (in the ShardedObject at {place})"
 
 
 def check_plain(
@@ -362,14 +351,23 @@ def check_plain(
     """
     odd: list[_Odd] = []
     invalid: list[Finding] = []
-    for found in walk(common):
-        if type(found.value) not in _ATOMS:
-            _sort_in(found, None, odd, invalid)
-    for path, leaf in objects.items():
-        for found in walk(leaf.data, path):
-            if type(found.value) not in _ATOMS:
-                _sort_in(found, leaf.key, odd, invalid)
     refused: list[Finding] = []
+    nests = [((), common, None), *((path, leaf.data, leaf.key) for path, leaf in objects.items())]
+    for path, nest, object_key in nests:
+        for found in walk(nest, path):
+            value, own = found.value, _Odd(found.value, found, object_key)
+            if type(value) in _ATOMS:
+                continue
+            if isinstance(value, ShardedBase | LocalNonpersistentObject):
+                invalid.append(_hidden(own, _name(value)))
+            elif isinstance(value, torch.Tensor) and value.is_meta:
+                key, where = own.place()
+                invalid += [
+                    Finding(f"this tensor is {problem}{where}", key, remedy=remedy)
+                    for problem, remedy in without_values(value)
+                ]
+            else:
+                odd += [own._replace(value=part, detail=what) for part, what in _odd_parts(value)]
     if odd:
         _try_out(odd, invalid, refused, trusted=trusted)
     if invalid:
@@ -379,29 +377,28 @@ def check_plain(
         raise UnsupportedFormatError(message, refused)
 
 
-def _sort_in(found: Found, object_key: str | None, odd: list[_Odd], invalid: list[Finding]) -> None:
-    value, kind = found.value, type(found.value)
-    own = _Odd(value, found, object_key)
-    if isinstance(value, ShardedBase | LocalNonpersistentObject):
-        invalid.append(_hidden(own, f"{kind.__module__}.{kind.__qualname__}"))
-    elif isinstance(value, torch.Tensor):
-        if value.is_meta:
-            invalid += [
-                Finding(f"this tensor is {problem}{own.where}", own.key, remedy=remedy)
-                for problem, remedy in without_values(value)
-            ]
-        elif kind not in (torch.Tensor, torch.nn.Parameter) or vars(value) or _is_strange(value):
-            odd.append(own)
-    elif kind in _CONTAINERS:
+def _name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _odd_parts(value: Any) -> list[tuple[object, str]]:
+    """Parts of a value that may not be plain, and what they are of it; its items not included."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        parts: list[tuple[object, str]] = []
         if kind is collections.OrderedDict and vars(value):
-            odd.append(replace(own, value=vars(value), detail=", which has attributes"))
+            parts.append((vars(value), ", which has attributes"))
         # The keys of a dict are not among the values of the nest.
         if isinstance(value, dict) and not _ATOMS.issuperset(map(type, value)):
-            odd.append(replace(own, value=list(value), detail=", the keys of a dict"))
-    elif kind is collections.defaultdict:
-        odd.append(replace(own, value=[value.default_factory, *value], detail=", its keys"))
-    elif kind is not np.ndarray or value.dtype.hasobject:
-        odd.append(own)
+            parts.append((list(value), ", the keys of a dict"))
+        return parts
+    if kind is collections.defaultdict:
+        return [([value.default_factory, *value], ", its keys")]
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        is_plain = not vars(value) and not _is_strange(value)
+    else:
+        is_plain = kind is np.ndarray and not value.dtype.hasobject
+    return [] if is_plain else [(value, "")]
 
 
 def _is_strange(tensor: torch.Tensor) -> bool:
@@ -409,12 +406,8 @@ def _is_strange(tensor: torch.Tensor) -> bool:
 
 
 def _hidden(entry: _Odd, found: str) -> Finding:
-    return Finding(
-        f"a sharded leaf is inside an object{entry.where}",
-        entry.key,
-        found=found,
-        remedy="Put it into dicts, lists and tuples: only these are searched.",
-    )
+    key, where = entry.place()
+    return Finding(f"a sharded leaf is inside an object{where}", key, found=found, remedy=_NEST)
 
 
 def _try_out(
@@ -434,25 +427,23 @@ def _try_out(
         _try_out(odd[:half], invalid, refused, trusted=trusted)
         _try_out(odd[half:], invalid, refused, trusted=trusted)
         return
-    entry, kind = odd[0], type(odd[0].value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    (entry,) = odd
+    (key, where), name = entry.place(), _name(entry.value)
     if not isinstance(failure, CheckpointingException):
-        invalid.append(
-            Finding(
-                f"a {name} cannot be pickled{entry.where}",
-                entry.key,
-                found=f"{type(failure).__name__}: {failure}",
-                remedy="Leave it out, save plain data instead, or wrap it in a "
-                "LocalNonpersistentObject, which is never saved.",
-            )
+        problem = f"a {name} cannot be pickled{where}"
+        found = f"{type(failure).__name__}: {failure}"
+        remedy = (
+            "Leave it out, save plain data instead, or wrap it in a LocalNonpersistentObject, "
+            "which is never saved."
         )
+        invalid.append(Finding(problem, key, found=found, remedy=remedy))
         return
     found = "; ".join(str(finding.found or finding.problem) for finding in failure.findings)
     if "dist_checkpointing.mapping" in found:
         invalid.append(_hidden(entry, found))
-        return
-    problem = f"a {name} is not plain data, and load would refuse it{entry.where}"
-    refused.append(Finding(problem, entry.key, found=found, remedy=_REMEDY))
+    else:
+        problem = f"a {name} is not plain data, and load would refuse it{where}"
+        refused.append(Finding(problem, key, found=found, remedy=_REMEDY))
 
 
 def _failure_of(values: list[object], *, trusted: bool) -> Exception | None:
@@ -460,13 +451,9 @@ def _failure_of(values: list[object], *, trusted: bool) -> Exception | None:
     buffer = io.BytesIO()
     try:
         torch.save(values, buffer, pickle_module=pickle_module(_EmptyingPickler))
+        if not trusted:
+            deserialize(buffer.getvalue(), "a copy in memory")
     except Exception as error:  # noqa: BLE001 - the code of a class may raise anything
-        return error
-    if trusted:
-        return None
-    try:
-        deserialize(buffer.getvalue(), "a copy in memory")
-    except CheckpointingException as error:
         return error
     return None
 
