@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
             position += name_size
             if OVERFLOW in (packed, plain, start):
                 extra = directory[position : position + extra_size]
-                packed, plain, start = _wide(extra, packed, plain, start)
+                plain, packed, start = _wide(extra, [plain, packed, start])
             position += extra_size + comment_size
             if method != 0 or packed != plain or flags & _ENCRYPTED:
                 raise BadRecord(f"{name} is compressed, which PyTorch never does")
@@ -124,27 +125,15 @@ def _find_directory(read: Read, length: int) -> tuple[int, int, int]:
     return where, size, count
 
 
-def _wide(extra: bytes, packed: int, plain: int, start: int) -> tuple[int, int, int]:
+def _wide(extra: bytes, numbers: list[int]) -> list[int]:
     """The sizes and the start of an entry, with 64-bit numbers from its extra fields."""
-    position = _find_extra(extra)
-    numbers = []
-    for number in (plain, packed, start):
-        if number != OVERFLOW:
-            numbers.append(number)
-            continue
-        numbers.append(struct.unpack_from("<Q", extra, position)[0])
-        position += 8
-    return numbers[1], numbers[0], numbers[2]
-
-
-def _find_extra(extra: bytes) -> int:
-    """Position of the 64-bit numbers in the extra fields of an entry."""
     position = 0
     while position + EXTRA.size <= len(extra):
         kind, size = EXTRA.unpack_from(extra, position)
         position += EXTRA.size
         if kind == 1:
-            return position
+            wide = iter(struct.unpack_from(f"<{numbers.count(OVERFLOW)}Q", extra, position))
+            return [next(wide) if number == OVERFLOW else number for number in numbers]
         position += size
     raise BadRecord("an entry has no 64-bit size")
 
@@ -152,14 +141,11 @@ def _find_extra(extra: bytes) -> int:
 # Checks.
 
 
-def _itemsizes() -> dict[str, int]:
-    """Bytes of an element of each class of storage, by its name in pickles."""
-    typed = torch.storage._dtype_to_storage_type_map()  # noqa: SLF001 - torch has no public list
-    names = {f"torch.{name}": dtype.itemsize for dtype, name in typed.items()}
-    return names | {"torch.storage.UntypedStorage": 1, "torch.storage.TypedStorage": 1}
-
-
-_ITEMSIZES = _itemsizes()
+_ITEMSIZES = {
+    f"torch.{name}": dtype.itemsize
+    for dtype, name in torch.storage._dtype_to_storage_type_map().items()  # noqa: SLF001 - torch has no public list
+} | {"torch.storage.UntypedStorage": 1, "torch.storage.TypedStorage": 1}
+"""Bytes of an element of each class of storage, by its name in pickles."""
 
 
 def check_torch_file(source: bytes | Path) -> None:
@@ -180,32 +166,18 @@ def check_torch_file(source: bytes | Path) -> None:
 
 
 def _check(data: Any) -> None:
-    if data[: len(_ARCHIVE_START)] == _ARCHIVE_START:
-        _check_archive(data)
-    else:
-        _check_legacy(data)
-
-
-def _reader(data: Any) -> Read:
     def read(start: int, count: int) -> bytes:
         if start < 0 or start + count > len(data):
             raise BadRecord("it refers to bytes outside of it")
         return bytes(data[start : start + count])
 
-    return read
-
-
-def _check_archive(data: Any) -> None:
-    read = _reader(data)
-    found = entries(read, len(data))
-    if "data.pkl" not in found:
-        raise BadRecord("its archive has no data.pkl")
-    sizes = {name: size for name, (_, size) in found.items()}
-    check_pickle(read(*found["data.pkl"]), storage=_storages_of_archive(sizes))
-
-
-def _check_legacy(data: Any) -> None:
-    """Check a file in the format before PyTorch 1.6: several pickles, then the storages."""
+    if data[: len(_ARCHIVE_START)] == _ARCHIVE_START:
+        found = entries(read, len(data))
+        if "data.pkl" not in found:
+            raise BadRecord("its archive has no data.pkl")
+        check_pickle(read(*found["data.pkl"]), storage=partial(_stored_elements, found))
+        return
+    # The format before PyTorch 1.6: several pickles, then the storages.
     position = 0
     for number in range(_NUM_HEADERS):
         header = check_pickle(data, position)
@@ -216,52 +188,48 @@ def _check_legacy(data: Any) -> None:
     check_pickle(data, position)  # the order of the storages
 
 
-def _storage_id(pid: Any, least: int) -> tuple[int, str, int, Any]:
-    """Bytes of an element, name, and number of elements of the storage with this id; and the id."""
-    if not isinstance(pid, Stub) or pid.kind != "tuple" or not pid.items or len(pid.items) < least:
+def _storage(pid: Any, least: int) -> tuple[str, int, int, Sequence[Any]]:
+    """Name, number of elements and bytes of the storage with this id, which has so many parts."""
+    items = pid.items if isinstance(pid, Stub) and pid.kind == "tuple" else ()
+    if len(items) < least:
         raise BadPickle("it refers to something that is not a storage")
-    kind, cls, key, _, count = pid.items[:5]
+    kind, cls, key, _, count = items[:5]
     itemsize = _ITEMSIZES.get(cls.name) if isinstance(cls, Stub) and cls.kind == "global" else None
-    known = kind in ("storage", b"storage") and itemsize is not None
-    if not known or type(count) is not int or count < 0:
+    is_known = kind in ("storage", b"storage") and itemsize is not None
+    if not is_known or type(count) is not int or count < 0:
         raise BadPickle("it refers to something that is not a storage")
     assert itemsize is not None
     name = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
-    return itemsize, name, count, pid.items
+    return name, count, count * itemsize, items
 
 
-def _storages_of_archive(sizes: Mapping[str, int]) -> StorageCheck:
-    def check(pid: Any) -> int:
-        itemsize, name, count, _ = _storage_id(pid, 5)
-        size = sizes.get(f"data/{name}")
-        if size is None or count * itemsize > size:
-            found = "none" if size is None else f"{size} bytes"
-            raise BadRecord(f"storage {name} of {count * itemsize} bytes, found {found}")
-        return count
-
-    return check
+def _stored_elements(found: Mapping[str, tuple[int, int]], pid: Any) -> int:
+    name, count, num_bytes, _ = _storage(pid, 5)
+    _, size = found.get(f"data/{name}", (0, None))
+    if size is None or num_bytes > size:
+        there = "none" if size is None else f"{size} bytes"
+        raise BadRecord(f"storage {name} of {num_bytes} bytes, found {there}")
+    return count
 
 
-def _legacy_storages(num_bytes: int) -> StorageCheck:
-    """A check of the storages in an old file of ``num_bytes`` bytes."""
+def _legacy_storages(most_bytes: int) -> StorageCheck:
+    """A check of the storages in an old file of ``most_bytes`` bytes."""
     known: dict[str, tuple[int, int]] = {}
     total = 0
 
     def check(pid: Any) -> int:
-        itemsize, name, count, items = _storage_id(pid, 6)
-        view = items[5]
+        name, count, num_bytes, items = _storage(pid, 6)
         nonlocal total
-        if name not in known:
-            total += count * itemsize
-        own = known.setdefault(name, (count, itemsize))
-        if own != (count, itemsize):
+        total += 0 if name in known else num_bytes
+        if known.setdefault(name, (count, num_bytes)) != (count, num_bytes):
             raise BadRecord(f"storage {name} has two sizes")
-        if total > num_bytes:
-            raise BadRecord(f"storages of {total} bytes in a file of {num_bytes}")
+        if total > most_bytes:
+            raise BadRecord(f"storages of {total} bytes in a file of {most_bytes}")
+        view = items[5]
         if view is None:
             return count
-        parts = view.items if isinstance(view, Stub) and view.kind == "tuple" else None
-        if not parts or len(parts) != 3 or any(type(n) is not int or n < 0 for n in parts[1:]):
+        parts = view.items if isinstance(view, Stub) and view.kind == "tuple" else ()
+        if len(parts) != 3 or any(type(n) is not int or n < 0 for n in parts[1:]):
             raise BadPickle("an invalid view of a storage")
         if parts[1] + parts[2] > count:
             raise BadRecord(f"a view that sticks out of storage {name}")
