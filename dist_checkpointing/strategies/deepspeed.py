@@ -22,11 +22,10 @@ import torch
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
-from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, unflatten_part
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
-from dist_checkpointing.strategies.tensor_files import TensorFiles
+from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 
 _STAGE_3 = 3
 _ZERO_KEY = "optimizer_state_dict"
@@ -143,7 +142,8 @@ class DeepSpeedFiles(TensorFiles[Any]):
             groups = self._add_partitions(shapes, shares)
         self._add_frozen_and_buffers(model)
         self._common = self._common_of(model, groups)
-        self._index = Index.of(self._stored())
+        self._file_of = {key: parts[0].file for key, (_, parts) in self._segments.items() if parts}
+        self._set_index(self._rows())
 
     def _load(self, file: Path) -> Any:
         if not file.is_file():
@@ -168,17 +168,15 @@ class DeepSpeedFiles(TensorFiles[Any]):
         for rank, name in sorted(found.items()):
             file = self.path / name
             zero = _required(self._load(file), _ZERO_KEY, file)
-            stage = int(_required(zero, "zero_stage", file))
+            self._stage = int(_required(zero, "zero_stage", file))
             counts = _required(zero, "partition_count", file)
             counts = sorted(set(counts)) if isinstance(counts, list) else [counts]
-            kinds[rank] = f"stage {stage}, {', '.join(map(str, counts))} ranks"
-            shares[rank] = _share(zero, stage, file)
             if len(counts) != 1:
                 _refuse_parallel(self.path)
-            world_size = int(counts[0])
-        self._stage = stage
-        wanted = range(world_size)
-        expected = kinds[min(kinds)]
+            kinds[rank] = f"stage {self._stage}, {counts[0]} ranks"
+            shares[rank] = _share(zero, self._stage, file)
+        wanted = range(int(counts[0]))
+        first, expected = shares[min(shares)], kinds[min(kinds)]
         problem = "written with another number of ranks or stage of ZeRO"
         findings = [
             Finding(problem, None, expected, kind, (rank,), str(shares[rank].file))
@@ -190,16 +188,15 @@ class DeepSpeedFiles(TensorFiles[Any]):
             ("there was no such rank", found.keys() - {*wanted}, "Remove what another run left."),
         ):
             if ranks and not findings:
-                expected = f"files of ranks 0 to {world_size - 1}"
+                expected = f"files of ranks 0 to {wanted[-1]}"
                 own = tuple(sorted(ranks))
                 findings.append(Finding(problem, None, expected, None, own, path, remedy))
-        if not findings:
-            first = shares[0].sizes
-            findings += [
-                Finding("other sizes than rank 0", None, first, own.sizes, (rank,), str(own.file))
-                for rank, own in shares.items()
-                if (own.sizes != first if stage == _STAGE_3 else len(own.sizes) != len(first))
-            ]
+        findings = findings or [
+            Finding("other sizes than rank 0", None, first.sizes, own.sizes, (rank,), str(own.file))
+            for rank, own in shares.items()
+            if len(own.sizes) != len(first.sizes)
+            or (self._stage == _STAGE_3 and own.sizes != first.sizes)
+        ]
         if findings:
             raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
         return [shares[rank] for rank in wanted]
@@ -247,10 +244,9 @@ class DeepSpeedFiles(TensorFiles[Any]):
         group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         for number, (at, own_shapes) in enumerate(zip(group_of, shapes, strict=True)):
             named[at]["params"] += own_shapes
-            steps: list[KeyPath] = [
-                (_ZERO_KEY, "state", number, "step"),
-                ("param_groups", at, "step"),
-            ]
+            steps: tuple[KeyPath, ...] = (
+                (_ZERO_KEY, "state", number, "step"), ("param_groups", at, "step"),
+            )  # fmt: skip
             step = next((path for path in steps if _tensor_at(zero, path) is not None), None)
             for name, shape in own_shapes.items():
                 if step is not None:
@@ -286,15 +282,10 @@ class DeepSpeedFiles(TensorFiles[Any]):
         fragments = model.get("frozen_param_fragments") or {}
         for name, size in (model.get("frozen_param_shapes") or {}).items():
             if is_cut and name in fragments:
+                runs = _even_runs(math.prod(size), int(_required(model, "dp_world_size", first)))
                 path = ("frozen_param_fragments", name)
-                num_ranks = int(_required(model, "dp_world_size", first))
-                self._segments[f"model.{name}"] = (
-                    tuple(size),
-                    [
-                        _Segment(self._model_file(rank), path, 0, count)
-                        for rank, count in _even_runs(math.prod(size), num_ranks)
-                    ],
-                )
+                parts = [_Segment(self._model_file(rank), path, 0, count) for rank, count in runs]
+                self._segments[f"model.{name}"] = tuple(size), parts
         # Below stage 3 it also has the frozen parameters, and weights of lower precision.
         buffers, tied = _required(model, "buffer_names", first), model.get("shared_params") or {}
         for name, value in _required(model, "module", first).items():
@@ -325,7 +316,7 @@ class DeepSpeedFiles(TensorFiles[Any]):
             "deepspeed": {} if others is MISSING else others,
         }  # fmt: skip
 
-    def _stored(self) -> Iterator[StoredTensor]:
+    def _rows(self) -> Iterator[TensorRow]:
         """Describe each tensor, after a look at all that it consists of."""
         used: dict[Path, list[tuple[str, _Segment]]] = {}
         for key, (_, segments) in self._segments.items():
@@ -352,16 +343,8 @@ class DeepSpeedFiles(TensorFiles[Any]):
         ]
         if findings:
             raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
-        for key, (shape, _) in sorted(self._segments.items()):
-            dtype = dtype_of.get(key, torch.float32)
-            yield StoredTensor.undivided(key, tensor_memory.from_torch(dtype), shape)
-
-    def common(self) -> dict[Any, Any]:
-        return self._common
-
-    def location(self, index: Index, key: str, box: Box, number: int) -> str:  # noqa: ARG002
-        segments = self._segments[key][1]
-        return str(segments[0].file if segments else self.path)
+        for key, (shape, _) in self._segments.items():
+            yield key, tensor_memory.from_torch(dtype_of.get(key, torch.float32)), shape
 
     def _open(self, file: Path) -> Any:
         return self._load(file)
@@ -469,13 +452,11 @@ def _share(zero: Any, stage: int, file: Path) -> _Share:
     return _Share(file, (_ZERO_KEY, weights_key), sizes, paddings, tuple(state), tuple(groups))
 
 
-def _even_runs(num_elements: int, num_ranks: int) -> Iterator[tuple[int, int]]:
+def _even_runs(num_elements: int, num_ranks: int) -> list[tuple[int, int]]:
     """The ranks that hold a part of a tensor that ZeRO-3 cuts evenly, and how much each has."""
     most = -(-num_elements // num_ranks)
-    for rank in range(num_ranks):
-        count = min(most, num_elements - rank * most)
-        if count > 0:
-            yield rank, count
+    counts = ((rank, min(most, num_elements - rank * most)) for rank in range(num_ranks))
+    return [(rank, count) for rank, count in counts if count > 0]
 
 
 def _zero3_layout(
@@ -524,9 +505,9 @@ def _check_used(used: int, there: int, file: Path) -> None:
 
 def _across(begins: Sequence[int], start: int, count: int) -> list[tuple[int, int, int]]:
     """``(number, start, count)`` in each of the parts that a range of their sequence touches."""
-    found = []
-    for number, (begin, stop) in enumerate(pairwise(begins)):
-        first, last = max(begin, start), min(stop, start + count)
-        if first < last:
-            found.append((number, first - begin, last - first))
-    return found
+    stop = start + count
+    return [
+        (number, max(begin, start) - begin, min(end, stop) - max(begin, start))
+        for number, (begin, end) in enumerate(pairwise(begins))
+        if max(begin, start) < min(end, stop)
+    ]

@@ -26,7 +26,6 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.format.dtypes import from_name
 from dist_checkpointing.format.geometry import Box, ints_from_json
-from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 
 SUFFIX: Final = ".safetensors"
@@ -84,19 +83,17 @@ class SafetensorsFiles(TensorFiles[Any]):
         files, weight_map = _files(path)
         super().__init__(path, files)
         self.kind = f"safetensors, {len(files)} file{'s' if len(files) != 1 else ''}"
-        self._file_of: dict[str, Path] = {}
-        self._texts: dict[str, str] = {}
-        tensors: list[StoredTensor] = []
+        tensors: list[TensorRow] = []
         findings = []
         for file in files:
             opened = self._open(file)
             with _reading(file):
-                self._texts |= opened.metadata() or {}
+                self._common |= opened.metadata() or {}
                 for key in opened.keys():  # noqa: SIM118 - not a dict
                     if key in self._file_of:
                         findings.append(Finding("is in two files", key, path=str(file)))
                     self._file_of[key] = file
-                    tensors.append(_stored(key, opened.get_slice(key)))
+                    tensors.append(_row(key, opened.get_slice(key)))
         findings += [
             Finding("is not in the file that the index names", key, path=name)
             for key, name in weight_map.items()
@@ -104,15 +101,15 @@ class SafetensorsFiles(TensorFiles[Any]):
         ]
         if findings:
             raise CorruptCheckpointError("the files do not fit together", findings)
-        self._index = Index.of(sorted(tensors, key=lambda stored: stored.key))
+        self._set_index(tensors)
+        # It says what wrote the file, which will not be true of the next one.
+        self._common.pop("format", None)
 
     def common(self) -> dict[Any, Any]:
-        # The format says what wrote the file, which will not be true of the next one.
-        texts = {name: text for name, text in self._texts.items() if name != "format"}
         files = {}
         if self.path.suffix != SUFFIX:
             files = _model_files(self.path if self.path.is_dir() else self.path.parent)
-        return {**texts, **({MODEL_FILES_KEY: files} if files else {})}
+        return {**self._common, **({MODEL_FILES_KEY: files} if files else {})}
 
     def _open(self, file: Path) -> Any:
         # Not at the top: the package is an extra.
@@ -131,9 +128,6 @@ class SafetensorsFiles(TensorFiles[Any]):
             view = self._content(file).get_slice(key)[box.slices() or ...]
         out.copy_(view)
 
-    def location(self, index: Index, key: str, box: Box, number: int) -> str:  # noqa: ARG002
-        return str(self._file_of[key])
-
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
@@ -146,14 +140,13 @@ def _reading(file: Path) -> Iterator[None]:
         raise CorruptCheckpointError("not a safetensors file", [finding]) from error
 
 
-def _stored(key: str, mapped: Any) -> StoredTensor:
+def _row(key: str, mapped: Any) -> TensorRow:
     code = mapped.get_dtype()
     if code not in DTYPE_NAMES:
         finding = Finding("unknown dtype", key, found=code)
         raise UnsupportedFormatError("a tensor cannot be read", [finding])
     # The library accepts extents that no tensor can have if another one is 0.
-    shape = ints_from_json(list(mapped.get_shape()))
-    return StoredTensor.undivided(key, from_name(DTYPE_NAMES[code]), shape)
+    return key, from_name(DTYPE_NAMES[code]), tuple(ints_from_json(list(mapped.get_shape())))
 
 
 def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:

@@ -49,6 +49,8 @@ class TensorFiles(ABC, Generic[Content]):
     _index: Index
 
     def __init__(self, path: Path, paths: Sequence[Path]) -> None:
+        self._common: dict[Any, Any] = {}
+        self._file_of: dict[str, Path] = {}
         self.path = path
         self.paths = tuple(paths)
         self.most_bytes: int = 32 * 2**20
@@ -64,6 +66,9 @@ class TensorFiles(ABC, Generic[Content]):
     @abstractmethod
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Copy a box of a tensor out of its file."""
+
+    def _set_index(self, rows: Iterable[TensorRow]) -> None:
+        self._index = Index.of(StoredTensor.undivided(*row) for row in sorted(rows))
 
     def _content(self, file: Path) -> Content:
         """A file that is mapped already, or is now."""
@@ -112,7 +117,7 @@ class TensorFiles(ABC, Generic[Content]):
 
     def common(self) -> dict[Any, Any]:
         """Everything that is neither a tensor nor a sharded object."""
-        return {}
+        return self._common
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:  # noqa: ARG002
         """The grids of the sharded objects."""
@@ -127,7 +132,7 @@ class TensorFiles(ABC, Generic[Content]):
 
     def location(self, index: Index, key: str, box: Box, number: int) -> str:  # noqa: ARG002
         """The file or folder that holds a tensor."""
-        return str(self.path)
+        return str(self._file_of.get(key, self.path))
 
     def require_unchanged(self) -> None:
         """Raise CorruptCheckpointError if a file is no longer the one that was opened."""

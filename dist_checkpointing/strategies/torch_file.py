@@ -18,7 +18,7 @@ import torch
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
@@ -85,9 +85,9 @@ class TorchFile(TensorFiles[_FileContent]):
         self._trusted = trusted
         content = self._content(path)
         self._cells, self._common = content.cells, content.common
-        self._index = Index.of(
-            StoredTensor.undivided(key, tensor_memory.from_torch(tensor.dtype), tensor.shape)
-            for key, tensor in sorted(content.tensors.items())
+        self._set_index(
+            (key, tensor_memory.from_torch(tensor.dtype), tensor.shape)
+            for key, tensor in content.tensors.items()
         )
 
     def _open(self, file: Path) -> _FileContent:
@@ -118,9 +118,6 @@ class TorchFile(TensorFiles[_FileContent]):
 
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         out.copy_(self._content(self.path).tensors[key][box.slices()])
-
-    def common(self) -> dict[Any, Any]:
-        return self._common
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:  # noqa: ARG002
         return {
