@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint import storage as dcp_storage
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
@@ -180,7 +181,7 @@ class _Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         given: list[Any] = [plan.storage_data for plan in plans]
-        self._described = _described_by(item for plan in given for item in plan.items)
+        self._described = create_default_global_save_plan(given)[1].state_dict_metadata
         changed = self._storage.prepare_global_plan(given)
         pairs = zip(plans, changed, strict=True)
         return [replace(plan, storage_data=own) for plan, own in pairs]
@@ -203,10 +204,10 @@ class _Writer(StorageWriter):
         for key in metadata:
             if key not in described:  # it has no elements, so no rank wrote it
                 size = torch.Size(metadata[key].global_shape)
-                described[key] = _tensor(metadata[key].dtype.torch, size)
-        noted: list[Any] = [of_rank[-1].storage_data for of_rank in results]
-        own = [list(of_rank) for of_rank in noted]
-        self._storage.finish(dcp_metadata.Metadata(described), own)
+                properties = dcp_metadata.TensorProperties(dtype=metadata[key].dtype.torch)
+                described[key] = dcp_metadata.TensorStorageMetadata(properties, size, [])
+        of_ranks: list[Any] = [of_rank[-1].storage_data for of_rank in results]
+        self._storage.finish(dcp_metadata.Metadata(described), [*map(list, of_ranks)])
 
 
 class _Reader(StorageReader):
@@ -341,23 +342,6 @@ def _read_item(item: ReadItem, position: int) -> dcp.ReadItem:
         torch.Size(item.storage_offsets),
         torch.Size(item.lengths),
     )
-
-
-def _tensor(dtype: torch.dtype, size: torch.Size) -> dcp_metadata.TensorStorageMetadata:
-    properties = dcp_metadata.TensorProperties(dtype=dtype)
-    return dcp_metadata.TensorStorageMetadata(properties, size, [])
-
-
-def _described_by(
-    items: Iterable[dcp.WriteItem],
-) -> dict[str, dcp_metadata.TensorStorageMetadata]:
-    described: dict[str, dcp_metadata.TensorStorageMetadata] = {}
-    for item in items:
-        data = item.tensor_data
-        assert data is not None
-        name, dtype = item.index.fqn, data.properties.dtype
-        described.setdefault(name, _tensor(dtype, data.size)).chunks.append(data.chunk)
-    return described
 
 
 def _stored_tensors(metadata: dcp_metadata.Metadata) -> Iterator[StoredTensor]:

@@ -129,29 +129,15 @@ def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePla
     return [planner.finalize_plan(plan) for plan in own_plans], index
 
 
-def make_rank_plans(
-    plans: Sequence[SavePlan], writer: StorageWriter, writes: tuple[str, int]
-) -> list[RankPlan]:
-    """The RankPlan of every rank, after the storage has seen all plans."""
-    # Between its local and global plans, DCP calls nothing of this library. So the writer of the
-    # coordinator prepares the local plans of all ranks.
-    final = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    save_plan_id = uuid.uuid4().hex
-    return [
-        RankPlan(plan, rank, len(plans), writes, save_plan_id) for rank, plan in enumerate(final)
-    ]
-
-
 def _announced(plan: dcp.SavePlan, rank: int) -> SavePlan:
     rows = []
     for position, item in enumerate(plan.items):
-        data = item.tensor_data
-        if data is None:
-            continue
-        dtype = tensor_memory.from_torch(data.properties.dtype, key=item.index.fqn).name
-        place = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        # All are main replicas: DCP has chosen among them.
-        rows.append(ShardRow(item.index.fqn, dtype, *place, None, main=True, source=position))
+        if (data := item.tensor_data) is not None:
+            name = item.index.fqn
+            dtype = tensor_memory.from_torch(data.properties.dtype, key=name).name
+            box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            # All are main replicas: DCP has chosen among them.
+            rows.append(ShardRow(name, dtype, tuple(data.size), *box, None, True, position))
     return SavePlan(table_of_rows(rank, rows))
 
 
@@ -167,23 +153,21 @@ def check_complete(
         CheckpointingException: with every name that is missing or has another shape.
     """
     findings = []
+    remedy = "Switch enable_plan_caching off, or save again."
     if len({report.save_plan_id for report in reports}) > 1:
-        findings.append(Finding("the ranks wrote plans of different saves"))
+        findings.append(Finding("the ranks wrote plans of different saves", remedy=remedy))
     for name, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, dcp_metadata.BytesStorageMetadata):
-            if name not in values:
-                findings.append(Finding("was not written by any rank", name))
-        elif name not in index:
-            findings.append(Finding("was not written by any rank", name))
-        elif index[name].global_shape != tuple(stored.size):
-            expected, found = tuple(stored.size), index[name].global_shape
-            findings.append(Finding("another shape was written", name, expected, found))
+        size = getattr(stored, "size", None)  # of a tensor
+        if name not in (values if size is None else index):
+            findings.append(Finding("was not written by any rank", name, remedy=remedy))
+        elif size is not None and index[name].global_shape != tuple(size):
+            expected, found = tuple(size), index[name].global_shape
+            findings.append(
+                Finding("another shape was written", name, expected, found, remedy=remedy)
+            )
     if findings:
-        remedy = "Switch enable_plan_caching off, or save again."
-        raise CheckpointingException(
-            "DCP's cached plans are not those of this state dict",
-            [replace(finding, remedy=remedy) for finding in findings],
-        )
+        message = "DCP's cached plans are not those of this state dict"
+        raise CheckpointingException(message, findings)
 
 
 class DCPWriter(dcp_storage.StorageWriter):
@@ -229,9 +213,8 @@ class DCPWriter(dcp_storage.StorageWriter):
         super().__init__()
         strategy = select_strategy(StrategyAction.SAVE_SHARDED, backend)
         if not isinstance(strategy, PlannedSaveStrategy) or strategy.planner is not None:
-            finding = Finding(
-                "DCP needs a PlannedSaveStrategy without a planner of its own", found=str(strategy)
-            )
+            problem = "DCP needs a PlannedSaveStrategy without a planner of its own"
+            finding = Finding(problem, found=str(strategy))
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
         self.path: Path = as_local_folder(path)
         self.overwrite = overwrite
@@ -296,11 +279,16 @@ class DCPWriter(dcp_storage.StorageWriter):
         self._attempt.make_durable()
         set_up_writer(writer, rank=0, world_size=len(plans))
         self._writer = writer
-        rank_plans = make_rank_plans(laid_out[0][0], writer, self._writes)
+        # Between its local and global plans, DCP calls nothing of this library: the writer of the
+        # coordinator prepares the local plans of all ranks.
+        local_plans = [writer.prepare_local_plan(plan) for plan in laid_out[0][0]]
+        final, save_plan_id = writer.prepare_global_plan(local_plans), uuid.uuid4().hex
         if not any(map(is_usable, plans)):
             return plans  # nothing has changed: every rank has its plan from an earlier save
-        pairs = zip(every[0], rank_plans, strict=True)
-        return [replace(plan, storage_data=rank_plan) for plan, rank_plan in pairs]
+        return [
+            replace(plan, storage_data=RankPlan(own, rank, len(plans), self._writes, save_plan_id))
+            for rank, (plan, own) in enumerate(zip(every[0], final, strict=True))
+        ]
 
     def write_data(
         self, plan: dcp.SavePlan, planner: dcp.SavePlanner
@@ -310,9 +298,7 @@ class DCPWriter(dcp_storage.StorageWriter):
             finding = Finding(
                 "the plan was cached by a save into another storage",
                 expected=self._writes,
-                found=rank_plan.writes
-                if isinstance(rank_plan, RankPlan)
-                else type(rank_plan).__name__,
+                found=getattr(rank_plan, "writes", type(rank_plan).__name__),
                 remedy="With enable_plan_caching, use another planner class for each storage.",
             )
             raise CheckpointingException("the plan is not for this storage", [finding])
@@ -444,8 +430,6 @@ class _ResolvedData(DefaultSavePlanner):
 
 
 def _content(stream: Any) -> bytes:
-    if isinstance(stream, io.BytesIO):
-        return stream.getvalue()
     stream.seek(0)
     content: bytes = stream.read()
     return content
