@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final
 
@@ -56,6 +56,7 @@ from dist_checkpointing.strategies.unplanned_strategies import ForeignReader
 from dist_checkpointing.threads import in_threads, paused_collector
 
 logger: logging.Logger = logging.getLogger(__name__)
+FLIPPED: Final = "checksum differs: bits were flipped after it was saved"
 _ALIGNMENT_BYTES: Final = 64
 _BLOCK_ROWS: Final = 1024
 
@@ -99,7 +100,14 @@ def filled_rows(
     itemsizes = index.itemsizes_of(wanted.keys)
     shapes, _ = index.shapes_of(wanted.keys)
     stored = padded_rows(shapes, 1)
-    is_whole = _lie_as_stored(wanted, index, itemsizes)
+    numbers, types = index.dtypes_of(wanted.keys)
+    known = {dtype.torch: number for number, dtype in enumerate(types) if dtype is not None}
+    counts = np.where(
+        wanted.flat[:, 0] >= 0, np.diff(wanted.flat)[:, 0], wanted.shapes.prod(axis=1)
+    )
+    # In CPU memory in C order, and in the stored dtype.
+    is_whole: Bools = numbers == [known.get(dtype, -1) for dtype in wanted.data_dtypes]
+    is_whole &= (wanted.addresses >= 0) & (wanted.num_bytes == counts * itemsizes)
     is_whole &= wanted.ndim == np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
     is_whole &= stored.astype(np.float64).prod(axis=1) < _MOST_ELEMENTS
     leaf_of = {key: leaf for leaf, key in enumerate(wanted.keys)}
@@ -128,17 +136,6 @@ def filled_rows(
         renamed = table.renamed(rows[kept], wanted.keys, filled)
         direct.append(FilledRows(renamed, addresses, counts[kept] * items))
     return direct, is_whole
-
-
-def _lie_as_stored(wanted: WantedTable, index: Index, itemsizes: Int64s) -> Bools:
-    """Which tensors lie in CPU memory in C order, and in the stored dtype."""
-    numbers, types = index.dtypes_of(wanted.keys)
-    known = {dtype.torch: number for number, dtype in enumerate(types) if dtype is not None}
-    is_right: Bools = numbers == [known.get(dtype, -1) for dtype in wanted.data_dtypes]
-    flat, counts = wanted.flat, wanted.shapes.prod(axis=1)
-    counts = np.where(flat[:, 0] >= 0, flat[:, 1] - flat[:, 0], counts)
-    is_right &= (wanted.addresses >= 0) & (wanted.num_bytes == counts * itemsizes)
-    return is_right
 
 
 def _locate(
@@ -183,12 +180,8 @@ FilledPart = tuple[StoredPart, torch.Tensor]
 """A part, with its checksum, that a load puts whole and as it is into the memory of one leaf."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Filled:
-    """What a load puts into memory as it is, to be compared afterwards; small parts as rows."""
-
-    parts: Sequence[FilledPart] = ()
-    rows: Sequence[FilledRows] = ()
+Filled = tuple[Sequence[FilledPart], Sequence[FilledRows]]
+"""What a load puts into memory as it is, to be compared afterwards; small parts as rows."""
 
 
 def split_filled(
@@ -202,10 +195,8 @@ def split_filled(
     for key, known in parts.items():
         dtype = index.dtype_of(key).torch
         for part in known:
-            values = None
-            if part.digest is not None:
-                found = (values_of(leaf, part, dtype) for leaf in wanted[key])
-                values = next((memory for memory in found if memory is not None), None)
+            found = (values_of(leaf, part, dtype) for leaf in wanted[key])
+            values = next((memory for memory in found if memory is not None), None)
             if values is not None:
                 filled.append((part, values))
             elif any(part.box.intersect(leaf.box) is not None for leaf in wanted[key]):
@@ -240,10 +231,11 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
         CheckpointingException: with key and box of every part that differs. The stored data may
             be good nevertheless: another read tells.
     """
-    of_parts = sum(values.nbytes for _, values in filled.parts)
-    meter.expect(of_parts + sum(int(own.num_bytes.sum()) for own in filled.rows))
-    small = [own for own in filled.parts if own[1].nbytes <= SMALL_BYTES]
-    large = [own for own in filled.parts if own[1].nbytes > SMALL_BYTES]
+    parts, rows = filled
+    of_parts = sum(values.nbytes for _, values in parts)
+    meter.expect(of_parts + sum(int(own.num_bytes.sum()) for own in rows))
+    small = [own for own in parts if own[1].nbytes <= SMALL_BYTES]
+    large = [own for own in parts if own[1].nbytes > SMALL_BYTES]
 
     def compare(own: FilledPart) -> tuple[StoredPart, int]:
         part, values = own
@@ -253,7 +245,7 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
 
     # Many small parts are work for the interpreter: threads would only take turns.
     with paused_collector():
-        digests = [found for own in filled.rows for found in own.differing(meter.add)]
+        digests = [found for own in rows for found in own.differing(meter.add)]
         digests += [compare(own) for own in small]
     digests += in_threads(compare, large, options.threads)
     remedy = (
@@ -262,7 +254,7 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
     )
     problem = "memory does not hold what was saved, though another read of it does"
     findings = [
-        _other_digest(problem, part, found, remedy=remedy)
+        other_digest(problem, part, found, remedy=remedy)
         for part, found in digests
         if found != part.digest
     ]
@@ -295,7 +287,7 @@ class Verifier:
     wanted: WantedTable
     objects: Sequence[ShardedObject]
     meter: Meter
-    _filled: Filled = field(default_factory=Filled)
+    _filled: Filled = ((), ())
 
     @classmethod
     def start(
@@ -308,7 +300,7 @@ class Verifier:
         """Verify what the load does not read whole, before anything is filled. Collective."""
         verifier = cls(opened, wanted, objects, meter)
         with verifier._all_findings():
-            planner = getattr(opened.strategies.sharded, "planner", None)
+            planner = opened.strategies.sharded.planner
             if planner is None or type(planner) is DefaultLoadPlanner:
                 verifier._filled = verifier._verify(wanted)
             else:  # nobody knows what a planner of a user puts into memory
@@ -349,73 +341,66 @@ class Verifier:
                 "reading the seal", lambda: read_seal(opened.folder)
             )
             with opened.comm.agreed("verifying checksums"):
-                return _verify_wanted(opened, wanted, self.objects, seal, self.meter)
+                return self._verify_wanted(wanted, seal)
 
+    def _verify_wanted(self, wanted: WantedTable, seal: Seal | None) -> Filled:
+        """Verify what a load reads, before it is read. Not collective.
 
-def _verify_wanted(
-    opened: OpenedCheckpoint,
-    wanted: WantedTable,
-    objects: Sequence[ShardedObject],
-    seal: Seal | None,
-    meter: Meter,
-) -> Filled:
-    """Verify what a load reads, before it is read. Not collective.
+        Stored parts that fill memory of the wanted tensors are only looked up: the load reads them,
+        and ``verify_filled`` compares them then. All other ones are read here. Without memory, that
+        is everything. Without a seal only tensors can be verified.
 
-    Stored parts that fill memory of the wanted tensors are only looked up: the load reads them, and
-    ``verify_filled`` compares them then. All other ones are read here. Without memory, that is
-    everything. Without a seal only tensors can be verified.
+        Returns:
+            The parts that are left to be compared after the load has read them.
 
-    Returns:
-        The parts that are left to be compared after the load has read them.
-
-    Raises:
-        UnsupportedFormatError: if no checksums were kept.
-        CorruptCheckpointError: with key, part and place of everything that is damaged, or that the
-            seal or the checksums do not speak of.
-        StateMismatchError: if objects are wanted that are not stored, or in another grid.
-        OSError: if the file system, and not the checkpoint, fails.
-    """
-    folder, reader, index = opened.folder, opened.reader, opened.index
-    keys = dict.fromkeys(wanted.keys)
-    has_objects = handles_objects(opened.strategies.sharded)
-    if seal is None or seal.is_open:
-        logger.warning(
-            "%s %s: the common state and sharded objects in files are not verified",
-            folder,
-            "has no seal" if seal is None else "has an open seal, as a removal was cut off",
-        )
-        tables = read_tables(folder)
-    else:
-        by_common = [] if has_objects else objects
-        names = [*opened.strategies.common.file_names(by_common, folder)]
-        # A file that was saved and is gone has been lost, and was not only asked for by mistake.
-        files = (f"{leaf.unique_key}.pt" for leaf in by_common)
-        names += [name for name in files if name in seal.files and name not in names]
-        if keys or (has_objects and objects):
-            names += reader.describing_names(keys)
-        asked = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
-        _require_none(check_config(seal, folder) + check_files(seal, folder, [*names, *asked]))
-        tables = read_tables(folder, asked)
-    has_parts = any((part.is_object == 0).any() for part in tables)
-    has_values = any(0 not in index[k].global_shape for k in keys if k in index)
-    if keys and has_values and not has_parts:
-        finding = Finding(
-            "no checksums were kept when it was saved", path=str(folder / CHECKSUMS_NAME)
-        )
-        raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
-    filled, others, findings = _looked_up(tables, wanted, index)
-    findings += damage_of(others, reader, index, meter)
-    if seal is not None and has_objects and objects:
-        misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
-        if misfitting and not findings:
-            raise StateMismatchError("the checkpoint does not hold what is wanted", misfitting)
-        set_up_reader(reader, index, rank=0, world_size=1)
-        cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
-        findings += damage_of_objects(
-            cells, [cell for own in tables for cell in own.objects()], reader
-        )
-    _require_none(findings)
-    return filled
+        Raises:
+            UnsupportedFormatError: if no checksums were kept.
+            CorruptCheckpointError: with key, part and place of everything that is damaged, or that
+                the seal or the checksums do not speak of.
+            StateMismatchError: if objects are wanted that are not stored, or in another grid.
+            OSError: if the file system, and not the checkpoint, fails.
+        """
+        opened, objects = self.opened, self.objects
+        folder, reader, index = opened.folder, opened.reader, opened.index
+        keys = dict.fromkeys(wanted.keys)
+        has_objects = handles_objects(opened.strategies.sharded)
+        if seal is None or seal.is_open:
+            logger.warning(
+                "%s %s: the common state and sharded objects in files are not verified",
+                folder,
+                "has no seal" if seal is None else "has an open seal, as a removal was cut off",
+            )
+            tables = read_tables(folder)
+        else:
+            by_common = [] if has_objects else objects
+            names = [*opened.strategies.common.file_names(by_common, folder)]
+            # A file that was saved and is gone was lost, and not only asked for by mistake.
+            files = (f"{leaf.unique_key}.pt" for leaf in by_common)
+            names += [name for name in files if name in seal.files and name not in names]
+            if keys or (has_objects and objects):
+                names += reader.describing_names(keys)
+            asked = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
+            _require_none(check_config(seal, folder) + check_files(seal, folder, [*names, *asked]))
+            tables = read_tables(folder, asked)
+        has_parts = any((part.is_object == 0).any() for part in tables)
+        has_values = any(0 not in index[k].global_shape for k in keys if k in index)
+        if keys and has_values and not has_parts:
+            finding = Finding(
+                "no checksums were kept when it was saved", path=str(folder / CHECKSUMS_NAME)
+            )
+            raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
+        filled, others, findings = _looked_up(tables, wanted, index)
+        findings += damage_of(others, reader, index, self.meter)
+        if seal is not None and has_objects and objects:
+            misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
+            if misfitting and not findings:
+                raise StateMismatchError("the checkpoint does not hold what is wanted", misfitting)
+            set_up_reader(reader, index, rank=0, world_size=1)
+            cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
+            known = [cell for own in tables for cell in own.objects()]
+            findings += damage_of_objects(cells, known, reader)
+        _require_none(findings)
+        return filled
 
 
 def _require_none(findings: Sequence[Finding]) -> None:
@@ -435,19 +420,29 @@ def _looked_up(
             is_apart = ~is_whole
         leaves = [wanted.tensors[number] for number in np.flatnonzero(is_apart).tolist()]
         if not leaves:
-            return Filled((), rows), [], []
-        parts: dict[str, list[StoredPart]] = {leaf.key: [] for leaf in leaves}
-        for part in (part for own in tables for part in own.parts(parts)):
-            parts[part.key].append(part)
-        findings = [f for key, known in parts.items() for f in not_covered(index[key], known)]
+            return ((), rows), [], []
+        parts, findings = parts_of(tables, (leaf.key for leaf in leaves), index)
         if findings:
-            return Filled(), [], findings
+            return ((), ()), [], findings
         filled, others = split_filled(parts, leaves, index)
-    return Filled(filled, rows), others, []
+    return (filled, rows), others, []
+
+
+def parts_of(
+    tables: Iterable[ChecksumColumns], keys: Iterable[str], index: Index
+) -> tuple[dict[str, list[StoredPart]], list[Finding]]:
+    """The parts of tensors that have a checksum, by key; and of which tensor they are not all."""
+    parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
+    for part in (part for own in tables for part in own.parts(parts)):
+        parts[part.key].append(part)
+    findings = [finding for key, own in parts.items() for finding in not_covered(index[key], own)]
+    return parts, findings
 
 
 def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:
     """What the checksums do not say of a tensor: a lost row must not let its part pass."""
+    if not all(part.lies_in(stored.global_shape) for part in checked):
+        return [Finding("a checksum of what is no part of the tensor", stored.key)]
     expected = math.prod(stored.global_shape)
     found = sum(part.num_elements for part in checked)
     if found == expected:
@@ -475,23 +470,14 @@ def damage_of_objects(
             findings += in_words(error)
             continue
         if found != expected:
-            findings.append(
-                Finding(
-                    f"cell {cell} of the object is not what was saved: its checksum differs",
-                    key,
-                    expected=f"{expected:016x}",
-                    found=f"{found:016x}",
-                    path=str(reader.checkpoint_dir),
-                )
-            )
+            problem = f"cell {cell} of the object is not what was saved: its checksum differs"
+            digests_of = f"{expected:016x}", f"{found:016x}"
+            findings.append(Finding(problem, key, *digests_of, path=str(reader.checkpoint_dir)))
     return findings
 
 
 def damage_of(
-    parts: Sequence[StoredPart],
-    reader: StorageReader,
-    index: Index,
-    meter: Meter,
+    parts: Sequence[StoredPart], reader: StorageReader, index: Index, meter: Meter
 ) -> list[Finding]:
     """Read stored parts, compare those that have a checksum, and say what is wrong with which.
 
@@ -500,43 +486,41 @@ def damage_of(
     Raises:
         OSError: if the file system, and not the checkpoint, fails.
     """
-    meter.expect(sum(_num_bytes(part, index) for part in parts))
+    sizes = [part.num_elements * index[part.key].dtype.itemsize for part in parts]
+    meter.expect(sum(sizes))
+    places = list(map(_aligned, sizes))
     most = reader.options.buffer_bytes // 2
     # One piece of memory for all batches: an allocator would keep what each of them gave back.
-    sizes = [_padded_bytes(part, index) for part in parts]
-    memory = torch.empty(max(min(most, sum(sizes)), *sizes, 0), dtype=torch.uint8)
+    memory = torch.empty(max(min(most, sum(places)), *places, 0), dtype=torch.uint8)
     findings = []
-    for batch in in_batches(zip(parts, sizes, strict=True), len(memory)):
+    for batch in in_batches(zip(zip(parts, sizes, strict=True), places, strict=True), len(memory)):
         findings += _verify(batch, reader, index, memory)
-        meter.add(sum(_num_bytes(part, index) for part in batch))
+        meter.add(sum(size for _, size in batch))
     return findings
 
 
-def _num_bytes(part: StoredPart, index: Index) -> int:
-    return part.num_elements * index[part.key].dtype.itemsize
-
-
-def _padded_bytes(part: StoredPart, index: Index) -> int:
+def _aligned(num_bytes: int) -> int:
     """Bytes of memory for a part, so that the next one begins where any dtype may."""
-    return -(-_num_bytes(part, index) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _verify(
-    batch: Sequence[StoredPart],
+    batch: Sequence[tuple[StoredPart, int]],
     reader: StorageReader,
     index: Index,
     memory: torch.Tensor,
 ) -> list[Finding]:
+    """Read parts, given with their bytes, into memory, and compare them."""
     leaves: dict[TreePath, ShardedTensor] = {}
     values: list[torch.Tensor] = []
     start = 0
-    for number, part in enumerate(batch):
+    for number, (part, size) in enumerate(batch):
         leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
-        own = memory[start : start + _num_bytes(part, index)].view(leaf.dtype)
+        own = memory[start : start + size].view(leaf.dtype)
         leaf.data = own.view(part.box.shape if part.flat_range is None else -1)
         leaves[DictKey(number),] = leaf
         values.append(leaf.data)
-        start += _padded_bytes(part, index)
+        start += _aligned(size)
     try:
         # Not by the planner of the strategy: it may put other values into memory.
         read(leaves, index, None, reader, SingleProcess())
@@ -544,7 +528,7 @@ def _verify(
         raise cause_of(error) from None
     except (CorruptCheckpointError, StateMismatchError) as error:
         if len(batch) == 1:
-            return _unreadable(batch[0], error)
+            return _unreadable(batch[0][0], error)
         # Some of them cannot even be read: find them by halves.
         middle = len(batch) // 2
         return [
@@ -552,16 +536,16 @@ def _verify(
             for half in (batch[:middle], batch[middle:])
             for finding in _verify(half, reader, index, memory)
         ]
-    problem = "checksum differs: bits were flipped after it was saved"
     return [
-        _other_digest(problem, part, found, path=reader.location(stored_chunk(part, index)))
-        for part, value in zip(batch, values, strict=True)
+        other_digest(FLIPPED, part, found, path=reader.location(stored_chunk(part, index)))
+        for (part, _), value in zip(batch, values, strict=True)
         for found in [checksum(tensor_memory.as_numpy(value))]
         if part.digest is not None and found != part.digest
     ]
 
 
-def _other_digest(problem: str, part: StoredPart, digest: int, **details: Any) -> Finding:
+def other_digest(problem: str, part: StoredPart, digest: int, **details: Any) -> Finding:
+    """That a part has another checksum than the save has kept."""
     expected, found = f"{part.digest or 0:016x}", f"{digest:016x} in {part.box}"
     return Finding(problem, part.key, expected, found, **details)
 
@@ -576,28 +560,23 @@ def cause_of(error: RankFailedError) -> BaseException:
 
 def in_words(error: CheckpointingException) -> list[Finding]:
     """The findings of an error, without ranks; what is about no key says what was being done."""
+    doing = f"{error.message}: "
     return [
-        replace(
-            finding,
-            problem=finding.problem
-            if finding.key is not None
-            else f"{error.message}: {finding.problem}",
-            ranks=(),
-        )
-        for finding in error.findings
+        replace(f, problem=f"{'' if f.key is not None else doing}{f.problem}", ranks=())
+        for f in error.findings
     ]
 
 
 def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding]:
     """What is wrong with a part that cannot be read; every finding names its key and place."""
-    where = str(part.box)
+    findings = in_words(error) or [Finding(str(error))]
     return [
         replace(
             finding,
             key=part.key if finding.key is None else finding.key,
-            found=where if finding.found is None else f"{finding.found} in {where}",
+            found=f"{'' if finding.found is None else f'{finding.found} in '}{part.box}",
         )
-        for finding in in_words(error) or [Finding(str(error), part.key)]
+        for finding in findings
     ]
 
 

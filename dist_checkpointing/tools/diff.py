@@ -28,8 +28,8 @@ from dist_checkpointing.strategies.safetensors_folder import texts_of
 from dist_checkpointing.strategies.torch_file import loadable
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.convert.plan import budget_of
-from dist_checkpointing.tools.inspect.opening import open_tensors
 from dist_checkpointing.tools.ls import Regex, name_filter
+from dist_checkpointing.tools.opening import open_tensors
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,

@@ -21,7 +21,7 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.threads import paused_collector
-from dist_checkpointing.tools.inspect.opening import explaining, open_tensors
+from dist_checkpointing.tools.opening import explaining, open_tensors
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,

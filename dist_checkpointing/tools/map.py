@@ -21,7 +21,7 @@ from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.checksums import StoredPart, read_tables
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, ravel_offset
 from dist_checkpointing.format.index import StoredTensor
-from dist_checkpointing.tools.inspect.opening import open_named
+from dist_checkpointing.tools.opening import open_named
 from dist_checkpointing.tools.report import Report, print_json
 from dist_checkpointing.tools.runs import CheckpointArgument
 

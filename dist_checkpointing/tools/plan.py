@@ -19,7 +19,6 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
 from dist_checkpointing.serialization.load_recipe import shapes_of
-from dist_checkpointing.tools.inspect.opening import open_named
 from dist_checkpointing.tools.load_forecast import (
     Forecast,
     KeyCut,
@@ -34,6 +33,7 @@ from dist_checkpointing.tools.load_forecast import (
     stacked_keys,
     stored_axis,
 )
+from dist_checkpointing.tools.opening import open_named
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,

@@ -24,8 +24,8 @@ from dist_checkpointing.checkpoint.slicing import parse_slices, select
 from dist_checkpointing.errors import hint
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools import values
-from dist_checkpointing.tools.inspect.opening import open_tensors
 from dist_checkpointing.tools.ls import sharding_text
+from dist_checkpointing.tools.opening import open_tensors
 from dist_checkpointing.tools.report import (
     PIPE_WIDTH,
     AsJson,

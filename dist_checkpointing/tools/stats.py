@@ -18,7 +18,7 @@ from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import SEAL_NAME
-from dist_checkpointing.tools.inspect.opening import open_tensors
+from dist_checkpointing.tools.opening import open_tensors
 from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
 from dist_checkpointing.tools.runs import CheckpointArgument, Files, Trusted
 

@@ -13,7 +13,7 @@ from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.verify_checkpoint import Examination, examine_checkpoint
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.tools.inspect.opening import explaining, open_named
+from dist_checkpointing.tools.opening import explaining, open_named
 from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
 from dist_checkpointing.tools.runs import CheckpointArgument, Trusted, located
 

@@ -107,7 +107,7 @@ def test_files_that_are_damaged(tmp_path: Path, dckpt: Run, command: str) -> Non
 
 def test_a_file_that_changes_while_it_is_looked_at(tmp_path: Path) -> None:
     from dist_checkpointing.errors import CorruptCheckpointError
-    from dist_checkpointing.tools.inspect.opening import open_tensors
+    from dist_checkpointing.tools.opening import open_tensors
 
     torch.save({"w": torch.arange(4.0)}, tmp_path / "a.pt")
     opened = open_tensors(tmp_path / "a.pt")

@@ -31,7 +31,7 @@ from dist_checkpointing.tools.convert import (
     convert,
     open_source,
 )
-from dist_checkpointing.tools.inspect.opening import OpenedFiles
+from dist_checkpointing.tools.opening import OpenedFiles
 from samples import GOLDEN, GOLDEN_NAMES
 from states import between, cell, flat, shard
 from tiers import examples

@@ -158,7 +158,7 @@ def test_parts_that_are_larger_than_what_is_read_at_a_time(
 
     # By its name in the package it is the function.
     monkeypatch.setattr(
-        import_module("dist_checkpointing.tools.convert.convert"), "budget_of", little
+        import_module("dist_checkpointing.tools.convert.conversion"), "budget_of", little
     )
     rules = Rules.parse(reshard=reshard)
     for to in ("zarr", "safetensors"):

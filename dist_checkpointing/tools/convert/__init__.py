@@ -1,5 +1,7 @@
 """Conversions between checkpoints of any backend, safetensors and torch.save files, by streaming.
 
+Names are imported on first use, because they import torch.
+
 ::
 
     from dist_checkpointing.tools.convert import Rules, convert
@@ -7,20 +9,24 @@
     convert("ckpt/1000", "model", "safetensors", rules=Rules.parse(include=["^model"]))
 """
 
-from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
-from dist_checkpointing.tools.convert.convert import (
-    Conversion,
-    ConvertOptions,
-    convert,
-    targets,
-)
-from dist_checkpointing.tools.convert.plan import (
-    ConversionPlan,
-    Rules,
-    plan_conversion,
-    return_freed_memory,
-)
-from dist_checkpointing.tools.inspect.opening import open_source
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
+    from dist_checkpointing.tools.convert.conversion import (
+        Conversion,
+        ConvertOptions,
+        convert,
+        targets,
+    )
+    from dist_checkpointing.tools.convert.plan import (
+        ConversionPlan,
+        Rules,
+        plan_conversion,
+        return_freed_memory,
+    )
+    from dist_checkpointing.tools.opening import open_source
 
 __all__ = [
     "COMMON_KEY",
@@ -35,3 +41,18 @@ __all__ = [
     "return_freed_memory",
     "targets",
 ]
+
+_MODULES = {
+    "strategies.torch_file": ("COMMON_KEY", "OBJECTS_KEY"),
+    "tools.convert.conversion": ("Conversion", "ConvertOptions", "convert", "targets"),
+    "tools.convert.plan": ("ConversionPlan", "Rules", "plan_conversion", "return_freed_memory"),
+    "tools.opening": ("open_source",),
+}
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> typing.Any:
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(importlib.import_module(f"dist_checkpointing.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,8 +27,8 @@ from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
-from dist_checkpointing.strategies.verification import not_covered, stored_chunk
-from dist_checkpointing.tools.inspect.opening import OpenedFiles
+from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
+from dist_checkpointing.tools.opening import OpenedFiles
 
 KeyBoxes = Sequence[tuple[str, Box]]
 
@@ -186,7 +186,8 @@ class PartChecks:
                     for block in self._blocks(part, box, tensor, read)
                 )
                 if found != part.digest:
-                    findings.append(_damage(part, found, location(part)))
+                    details = {"path": location(part), "remedy": _REMEDY}
+                    findings.append(other_digest(FLIPPED, part, found, **details))
                 with self._lock:
                     self.num_bytes += part.num_elements * self._itemsizes[key]
         if findings:
@@ -251,17 +252,7 @@ def checks_of(opened: Checkpoint, keys: Collection[str]) -> PartChecks | None:
         _refuse(stored_objects_damage(opened, [cell for own in tables for cell in own.objects()]))
     if not any((own.is_object == 0).any() for own in tables):
         return None
-    parts: dict[str, list[StoredPart]] = {}
-    for part in (part for own in tables for part in own.parts(keys)):
-        if part.key in tensors and part.digest is not None:
-            parts.setdefault(part.key, []).append(part)
-    findings = []
-    for key in sorted(keys):
-        own = parts.get(key, ())
-        if all(part.lies_in(tensors[key].global_shape) for part in own):
-            findings += not_covered(tensors[key], own)
-        else:
-            findings.append(Finding("a checksum of what is no part of the tensor", key))
+    parts, findings = parts_of(tables, sorted(keys), tensors)
     if findings:
         findings = [replace(finding, remedy=_REMEDY) for finding in findings]
         raise CorruptCheckpointError("the source cannot be verified", findings)
@@ -271,14 +262,3 @@ def checks_of(opened: Checkpoint, keys: Collection[str]) -> PartChecks | None:
 def _refuse(findings: Sequence[Finding]) -> None:
     if findings:
         raise CorruptCheckpointError("the source is not what was saved", findings)
-
-
-def _damage(part: StoredPart, found: int, where: str) -> Finding:
-    return Finding(
-        "checksum differs: bits were flipped after it was saved",
-        part.key,
-        expected=f"{part.digest or 0:016x}",
-        found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
-        path=where,
-        remedy=_REMEDY,
-    )

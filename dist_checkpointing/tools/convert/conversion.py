@@ -58,7 +58,7 @@ from dist_checkpointing.tools.convert.write import (
     leaves_of,
     written_beside,
 )
-from dist_checkpointing.tools.inspect.opening import OpenedFiles, open_source
+from dist_checkpointing.tools.opening import OpenedFiles, open_source
 
 SAFETENSORS = "safetensors"
 TORCH = "torch"

@@ -9,7 +9,7 @@ import typer
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.tools.inspect.opening import explaining
+from dist_checkpointing.tools.opening import explaining
 from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
 from dist_checkpointing.tools.runs import located
 
