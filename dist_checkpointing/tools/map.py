@@ -7,8 +7,7 @@ import html
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +18,7 @@ from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.checksums import StoredPart, read_tables
-from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, ravel_offset
+from dist_checkpointing.format.geometry import boxes_of_part, ravel_offset
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.tools.opening import open_named
 from dist_checkpointing.tools.report import Report, print_json
@@ -50,15 +49,13 @@ def map_tensors(
     Example: dckpt map ckpt/1000 decoder.weight -o weight.html
     """
     _check_output(output, force=force)
-    chunks = checkpoint_map(open_named(checkpoint), None if key is None else [key])
-    page = render_page(chunks).encode(errors="backslashreplace")
+    data = page_data(open_named(checkpoint), key)
+    page = render_page(data).encode(errors="backslashreplace")
     local_folder.write_atomic(output, page, local_folder.Durability.PAGE_CACHE)
     if as_json:
-        print_json({"file": str(output), "bytes": len(page), "tensors": len(chunks.tensors)})
+        print_json({"file": str(output), "bytes": len(page), "tensors": len(data["tensors"])})
     else:
-        report = Report()
-        report.line(f"{output}  {bytes_text(len(page))}")
-        report.print()
+        Report(f"{output}  {bytes_text(len(page))}", None).print()
 
 
 def _check_output(output: Path, *, force: bool) -> None:
@@ -77,113 +74,88 @@ def _check_output(output: Path, *, force: bool) -> None:
 # The contents of the page.
 
 
-@dataclass(frozen=True, slots=True)
-class MappedTensor:
-    """A tensor and how it is stored.
+def page_data(checkpoint: Checkpoint, key: str | None = None) -> dict[str, Any]:
+    """What a page shows of all tensors, or of one: the data for its script, of plain types.
 
-    Attributes:
-        chunk_shape: Shape of a chunk; None if it is stored as pieces.
-        pieces: Boxes of each piece; a flattened range has several.
-        writers: Ranks that wrote each chunk, in C order, or each piece.
+    ``writers`` of a tensor say which ranks wrote its chunks in C order, or its pieces: runs of
+    chunks with the same writers, as the number of a row of ``writers`` of the page, and a count.
     """
+    wanted = sorted(checkpoint) if key is None else [checkpoint[key].key]
+    writers_of = _writers(checkpoint, wanted)
+    numbers: dict[Writers, int] = {}
+    tensors: list[dict[str, Any]] = []
+    for name in wanted:
+        stored = checkpoint.index[name]
+        row = [numbers.setdefault(writers, len(numbers)) for writers in writers_of[name]]
+        content: dict[str, Any] = {
+            "key": name,
+            "shape": stored.global_shape,
+            "dtype": stored.dtype.name,
+            "itemsize": stored.dtype.itemsize,
+            "bytes": stored.num_bytes,
+            "writers": [(number, len(list(run))) for number, run in itertools.groupby(row)],
+        }
+        if stored.pieces is None:
+            content["chunk"] = stored.chunk_shape
+        else:
+            content["pieces"] = [
+                [(part.offset, part.shape) for part in boxes_of_part(box, flat)]
+                for box, flat in stored.pieces
+            ]
+        tensors.append(content)
+    path, (backend, version) = checkpoint.path.absolute(), checkpoint.backend
+    ranks = sorted({rank for writers in numbers for rank in writers})
+    dtypes = sorted({content["dtype"] for content in tensors})
+    return {
+        "name": f"{path.parent.name}/{path.name}",
+        "backend": f"{backend} {version}",
+        "writers": list(numbers),
+        "ranks": list(zip(ranks, palette(len(ranks)), strict=True)),
+        "dtypes": list(zip(dtypes, palette(len(dtypes)), strict=True)),
+        "tensors": tensors,
+    }
 
-    key: str
-    dtype: str
-    itemsize: int
-    shape: Ints
-    chunk_shape: Ints | None
-    pieces: tuple[tuple[Box, ...], ...]
-    writers: tuple[Writers, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return Box.whole(self.shape).num_elements * self.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointMap:
-    """What a page shows: the last two folders of the path, the backend, and tensors by key."""
-
-    name: str
-    backend: str
-    tensors: tuple[MappedTensor, ...]
-
-
-def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) -> CheckpointMap:
-    """The map of some tensors, by default of all."""
-    wanted = [checkpoint[key].key for key in (checkpoint if keys is None else keys)]
-    index = checkpoint.index
-    parts: dict[str, list[StoredPart]] = {key: [] for key in wanted}
+def _writers(checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, list[Writers]]:
+    """The writers of each chunk in C order, or of each piece."""
+    parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
     for part in (part for table in read_tables(checkpoint.folder) for part in table.parts()):
         if part.key in parts:
             parts[part.key].append(part)
-    silent = [key for key in wanted if not parts[key]]
+    silent = [key for key in keys if not parts[key]]
     by_file = _by_file_name(checkpoint, silent) if silent else {}
-    tensors = []
-    for key in sorted(wanted):
-        stored = index[key]
-        writers = by_file[key] if key in by_file else _by_checksums(stored, parts[key])
-        tensors.append(
-            MappedTensor(
-                key,
-                stored.dtype.name,
-                stored.dtype.itemsize,
-                stored.global_shape,
-                stored.chunk_shape,
-                tuple(_piece_boxes(stored)),
-                tuple(writers),
-            )
-        )
-    backend, version = checkpoint.backend
-    path = checkpoint.path.absolute()
-    return CheckpointMap(f"{path.parent.name}/{path.name}", f"{backend} {version}", tuple(tensors))
-
-
-def _piece_boxes(stored: StoredTensor) -> Iterator[tuple[Box, ...]]:
-    for box, flat in stored.pieces or ():
-        yield tuple(boxes_of_part(box, flat))
+    return {
+        key: by_file[key] if key in by_file else _by_checksums(checkpoint.index[key], parts[key])
+        for key in keys
+    }
 
 
 def _by_checksums(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writers]:
-    if stored.pieces is not None:
-        return _of_pieces(stored, parts)
-    grid = stored.grid
-    found: list[set[int]] = [set() for _ in itertools.product(*map(range, grid.counts))]
-    for part in parts:
-        for box in boxes_of_part(part.box, part.flat_range):
-            for chunk, _ in grid.intersecting(box):
-                found[ravel_offset(chunk, grid.counts)].add(_rank(part))
+    found: list[set[int]] = [set() for _ in range(stored.num_parts)]
+    if stored.pieces is None:
+        for part in parts:
+            for box in boxes_of_part(part.box, part.flat_range):
+                for chunk, _ in stored.grid.intersecting(box):
+                    found[ravel_offset(chunk, stored.grid.counts)].add(_rank(part))
+    else:
+        exact: dict[object, set[int]] = {}
+        for part in parts:
+            exact.setdefault((part.box, part.flat_range), set()).add(_rank(part))
+        for number, (box, flat) in enumerate(stored.pieces):
+            found[number] = exact.get((box, flat)) or {
+                # The format may have cut the piece into smaller boxes.
+                _rank(part)
+                for part in parts
+                for ours in boxes_of_part(box, flat)
+                for theirs in boxes_of_part(part.box, part.flat_range)
+                if ours.intersect(theirs) is not None
+            }
     return [tuple(sorted(ranks)) for ranks in found]
 
 
 def _rank(part: StoredPart) -> int:
     assert part.rank is not None, "it is read from the file of a rank"
     return part.rank
-
-
-def _of_pieces(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writers]:
-    assert stored.pieces is not None
-    exact: dict[tuple[Box, tuple[int, int] | None], set[int]] = {}
-    for part in parts:
-        exact.setdefault((part.box, part.flat_range), set()).add(_rank(part))
-    writers = []
-    for box, flat in stored.pieces:
-        ranks = exact.get((box, flat))
-        if ranks is None:
-            # The format may have cut the piece into smaller boxes.
-            boxes = boxes_of_part(box, flat)
-            ranks = {
-                _rank(part)
-                for part in parts
-                if any(
-                    a.intersect(b) is not None
-                    for a in boxes
-                    for b in boxes_of_part(part.box, part.flat_range)
-                )
-            }
-        writers.append(tuple(sorted(ranks)))
-    return writers
 
 
 def _by_file_name(checkpoint: Checkpoint, keys: Sequence[str]) -> Mapping[str, list[Writers]]:
@@ -193,38 +165,30 @@ def _by_file_name(checkpoint: Checkpoint, keys: Sequence[str]) -> Mapping[str, l
     # Imported here, because it imports torch.
     from dist_checkpointing.planning import MetadataIndex  # noqa: PLC0415
 
-    chunks: list[MetadataIndex] = []
-    counts = []
+    chunks: dict[str, list[MetadataIndex]] = {}
     for key in keys:
         stored = checkpoint.index[key]
-        before = len(chunks)
-        if stored.pieces is not None:
-            rows = enumerate(stored.pieces)
-            chunks += [MetadataIndex(key, box.offset, row) for row, (box, _) in rows]
-        else:
-            chunks += [MetadataIndex(key, chunk.box.offset) for chunk in checkpoint[key].chunks]
-        counts.append(len(chunks) - before)
-    files = iter(checkpoint.reads.files(checkpoint.index, chunks))
-    return {
-        key: [_rank_in(file) for file in itertools.islice(files, count)]
-        for key, count in zip(keys, counts, strict=True)
-    }
-
-
-def _rank_in(file: str | None) -> Writers:
-    match = None if file is None else _DCP_FILE.fullmatch(file)
-    return () if match is None else (int(match[1]),)
+        chunks[key] = [
+            MetadataIndex(key, box.offset, None if stored.pieces is None else number)
+            for number, (box, _) in enumerate(stored.parts())
+        ]
+    files = iter(checkpoint.reads.files(checkpoint.index, [*itertools.chain(*chunks.values())]))
+    found: dict[str, list[Writers]] = {}
+    for key, own in chunks.items():
+        matches = [_DCP_FILE.fullmatch(file or "") for file in itertools.islice(files, len(own))]
+        found[key] = [() if match is None else (int(match[1]),) for match in matches]
+    return found
 
 
 # The page.
 
 
-def render_page(chunks: CheckpointMap) -> str:
-    """The HTML of the page. A pure function of the map."""
+def render_page(data: dict[str, Any]) -> str:
+    """The HTML of the page with such data. A pure function of them."""
     parts = {
-        "TITLE": html.escape(f"{chunks.name}: chunks"),
+        "TITLE": html.escape(f"{data['name']}: chunks"),
         "STYLE": _resource("page.css"),
-        "DATA": _script_json(page_data(chunks)),
+        "DATA": _script_json(data),
         # Not a module, because the page has no files to import.
         "SCRIPT": f'"use strict";\n(() => {{\n{_resource("page.js")}}})();',
     }
@@ -233,40 +197,6 @@ def render_page(chunks: CheckpointMap) -> str:
         before, _, after = text.partition(f"@{name}@")
         text = before + content + after
     return text
-
-
-def page_data(chunks: CheckpointMap) -> dict[str, Any]:
-    """The data for the script of the page; chunks in a row with the same writers are one entry."""
-    numbers: dict[Writers, int] = {}
-    tensors = [_tensor(tensor, numbers) for tensor in chunks.tensors]
-    dtypes = sorted({tensor.dtype for tensor in chunks.tensors})
-    return {
-        "name": chunks.name,
-        "backend": chunks.backend,
-        "writers": [list(writers) for writers in numbers],
-        "ranks": list(rank_colours(chunks.tensors).items()),
-        "dtypes": list(zip(dtypes, palette(len(dtypes)), strict=True)),
-        "tensors": tensors,
-    }
-
-
-def _tensor(tensor: MappedTensor, numbers: dict[Writers, int]) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "key": tensor.key,
-        "shape": tensor.shape,
-        "dtype": tensor.dtype,
-        "itemsize": tensor.itemsize,
-        "bytes": tensor.num_bytes,
-        "writers": _runs([numbers.setdefault(w, len(numbers)) for w in tensor.writers]),
-    }
-    if tensor.chunk_shape is not None:
-        return row | {"chunk": tensor.chunk_shape}
-    pieces = [[(box.offset, box.shape) for box in piece] for piece in tensor.pieces]
-    return row | {"pieces": pieces}
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    return [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
 
 
 def _script_json(content: Any) -> str:
@@ -289,9 +219,3 @@ def palette(count: int) -> list[str]:
         rgb = colorsys.hls_to_rgb(number / count, lightness, 0.62)
         colours.append("#" + "".join(f"{round(255 * part):02x}" for part in rgb))
     return colours
-
-
-def rank_colours(tensors: Iterable[MappedTensor]) -> dict[int, str]:
-    """A colour for every rank that wrote a part of the tensors."""
-    ranks = sorted({rank for t in tensors for writers in set(t.writers) for rank in writers})
-    return dict(zip(ranks, palette(len(ranks)), strict=True))

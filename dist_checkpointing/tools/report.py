@@ -44,10 +44,9 @@ _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 class Report:
     """Sections of lines, tables and named facts, with an empty line between two sections."""
 
-    def __init__(self, title: str | None = None) -> None:
-        self._sections: list[list[Iterable[str]]] = [[]]
-        if title is not None:
-            self.line(title, "bold")
+    def __init__(self, title: str | None = None, style: str | None = "bold") -> None:
+        self._sections: list[list[Iterable[str]]] = []
+        self.section(title, style)
 
     def section(self, title: str | None = None, style: str | None = "bold") -> None:
         """Begin a new section; one without lines is not printed."""
