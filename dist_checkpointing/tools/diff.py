@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,7 +105,8 @@ def diff(
     tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
     a = open_tensors(first, trusted=trusted)
     b = open_tensors(second, trusted=trusted)
-    if pattern is not None and not any(wanted(key) for opened in (a, b) for key in _names(opened)):
+    keys = (key for one in (a, b) for key in (*one, *one.objects, *values.entries(one.common)))
+    if pattern is not None and not any(map(wanted, keys)):
         raise LookupError(
             f"neither checkpoint has a key that matches {pattern!r}{hint(pattern, a)}"
         )
@@ -135,12 +135,6 @@ def diff(
         report.print()
     if not found.is_same:
         raise typer.Exit(_EXIT_DIFFERENT)
-
-
-def _names(opened: Checkpoint) -> Iterator[str]:
-    yield from opened
-    yield from opened.objects
-    yield from values.entries(opened.common)
 
 
 # The comparison.
@@ -222,18 +216,6 @@ class TensorComparison:
     dtypes: tuple[str, str]
     values: Difference | None
 
-    @property
-    def has_same_values(self) -> bool:
-        """Whether shape and values are the same."""
-        return self.values is not None and self.values.num_differing == 0
-
-    @property
-    def is_counter(self) -> bool:
-        """Whether it is a single number of an optimizer, such as the count of its steps."""
-        return (
-            is_of_optimizer(self.key) and self.values is not None and self.values.num_compared == 1
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ValueComparison:
@@ -271,10 +253,14 @@ class Comparison:
         rows = [
             row
             for row in self.tensors
-            if not row.has_same_values
+            if row.values is None
+            or row.values.num_differing
             or (row.dtypes[0] != row.dtypes[1] and not self.ignores_dtype)
         ]
-        return tuple(sorted(rows, key=_rank))
+        changes = {row.key: row.values.relative_change for row in rows if row.values is not None}
+        # What has no distance comes first.
+        ranks = {key: math.inf if math.isnan(change) else change for key, change in changes.items()}
+        return tuple(sorted(rows, key=lambda row: -ranks.get(row.key, math.inf)))
 
     @property
     def is_same(self) -> bool:
@@ -282,11 +268,6 @@ class Comparison:
         return not (
             self.only_first or self.only_second or self.differing or self.objects or self.common
         )
-
-
-def _rank(row: TensorComparison) -> float:
-    change = math.nan if row.values is None else row.values.relative_change
-    return -math.inf if math.isnan(change) else -change
 
 
 def compare_checkpoints(
@@ -315,17 +296,19 @@ def compare_checkpoints(
     """
     common = [key for key in first if key in second and wanted(key)]
     commons, objects, left_out = _others(first, second)
-    same_shape = [key for key in common if first[key].shape == second[key].shape]
-    found = dict.fromkeys(same_shape, Difference())
-
-    # Tensors with the same fingerprint are the same bit for bit, NaN included.
     ours, theirs = first.index.fingerprints, second.index.fingerprints
-    to_read = [
-        key for key in same_shape if read_all or key not in ours or ours[key] != theirs.get(key)
-    ]
-    for key in set(same_shape) - set(to_read):
-        found[key] = Difference(num_compared=first[key].num_elements)
-        report(first[key].num_bytes)
+    found: dict[str, Difference] = {}
+    to_read = []
+    for key in common:
+        tensor = first[key]
+        if tensor.shape != second[key].shape:
+            continue
+        found[key] = Difference()
+        if read_all or key not in ours or ours[key] != theirs.get(key):
+            to_read.append(key)
+        else:
+            found[key] = Difference(num_compared=tensor.num_elements)
+            report(tensor.num_bytes)
 
     def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         return zip(first.read(batch), second.read(batch), strict=True)
@@ -350,14 +333,10 @@ def compare_checkpoints(
         tuple(key for key in first if key not in second and wanted(key)),
         tuple(key for key in second if key not in first and wanted(key)),
         tuple(tensors),
-        tuple(_compare_objects(objects[0], objects[1], tolerance, wanted)),
-        tuple(
-            row
-            for row in compare_values(commons[0], commons[1], tolerance)
-            if row.name and wanted(row.name)
-        ),
+        tuple(_compare_objects(*objects, tolerance, wanted)),
+        tuple(r for r in compare_values(*commons, tolerance) if r.name and wanted(r.name)),
         ignore_dtype,
-        len(same_shape) - len(to_read),
+        len(found) - len(to_read),
         left_out,
     )
 
@@ -376,18 +355,20 @@ def _boxes_of_both(
             yield (key, box), box.num_elements * widest
 
 
-def _others(
-    first: Checkpoint, second: Checkpoint
-) -> tuple[list[dict[str, Any]], list[Mapping[str, ObjectHandle]], str | None]:
+Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
+def _others(first: Checkpoint, second: Checkpoint) -> tuple[Pair, Pair, str | None]:
     """Common states and objects, as far as the formats of both hold them; and what is left out."""
     formats = first.backend[0], second.backend[0]
-    whole = [first.common, second.common]
-    held_by = {"safetensors": texts_of, "torch": loadable}
-    commons: list[dict[str, Any]] = [
-        held_by.get(other, dict)(state) for other, state in zip(formats[::-1], whole, strict=True)
-    ]
-    objects = [first.objects, second.objects]
-    kept = [{}, {}] if "safetensors" in formats else objects
+    whole = first.common, second.common
+    held_by: dict[str, Callable[[Any], dict[Any, Any]]] = {
+        "safetensors": texts_of,
+        "torch": loadable,
+    }
+    commons = held_by.get(formats[1], dict)(whole[0]), held_by.get(formats[0], dict)(whole[1])
+    objects = first.objects, second.objects
+    kept: Pair = ({}, {}) if "safetensors" in formats else objects
     if commons == whole and kept == objects:
         return whole, objects, None
     return commons, kept, "objects and common state that a file of tensors cannot hold"
@@ -472,18 +453,16 @@ def _compare_objects(
     second: Mapping[str, ObjectHandle],
     tolerance: Tolerance,
     wanted: Callable[[str], bool],
-) -> Iterable[ValueComparison]:
-    for key in sorted({*first, *second}):
-        if not wanted(key):
-            continue
-        pair = first.get(key), second.get(key)
-        if pair[0] is None or pair[1] is None or pair[0].shape != pair[1].shape:
-            grids = [None if one is None else f"object {list(one.shape)}" for one in pair]
+) -> Iterator[ValueComparison]:
+    for key in filter(wanted, sorted({*first, *second})):
+        a, b = first.get(key), second.get(key)
+        if a is None or b is None or a.shape != b.shape:
+            grids = [None if one is None else f"object {list(one.shape)}" for one in (a, b)]
             yield ValueComparison(key, (grids[0], grids[1]))
             continue
-        for cell in itertools.product(*map(range, pair[0].shape)):
+        for cell in a:
             yield from compare_values(
-                pair[0][cell], pair[1][cell], tolerance, f"{key}[{','.join(map(str, cell))}]"
+                a[cell], b[cell], tolerance, f"{key}[{','.join(map(str, cell))}]"
             )
 
 
@@ -504,36 +483,25 @@ def compare_values(
 
 
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
-    if type(a) is not type(b):
+    is_array = isinstance(a, torch.Tensor | np.ndarray)
+    if type(a) is not type(b) or (is_array and (a.dtype != b.dtype or a.shape != b.shape)):
         return False
     if isinstance(a, io.BytesIO):
         a, b = a.getvalue(), b.getvalue()
-    if isinstance(a, np.ndarray) and a.dtype.kind in "biufc":
-        return _same_arrays(a, b, tolerance)
     if isinstance(a, torch.Tensor):
-        return _same_tensors(a.detach(), b.detach(), tolerance)
+        if a.layout is not torch.strided or b.layout is not a.layout or a.is_quantized:
+            return a.layout is b.layout and bool(torch.equal(a, b))
+        return compare_tensors(a.detach(), b.detach(), tolerance).num_differing == 0
     if isinstance(a, float | complex):
-        return _same_arrays(np.array([a]), np.array([b]), tolerance)
+        a, b = np.array([a]), np.array([b])
+    if isinstance(a, np.ndarray) and a.dtype.kind in "biufc":
+        count = a.size // values.SLAB_ELEMENTS + 1
+        parts = (np.array_split(array.reshape(-1), count) for array in (a, b))
+        return all(_compare_slab(x, y, tolerance)[1] is None for x, y in zip(*parts, strict=True))
     try:
         return bool(a == b)
     except Exception:  # noqa: BLE001 - an unknown __eq__ may raise anything, or return an array
         return values.value_text(a) == values.value_text(b)
-
-
-def _same_arrays(a: Array, b: Array, tolerance: Tolerance) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    count = a.size // values.SLAB_ELEMENTS + 1
-    parts = (np.array_split(array.reshape(-1), count) for array in (a, b))
-    return all(_compare_slab(x, y, tolerance)[1] is None for x, y in zip(*parts, strict=True))
-
-
-def _same_tensors(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
-        return False
-    if a.layout is not torch.strided or a.is_quantized:
-        return bool(torch.equal(a, b))
-    return compare_tensors(a, b, tolerance).num_differing == 0
 
 
 # What is printed.
@@ -547,22 +515,36 @@ def _report(a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: b
     ):
         if keys:
             report.section(f"only in {opened.path}")
-            for key in keys[:_MAX_LISTED]:
-                facts = f"{shape_text(opened[key].shape)} {opened[key].dtype_name}"
-                report.line(f"{sign} {key}  {facts}", style)
-            report.more(keys, _MAX_LISTED, _MORE)
+            tensors = map(opened.__getitem__, keys)
+            texts = [f"{sign} {t.key}  {shape_text(t.shape)} {t.dtype_name}" for t in tensors]
+            report.listed(texts, _MAX_LISTED, style, _MORE)
     kinds = [row for row in found.differing if row.values is None or row.dtypes[0] != row.dtypes[1]]
     if kinds:
         report.section("other shape or dtype")
-        pairs = [(row.key, _kind(row, 0), _kind(row, 1)) for row in kinds[:_MAX_LISTED]]
-        report.table(("KEY", "FIRST", "SECOND"), pairs)
+        report.table(
+            ("KEY", "FIRST", "SECOND"),
+            [
+                (row.key, *(f"{shape_text(row.shapes[i])} {row.dtypes[i]}" for i in (0, 1)))
+                for row in kinds[:_MAX_LISTED]
+            ],
+        )
         report.more(kinds, _MAX_LISTED, _MORE)
     differing = [row for row in found.differing if row.values and row.values.num_differing]
-    shown = [row for row in differing if with_counters or not row.is_counter]
+    # Such as the count of the steps of an optimizer.
+    shown = [
+        row
+        for row in differing
+        if with_counters
+        or not (is_of_optimizer(row.key) and row.values and row.values.num_compared == 1)
+    ]
     if shown:
         report.section("other values")
         is_narrow = is_narrower_than(_NARROW)
-        rows = [_value_row(row, is_narrow=is_narrow) for row in shown[:_MAX_LISTED]]
+        rows = [
+            _value_row(row.key, row.values, is_narrow=is_narrow)
+            for row in shown[:_MAX_LISTED]
+            if row.values is not None
+        ]
         report.table(_HEADERS[: len(rows[0])], rows, right=[1, 2, 3, 4])
         report.more(shown, _MAX_LISTED, _MORE)
     if len(shown) < len(differing):
@@ -597,25 +579,18 @@ def _verdict(found: Comparison) -> str:
     return "differences: " + ", ".join(f"{number:,} {what}" for number, what in counts if number)
 
 
-def _kind(row: TensorComparison, side: int) -> str:
-    return f"{shape_text(row.shapes[side])} {row.dtypes[side]}"
-
-
-def _value_row(row: TensorComparison, *, is_narrow: bool) -> tuple[str, ...]:
-    found = row.values
-    assert found is not None
-    assert found.first_index is not None
-    assert found.first_values is not None
+def _value_row(key: str, found: Difference, *, is_narrow: bool) -> tuple[str, ...]:
     share = found.relative_change
     moved = "nan" if math.isnan(share) else "from 0" if math.isinf(share) else f"{100 * share:.3g}%"
     # If only NaN differ, there is no distance.
     most = [f"{found.max_abs:.3g}", f"{found.max_rel:.3g}"] if found.max_abs else ["nan", "nan"]
     if is_narrow:
-        return row.key, moved, f"{found.num_differing:,}", *most
+        return key, moved, f"{found.num_differing:,}", *most
     number = f"{found.num_differing:,} of {found.num_compared:,}"
-    index = f"[{','.join(map(str, found.first_index))}]"
-    texts = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in found.first_values]
-    return row.key, moved, number, *most, index, " ".join(texts)
+    index = f"[{','.join(map(str, found.first_index or ()))}]"
+    pair = found.first_values or ()
+    texts = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in pair]
+    return key, moved, number, *most, index, " ".join(texts)
 
 
 def _document(a: Checkpoint, b: Checkpoint, found: Comparison, *, summary: bool) -> dict[str, Any]:
@@ -637,7 +612,7 @@ def _document(a: Checkpoint, b: Checkpoint, found: Comparison, *, summary: bool)
     return counts | {
         "only_first": found.only_first,
         "only_second": found.only_second,
-        "tensors": [dataclasses.asdict(row) for row in found.differing],
-        "objects": [dataclasses.asdict(row) for row in found.objects],
-        "common": [dataclasses.asdict(row) for row in found.common],
+        "tensors": list(map(dataclasses.asdict, found.differing)),
+        "objects": list(map(dataclasses.asdict, found.objects)),
+        "common": list(map(dataclasses.asdict, found.common)),
     }
