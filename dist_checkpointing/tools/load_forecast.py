@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
@@ -28,7 +28,7 @@ from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.serialization.load_recipe import source_leaves
-from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, set_up_reader
+from dist_checkpointing.storage.interface import ChunkPlace, StorageReader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
 from dist_checkpointing.validation.load_errors import StoredTensors, compare
@@ -87,21 +87,18 @@ class KeyCut:
 
 def parse_rule(text: str) -> AxisRule:
     """``REGEX=axis``, ``REGEX=none`` or ``REGEX=stored``."""
-    pattern, equals, axis = text.rpartition("=")
-    if not equals or not pattern:
+    pattern, _, axis = text.rpartition("=")
+    if not pattern:
         raise ValueError(f"{text!r} is not of the form REGEX=axis, such as 'lm_head=0'")
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     words: dict[str, Stored | None] = {"none": None, AS_STORED: AS_STORED}
     word = axis.strip().lower()
     try:
-        return AxisRule(compiled, words[word] if word in words else int(axis))
+        return AxisRule(re.compile(pattern), words[word] if word in words else int(axis))
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     except ValueError:
-        raise ValueError(
-            f"{axis!r} in {text!r} is no axis; write a number, 'none' or 'stored'"
-        ) from None
+        problem = "is no axis; write a number, 'none' or 'stored'"
+        raise ValueError(f"{axis!r} in {text!r} {problem}") from None
 
 
 def guessed_rules(index: Index) -> tuple[AxisRule, ...]:
@@ -229,7 +226,20 @@ def of_function(name: str, world_size: int) -> list[RankWants]:
 
     The default device is then "meta", so that the tensors it makes take no memory.
     """
-    function = _imported(name)
+    if ":" not in name:
+        raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
+    try:
+        # As `python -m` does it: what lies in the current folder can be imported.
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            function = pkgutil.resolve_name(name)
+        finally:
+            sys.path.remove(str(Path.cwd()))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot import {name!r}: {what}") from error
+    if not callable(function):
+        raise ValueError(f"{name!r} is not a function")  # noqa: TRY004 - a text
     wants = []
     for rank in range(world_size):
         try:
@@ -241,37 +251,6 @@ def of_function(name: str, world_size: int) -> list[RankWants]:
         tensors = {path: leaf.without_data() for path, leaf in parts.tensors.items()}
         wants.append(RankWants((rank,), tensors, tuple(parts.objects.values())))
     return wants
-
-
-def _imported(name: str) -> Callable[[int, int], Any]:
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
-    # As `python -m` does it: what lies in the current folder can be imported.
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"cannot import {name!r}: {what}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    if not callable(function):
-        raise ValueError(f"{name!r} is not a function")  # noqa: TRY004 - a text
-    return function  # type: ignore[no-any-return]
-
-
-def _missing_objects(wants: Sequence[RankWants], stored: Container[str]) -> list[Finding]:
-    """The sharded objects that a template wants and the checkpoint does not have."""
-    missing: dict[str, list[int]] = {}
-    for want in wants:
-        for leaf in want.objects:
-            if leaf.key not in stored:
-                missing.setdefault(leaf.unique_key, []).extend(want.ranks)
-    return [
-        Finding("object not in the checkpoint", key, ranks=tuple(ranks))
-        for key, ranks in sorted(missing.items())
-    ]
 
 
 # What it costs.
@@ -339,12 +318,13 @@ def forecast_of(
     checkpoint: Checkpoint, wants: Sequence[RankWants], made: Derivation | None = None
 ) -> Forecast:
     """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes."""
-    strategy = checkpoint.reads.sharded
-    reader = checkpoint.reads.make_reader()
+    reader = checkpoint.reads.set_up_reader(checkpoint.index)
     index = checkpoint.reads.index_for(reader, checkpoint.index)
-    set_up_reader(reader, index, rank=0, world_size=1)
-    options = strategy.options
     stored = StoredTensors(index if made is None else made.index)
+    objects: Container[str] = ()
+    if any(want.objects for want in wants):
+        objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
+    # By problem and key, with all ranks that meet it.
     findings: dict[tuple[str, str | None], Finding] = {}
     costs = []
     planner = _Planner(index, reader)
@@ -367,25 +347,23 @@ def forecast_of(
                     misfits += uncovered
                 start, stop = leaf.flat_range or (0, leaf.box.num_elements)
                 wanted_bytes += (stop - start) * leaf.dtype.itemsize
+        misfits += [
+            Finding("object not in the checkpoint", leaf.unique_key)
+            for leaf in want.objects
+            if leaf.key not in objects
+        ]
         for finding in misfits:
             known = findings.setdefault((finding.problem, finding.key), finding)
             ranks = tuple(sorted({*known.ranks, *want.ranks}))
             findings[finding.problem, finding.key] = replace(known, ranks=ranks)
-        costs.append(_cost(want, touched, wanted_bytes, options))
-    result = Forecast(
-        tuple(costs),
-        tuple(findings.values()),
-        tuple(key for key in (index if made is None else made.tensors) if key not in asked),
-    )
+        costs.append(_cost(want, touched, wanted_bytes, checkpoint.reads.sharded.options))
     lost = [
         Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
-        for name in sorted(result.files)
+        for name in sorted(frozenset().union(*(cost.files for cost in costs)))
         if reader.files.size_of(name) is None
     ]
-    if any(want.objects for want in wants):
-        objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
-        lost += _missing_objects(wants, objects)
-    return replace(result, findings=(*result.findings, *lost))
+    unasked = [key for key in (index if made is None else made.tensors) if key not in asked]
+    return Forecast(tuple(costs), (*findings.values(), *lost), tuple(unasked))
 
 
 _Chunk = tuple[Ints | None, int | None]
@@ -449,24 +427,21 @@ def _touches(items: Sequence[ReadItem], itemsize: int, limits: ReadLimits) -> tu
     for item in items:
         at = item.storage_index
         by_chunk.setdefault((at.offset, at.index), []).append(item.storage)
-    return tuple(
-        _Touch(
-            chunk,
-            max(window.start + window.array_size for window in windows) * itemsize,
-            sum(bytes_read(window, itemsize, maps_files=maps_files, gap=gap) for window in windows),
-            tuple(
-                span_bytes(
-                    window,
-                    axes_apart(window, itemsize, maps_files=False, most_gap=gap)[0],
-                    itemsize,
-                )
-                for window in windows
-                if not maps_files and window.contiguous_range() is None
-            ),
-            len(windows),
-        )
-        for chunk, windows in by_chunk.items()
-    )
+    touches = []
+    for chunk, windows in by_chunk.items():
+        buffers = [
+            span_bytes(window, _axes_apart(window, itemsize, gap), itemsize)
+            for window in windows
+            if not maps_files and window.contiguous_range() is None
+        ]
+        num_bytes = max(window.start + window.array_size for window in windows) * itemsize
+        read = sum(bytes_read(w, itemsize, maps_files=maps_files, gap=gap) for w in windows)
+        touches.append(_Touch(chunk, num_bytes, read, tuple(buffers), len(windows)))
+    return tuple(touches)
+
+
+def _axes_apart(window: Window, itemsize: int, gap: int | None) -> int:
+    return axes_apart(window, itemsize, maps_files=False, most_gap=gap)[0]
 
 
 def _cost(
@@ -475,14 +450,10 @@ def _cost(
     wanted_bytes: int,
     options: StorageOptions,
 ) -> RankCost:
-    read_bytes = num_reads = 0
+    read_bytes = 0
     decoded: list[int] = []
     buffers: list[int] = []
-    files = set()
     for touch, place in touched:
-        num_reads += touch.num_reads
-        if place is not None and place.file is not None:
-            files.add(place.file)
         if place is not None and place.is_read_whole:
             read_bytes += place.num_bytes
             decoded.append(place.num_bytes + touch.num_bytes)
@@ -497,8 +468,8 @@ def _cost(
         len(want.tensors),
         wanted_bytes,
         read_bytes,
-        num_reads,
-        frozenset(files),
+        sum(touch.num_reads for touch, _ in touched),
+        frozenset(place.file for _, place in touched if place is not None and place.file),
         wanted_bytes + max(at_once, copied, scratch),
     )
 
@@ -514,7 +485,7 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool, gap: int | No
     if window.contiguous_range() is not None:
         return wanted
     if not maps_files:
-        axes, _ = axes_apart(window, itemsize, maps_files=False, most_gap=gap)
+        axes = _axes_apart(window, itemsize, gap)
         return math.prod(window.box.shape[:axes]) * span_bytes(window, axes, itemsize)
     span = span_bytes(window, 0, itemsize)
     run = 1
