@@ -47,7 +47,7 @@ from dist_checkpointing.tools.convert.plan import (
     budget_of,
     plan_conversion,
 )
-from dist_checkpointing.tools.convert.source import PartChecks, Source
+from dist_checkpointing.tools.convert.source import Source
 from dist_checkpointing.tools.convert.write import (
     LazyPlanner,
     check_apart,
@@ -208,12 +208,12 @@ def parse_backend(text: str) -> tuple[str, int]:
         StrategyNotFoundError: if no such backend is registered.
     """
     known = available_strategies(StrategyAction.SAVE_SHARDED)
-    found = [(n, v) for n, v in known if text in (n, f"{n}:{v}")]
-    if not found:
+    versions = [(v, n) for n, v in known if text in (n, f"{n}:{v}")]
+    if not versions:
         near = hint(text, [*targets(), *(name for name, _ in known)])
         finding = Finding(f"no such target{near}", expected=", ".join(targets()), found=text)
         raise StrategyNotFoundError(f"cannot convert to {text!r}", [finding])
-    return max(found, key=lambda backend: backend[1])
+    return max(versions)[::-1]
 
 
 @dataclass(eq=False)
@@ -242,21 +242,16 @@ class _Job(ABC):
         self.check_target()
         location.check_room(self.destination.absolute().parent, self.plan.num_bytes)
         # Before memory is divided, so that the checksums count.
-        checks = self._find_checksums()
+        if self.options.verify:
+            source.find_checksums({tensor.source.key for tensor in self.plan.tensors})
+            if source.checks is None and self.plan.tensors:
+                self.not_verified = "the source keeps no checksums"
+        else:
+            self.not_verified = "verification was turned off"
         self.budget = budget_of(self.options.memory_bytes, self.options.threads)
         self.limit_mapped(source)
-        if checks is not None:
-            checks.most_bytes = self.budget.box_bytes
-        source.checks = checks
-
-    def _find_checksums(self) -> PartChecks | None:
-        if not self.options.verify:
-            self.not_verified = "verification was turned off"
-            return None
-        checks = self.source.find_checksums({tensor.source.key for tensor in self.plan.tensors})
-        if checks is None and self.plan.tensors:
-            self.not_verified = "the source keeps no checksums"
-        return checks
+        if source.checks is not None:
+            source.checks.most_bytes = self.budget.box_bytes
 
     def limit_mapped(self, source: Source) -> None:
         """Let mapped files count as memory in use for no longer than the budget allows."""
@@ -306,10 +301,10 @@ class _Job(ABC):
             for tensor in self.plan.tensors
             if tensor.dtype == tensor.source.dtype and tensor.source.key in kept
         }
-        own = Source(written)
-        self.limit_mapped(own)
-        found: Mapping[str, str] = own.index.fingerprints or fingerprints_by_reading(
-            own.index, expected, own.read, most_bytes=self.budget.box_bytes
+        target = Source(written)
+        self.limit_mapped(target)
+        found: Mapping[str, str] = target.index.fingerprints or fingerprints_by_reading(
+            target.index, expected, target.read, most_bytes=self.budget.box_bytes
         )
         findings = [
             Finding("was not converted bit by bit", key, expected=text, found=found.get(key))
@@ -334,7 +329,7 @@ class _ToCheckpoint(_Job):
         source, plan = self.source, self.plan
         planner = LazyPlanner(source, plan, self.budget, stop)
         strategy = lazy_strategy(parse_backend(self.to), self.budget, planner)
-        writer, has_fingerprints = strategy.make_writer(self.destination), False
+        writer = strategy.make_writer(self.destination)
         # Cut here as the backend would anyway, but along what is stored.
         most_bytes = self.budget.box_bytes
         if isinstance(writer.layout, RowBlockLayout):
@@ -413,10 +408,9 @@ class _ToSafetensors(_ToFiles):
             return
         common = self.source.opened.common
         self.common = safetensors_folder.texts_of(common)
-        kept = {*self.common}
-        if self.as_folder and (files := safetensors_folder.model_files_of(common)):
-            self.model_files = files
-            kept.add(safetensors_folder.MODEL_FILES_KEY)
+        if self.as_folder:
+            self.model_files = safetensors_folder.model_files_of(common)
+        kept = {*self.common, *([safetensors_folder.MODEL_FILES_KEY] if self.model_files else [])}
         if lost := [name for name in common if name not in kept]:
             self.left_out.append(f"common state that is no text ({_few(lost)})")
         if self.plan.objects:

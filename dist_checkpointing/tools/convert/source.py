@@ -75,7 +75,14 @@ class Source:
         self.made: Derivation | None = None
         self.checks: PartChecks | None = None
         if recipe is not None:
-            self.made = _derived(recipe, opened)
+            self.made = derive(recipe, opened.index, opened.objects)
+            findings = [
+                Finding("no template says what fills it", key, remedy="Fill with zeros.")
+                for key, tensor in self.made.tensors.items()
+                if any(p.key is None and p.fill == "template" for p in tensor.pieces)
+            ]
+            if findings:
+                raise StateMismatchError("the recipe needs a template", findings)
             self.index = self.made.index
             self.objects = {new: opened.objects[old] for new, old in self.made.objects.items()}
 
@@ -85,13 +92,12 @@ class Source:
         own = self.opened.files.paths if isinstance(self.opened, OpenedFiles) else ()
         return (self.opened.path, *own)
 
-    def find_checksums(self, keys: Collection[str]) -> PartChecks | None:
-        """What the source knows of the values of some tensors; None if it keeps no checksums."""
-        if isinstance(self.opened, OpenedFiles):
-            return None
-        if self.made is not None:
-            keys = {stored for key in keys for stored in self.made.tensors[key].sources}
-        return checks_of(self.opened, keys)
+    def find_checksums(self, keys: Collection[str]) -> None:
+        """Compare what is read of some tensors from now on, if the source keeps checksums."""
+        if not isinstance(self.opened, OpenedFiles):
+            if self.made is not None:
+                keys = {stored for key in keys for stored in self.made.tensors[key].sources}
+            self.checks = checks_of(self.opened, keys)
 
     def read(self, wanted: KeyBoxes) -> list[torch.Tensor]:
         """A new contiguous CPU tensor for each box of a tensor."""
@@ -114,7 +120,7 @@ class Source:
                     part.data.data = values
                 else:
                     part.data.copy_(values)
-        return [_data(leaf) for leaf in leaves]
+        return [leaf.data for leaf in leaves if leaf.data is not None]
 
     def _stored(self, wanted: KeyBoxes) -> list[torch.Tensor]:
         values = self.opened.read(wanted)
@@ -123,26 +129,8 @@ class Source:
         return values
 
     def _location(self, part: StoredPart) -> str:
-        index = self.opened.index
-        number = stored_chunk(part, index).index or 0
-        return self.opened.reads.location(index, part.key, part.box, number)
-
-
-def _data(leaf: ShardedTensor) -> torch.Tensor:
-    assert leaf.data is not None
-    return leaf.data
-
-
-def _derived(recipe: Recipe, opened: Checkpoint) -> Derivation:
-    made = derive(recipe, opened.index, opened.objects)
-    findings = [
-        Finding("no template says what fills it", key, remedy="Fill with zeros.")
-        for key, tensor in made.tensors.items()
-        if any(piece.key is None and piece.fill == "template" for piece in tensor.pieces)
-    ]
-    if findings:
-        raise StateMismatchError("the recipe needs a template", findings)
-    return made
+        number = stored_chunk(part, self.opened.index).index or 0
+        return self.opened.reads.location(self.opened.index, part.key, part.box, number)
 
 
 class PartChecks:

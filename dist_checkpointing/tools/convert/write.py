@@ -12,7 +12,6 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
+from dist_checkpointing.threads import in_threads
 from dist_checkpointing.tools.convert.plan import (
     Budget,
     ConversionPlan,
@@ -73,7 +73,7 @@ def copy_into_files(
         starts: For each file, at which byte the values of which tensors begin.
         source: Where they come from.
         budget: Threads and memory.
-        stop: Event that ends it when set; set when it fails.
+        stop: Event that ends it when set.
         report: Called with the number of bytes written since the last call.
 
     Raises:
@@ -87,44 +87,25 @@ def copy_into_files(
             raise CheckpointingException("the conversion was interrupted")
         values = source.read([(tensor.source.key, box) for tensor, box, *_ in batch])
         for number, (tensor, box, descriptor, start) in enumerate(batch):
-            own = values[number].to(tensor.dtype.torch)
+            data = values[number].to(tensor.dtype.torch)
             values[number] = torch.empty(0)  # freed one after the other
             position = start + ravel_offset(box.offset, tensor.shape) * tensor.dtype.itemsize
-            view = bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(own)))
+            view = bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(data)))
             while view:
                 count = os.pwrite(descriptor, view, position)
                 view, position = view[count:], position + count
-            report(own.nbytes)
+            report(data.nbytes)
 
     with ExitStack() as stack:
-        files = [
-            (stack.enter_context(path.open("r+b")).fileno(), own) for path, own in starts.items()
-        ]
         boxes = (
-            (
-                (tensors[key], box, descriptor, start),
-                box.num_elements * tensors[key].widest_itemsize,
-            )
-            for descriptor, own in files
-            for key, start in own.items()
-            for box in runs(tensors[key], budget.box_bytes)
+            ((tensor, box, file.fileno(), start), box.num_elements * tensor.widest_itemsize)
+            for path, starts_of in starts.items()
+            for file in [stack.enter_context(path.open("r+b"))]
+            for tensor, start in ((tensors[key], start) for key, start in starts_of.items())
+            for box in runs(tensor, budget.box_bytes)
         )
-        pool = ThreadPoolExecutor(budget.threads, "convert")
-        running: set[Future[None]] = set()
-        try:
-            for batch in in_batches(boxes, budget.box_bytes, _MOST_COPIED_TOGETHER):
-                if len(running) >= 2 * budget.threads:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                running.add(pool.submit(move, batch))
-            for future in running:
-                future.result()
-        except BaseException:
-            stop.set()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+        batches = list(in_batches(boxes, budget.box_bytes, _MOST_COPIED_TOGETHER))
+        in_threads(move, batches, budget.threads)
 
 
 def lazy_strategy(
@@ -215,14 +196,12 @@ class LazyPlanner(DefaultSavePlanner):
         if group is None:
             return self._read([item])[0]
         with group.lock:
-            if group.waiting is None:
-                if self._waiting_bytes >= self._most_waiting:
-                    return self._read([item])[0]
-                values = self._read_group(group)
+            if group.waiting is None and self._waiting_bytes < self._most_waiting:
+                values = self._read(group.items, group.box)
                 group.waiting = dict(zip(map(_item_id, group.items), values, strict=True))
                 self._count(sum(data.nbytes for data in values))
-            data = group.waiting.pop(name, None)
-        if data is None:  # it was read alone before the others were
+            data = None if group.waiting is None else group.waiting.pop(name, None)
+        if data is None:  # there is no room for its group, or it was read before its group
             return self._read([item])[0]
         self._count(-data.nbytes)
         return data
@@ -231,20 +210,16 @@ class LazyPlanner(DefaultSavePlanner):
         with self._lock:
             self._waiting_bytes += num_bytes
 
-    def _read_group(self, group: _Group) -> list[torch.Tensor]:
-        if group.box is None:
-            return self._read(group.items)
-        tensor = self._tensors[group.items[0].index.fqn]
-        values = self._source.read([(tensor.source.key, group.box)])[0].to(tensor.dtype.torch)
-        origin = group.box.offset
-        return [values[_box(item).relative_to(origin).slices()] for item in group.items]
-
-    def _read(self, items: Sequence[WriteItem]) -> list[torch.Tensor]:
+    def _read(self, items: Sequence[WriteItem], whole: Box | None = None) -> list[torch.Tensor]:
+        """The data of items; of parts of one box, which is read as one."""
         tensors = [self._tensors[item.index.fqn] for item in items]
-        read = self._source.read(
-            [(t.source.key, _box(item)) for t, item in zip(tensors, items, strict=True)]
-        )
-        return [data.to(t.dtype.torch) for t, data in zip(tensors, read, strict=True)]
+        if whole is not None:
+            (read,) = self._source.read([(tensors[0].source.key, whole)])
+            read = read.to(tensors[0].dtype.torch)
+            return [read[_box(item).relative_to(whole.offset).slices()] for item in items]
+        boxes = [(t.source.key, _box(item)) for t, item in zip(tensors, items, strict=True)]
+        found = self._source.read(boxes)
+        return [data.to(t.dtype.torch) for t, data in zip(tensors, found, strict=True)]
 
     def _grouped(self, items: Sequence[WriteItem]) -> Iterator[_Group]:
         """Items to read together: rows of parts that are cut across, and small neighbours."""
@@ -381,9 +356,8 @@ def _put(new: Path, destination: Path, old: Path) -> None:
 
 
 def _check_free(destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
-    if not os.path.lexists(destination):
-        return
-    if destination.is_dir() and not any(destination.iterdir()):
+    is_empty = destination.is_dir() and not any(destination.iterdir())
+    if is_empty or not os.path.lexists(destination):
         return
     if not overwrite:
         raise _exists(destination, "something is here", "Name another place, or pass --force.")
