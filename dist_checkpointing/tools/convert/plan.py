@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
 from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
@@ -59,12 +59,10 @@ class Reshard:
 
         As ``torch.chunk`` cuts: all parts are alike but the last, and there may be fewer of them.
         """
-        if any(axis >= len(shape) for axis, _ in self.axes):
+        parts = dict(self.axes)
+        if max(parts) >= len(shape):
             return None
-        chunk = [max(extent, 1) for extent in shape]
-        for axis, parts in self.axes:
-            chunk[axis] = max(1, -(-shape[axis] // parts))
-        return tuple(chunk)
+        return tuple(max(1, -(-n // parts.get(axis, 1))) for axis, n in enumerate(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +114,17 @@ class Rules:
         Raises:
             CheckpointingException: for a text that says nothing.
         """
-        return cls(
-            tuple(_pattern("include", text) for text in include),
-            tuple(_pattern("exclude", text) for text in exclude),
-            tuple(map(_rename, rename)),
-            tuple(map(_cast, cast)),
-            tuple(map(_reshard, reshard)),
-            lossy,
-            tensors_only,
+        includes, excludes = (
+            tuple(_pattern(what, text) for text in texts)
+            for what, texts in (("include", include), ("exclude", exclude))
         )
+        rules = tuple(map(_rename, rename)), tuple(map(_cast, cast)), tuple(map(_reshard, reshard))
+        return cls(includes, excludes, *rules, lossy, tensors_only)
 
     def takes(self, key: str) -> bool:
         """Whether a key is converted."""
-        if self.include and not any(pattern.search(key) for pattern in self.include):
-            return False
-        return not any(pattern.search(key) for pattern in self.exclude)
+        is_included = not self.include or any(pattern.search(key) for pattern in self.include)
+        return is_included and not any(pattern.search(key) for pattern in self.exclude)
 
     def new_name(self, key: str) -> str:
         """What a key is called afterwards."""
@@ -164,8 +158,8 @@ def _pattern(what: str, text: str) -> Pattern:
 
 
 def _rename(text: str) -> tuple[Pattern, str]:
-    pattern, equals, replacement = text.rpartition("=")
-    if not equals or not pattern:
+    pattern, _, replacement = text.rpartition("=")
+    if not pattern:
         raise _bad("rename", text, "expected REGEX=REPLACEMENT")
     return _pattern("rename", pattern), replacement
 
@@ -225,8 +219,7 @@ class PlannedTensor:
         return max(self.dtype.itemsize, self.source.dtype.itemsize)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedObject:
+class PlannedObject(NamedTuple):
     """A sharded object on its way: its name, its new name, the shape of its grid of cells."""
 
     source_key: str
@@ -234,8 +227,7 @@ class PlannedObject:
     shape: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class CastCount:
+class CastCount(NamedTuple):
     """How many tensors a cast concerns."""
 
     stored: str
@@ -285,34 +277,6 @@ def plan_conversion(
     if num_stored and not names:
         finding = Finding(f"none of {num_stored} keys", remedy="See what there is: dckpt ls.")
         raise CheckpointingException("include and exclude leave nothing to convert", [finding])
-    _check_names(names)
-    tensors, uncut = [], []
-    for key in keys:
-        stored, reshard = index[key], rules.reshard_of(key)
-        chunk = None if reshard is None else reshard.chunk_shape(stored.global_shape)
-        if reshard is not None and chunk is None:
-            uncut.append(key)
-        tensors.append(PlannedTensor(stored, names[key], rules.new_dtype(key, stored.dtype), chunk))
-    casts = _casts(tensors)
-    rounding = [cast for cast in casts if not cast.is_lossless]
-    if rounding and not rules.lossy:
-        message = "the cast loses precision or range; allow that with lossy (--lossy)"
-        findings = [
-            Finding(f"{cast.stored} to {cast.wanted} ({cast.tensors} tensors) changes values")
-            for cast in rounding
-        ]
-        raise CheckpointingException(message, findings)
-    return ConversionPlan(
-        tuple(sorted(tensors, key=lambda tensor: tensor.key)),
-        tuple(PlannedObject(key, names[key], tuple(objects[key])) for key in cells),
-        num_stored - len(keys) - len(cells),
-        sum(old != new for old, new in names.items()),
-        casts,
-        tuple(uncut),
-    )
-
-
-def _check_names(names: Mapping[str, str]) -> None:
     by_name: dict[str, list[str]] = {}
     for old, new in names.items():
         by_name.setdefault(new, []).append(old)
@@ -321,16 +285,36 @@ def _check_names(names: Mapping[str, str]) -> None:
         for new, old in by_name.items()
         if len(old) > 1
     ]
-    findings += [Finding("would have no name", old) for old, new in names.items() if not new]
+    findings += [Finding("would have no name", old) for old in by_name.get("", ())]
     if findings:
         raise CheckpointingException("rename gives no valid names", findings)
-
-
-def _casts(tensors: Iterable[PlannedTensor]) -> tuple[CastCount, ...]:
-    counts = Counter((t.source.dtype, t.dtype) for t in tensors if t.source.dtype != t.dtype)
-    return tuple(
+    tensors, uncut = [], []
+    for key in keys:
+        stored, reshard = index[key], rules.reshard_of(key)
+        chunk = None if reshard is None else reshard.chunk_shape(stored.global_shape)
+        if reshard is not None and chunk is None:
+            uncut.append(key)
+        tensors.append(PlannedTensor(stored, names[key], rules.new_dtype(key, stored.dtype), chunk))
+    pairs = Counter((t.source.dtype, t.dtype) for t in tensors if t.source.dtype != t.dtype)
+    casts = [
         CastCount(a.name, b.name, count, is_lossless(a.torch, b.torch))
-        for (a, b), count in sorted(counts.items(), key=lambda item: item[0][0].name)
+        for (a, b), count in sorted(pairs.items(), key=lambda item: item[0][0].name)
+    ]
+    findings = [
+        Finding(f"{cast.stored} to {cast.wanted} ({cast.tensors} tensors) changes values")
+        for cast in casts
+        if not cast.is_lossless
+    ]
+    if findings and not rules.lossy:
+        message = "the cast loses precision or range; allow that with lossy (--lossy)"
+        raise CheckpointingException(message, findings)
+    return ConversionPlan(
+        tuple(sorted(tensors, key=lambda tensor: tensor.key)),
+        tuple(PlannedObject(key, names[key], tuple(objects[key])) for key in cells),
+        num_stored - len(keys) - len(cells),
+        sum(old != new for old, new in names.items()),
+        tuple(casts),
+        tuple(uncut),
     )
 
 
@@ -343,12 +327,10 @@ def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
     if 0 in tensor.shape:
         yield Box.whole(tensor.shape)
         return
-    pieces = tensor.source.pieces
     chunk = tensor.chunk_shape or tensor.source.chunk_shape
     if chunk is None:
-        assert pieces is not None
         most = max(1, most_bytes // tensor.widest_itemsize)
-        for box, flat in pieces:
+        for box, flat in tensor.source.parts():
             for part in boxes_of_part(box, flat):
                 if part.num_elements:
                     yield from split_rows(part, most)
