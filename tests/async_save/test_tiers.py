@@ -27,7 +27,7 @@ from dist_checkpointing.errors import (
     CheckpointingException,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import ObjectStore
+from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
