@@ -90,8 +90,6 @@ def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:
     Raises:
         EOFError: if the file ends before the last byte.
     """
-    if not hasattr(os, "copy_file_range"):
-        return False  # pragma: no cover - Linux has it
     begin, end = offset, offset + num_bytes
     while offset < end:
         try:

@@ -54,19 +54,17 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     if isinstance(path, ObjectPath):
         return path
     given: object = path
-    finding = None
     if not isinstance(given, str | os.PathLike):
         finding = Finding(
             "a path is a str or an os.PathLike",
             found=f"{type(given).__module__}.{type(given).__qualname__}",
             remedy="The state dict comes first: save(state, path), load(template, path).",
         )
-    elif not os.fspath(path):
+    elif not (text := os.fspath(path)):
         finding = Finding("the path is empty", remedy="Name a folder; '.' is the current one.")
-    if finding is not None:
-        raise CheckpointingException("not a path of a checkpoint", [finding])
-    text = os.fspath(path)
-    return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
+    else:
+        return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
+    raise CheckpointingException("not a path of a checkpoint", [finding])
 
 
 def _without_dots(path: str | os.PathLike[str]) -> Path:
@@ -118,27 +116,30 @@ def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
     Raises:
         CheckpointingException: if they differ.
     """
-    ranks: dict[str, list[int]] = {}
-    formats: dict[str, list[int]] = {}
+    ranks_of_format: dict[str, list[int]] = {}
+    ranks_of_folder: dict[str, list[int]] = {}
     for rank, (name, saved_as) in enumerate(destinations):
-        ranks.setdefault(os.path.normpath(name), []).append(rank)
-        formats.setdefault(saved_as, []).append(rank)
-    if len(formats) > 1:
-        problem, remedy = "this is the format on some ranks only", "Pass the same strategy on every"
-        findings = [
-            Finding(problem, found=name, ranks=tuple(of[:_MOST_NAMED]), remedy=f"{remedy} rank.")
-            for name, of in formats.items()
-        ]
-        raise CheckpointingException("the ranks save in different formats", findings)
-    if len(ranks) > 1:
-        problem = "this is the folder on some ranks only"
+        ranks_of_format.setdefault(saved_as, []).append(rank)
+        ranks_of_folder.setdefault(os.path.normpath(name), []).append(rank)
+    if len(ranks_of_format) > 1:
+        problem, remedy = "this is the format", "Pass the same strategy on every rank."
+        message, groups, field = "save in different formats", ranks_of_format, "found"
+    elif len(ranks_of_folder) > 1:
+        problem = "this is the folder"
         remedy = "Give every rank the same path; broadcast a name that holds the time or date."
-        findings = [
-            Finding(problem, path=name, ranks=tuple(of[:_MOST_NAMED]), remedy=remedy)
-            for name, of in ranks.items()
-        ]
-        message = "the ranks name different folders for one checkpoint"
-        raise CheckpointingException(message, findings)
+        message, groups, field = (
+            "name different folders for one checkpoint",
+            ranks_of_folder,
+            "path",
+        )
+    else:
+        return
+    problem = f"{problem} on some ranks only"
+    findings: list[Finding] = []
+    for name, ranks in groups.items():
+        named: dict[str, Any] = {field: name, "ranks": tuple(ranks[:_MOST_NAMED])}
+        findings.append(Finding(problem, remedy=remedy, **named))
+    raise CheckpointingException(f"the ranks {message}", findings)
 
 
 def read_bytes(path: Location, max_bytes: int) -> bytes:
@@ -177,34 +178,32 @@ def read_json(path: Location, max_bytes: int) -> Any:
     return parse_json(read_bytes(path, max_bytes))
 
 
-def read_own(path: Location, max_bytes: int) -> bytes | None:
-    """The content of a file that only this library writes; None if there is no regular file.
+def read_regular(path: Location, max_bytes: int, *, is_start: bool = False) -> bytes | None:
+    """The content of a file, no link to one; None if there is no such regular file.
+
+    Args:
+        path: the file.
+        max_bytes: how large it may be.
+        is_start: read only its first ``max_bytes``, whatever its size.
 
     Raises:
-        CorruptCheckpointError: if it is larger than ``max_bytes``.
+        CorruptCheckpointError: if it is larger.
         OSError: if it cannot be read.
     """
-    if isinstance(path, ObjectPath):
-        with suppress(FileNotFoundError):
-            return read_bytes(path, max_bytes)
-        return None
-    with suppress(FileNotFoundError), _opened_own(path) as file:
-        check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
-        return file.read()
-    return None
-
-
-def read_own_start(path: Location, num_bytes: int) -> bytes | None:
-    """Like ``read_own``, but the first bytes of a file of any size."""
     with suppress(FileNotFoundError):
         if isinstance(path, ObjectPath):
-            return bytes(path.store.get_range(path.key, 0, num_bytes)[0])
-        with _opened_own(path) as file:
-            return file.read(num_bytes)
+            if is_start:
+                return bytes(path.store.get_range(path.key, 0, max_bytes)[0])
+            return read_bytes(path, max_bytes)
+        with _opened_regular(path) as file:
+            if is_start:
+                return file.read(max_bytes)
+            check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
+            return file.read()
     return None
 
 
-def _opened_own(path: Path) -> IO[bytes]:
+def _opened_regular(path: Path) -> IO[bytes]:
     """A regular file, opened without following a link.
 
     Raises:
@@ -294,8 +293,8 @@ def folders_with(
     cannot be listed.
     """
     if isinstance(root, ObjectPath):
-        for found, _ in files_below(root, root):
-            *above, last = found.split("/")
+        for path, _ in files_below(root, root):
+            *above, last = path.split("/")
             if last == name and not any(part.endswith(skipped) for part in above):
                 yield "/".join(above) or "."
         return
@@ -330,8 +329,8 @@ def folders_in(folder: Location) -> list[str]:
 def folders_and_files(folder: Location) -> tuple[list[str], list[str]]:
     """Like ``names_in``, the names of the folders in it, and those of all else."""
     if isinstance(folder, ObjectPath):
-        found, objects = folder.store.list_folder(folder.prefix)
-        return found, [info.key.rpartition("/")[2] for info in objects]
+        below, objects = folder.store.list_folder(folder.prefix)
+        return below, [info.key.rpartition("/")[2] for info in objects]
     names = names_in(folder)
     folders = [name for name in names if is_folder(folder / name)]
     return folders, sorted({*names}.difference(folders))
@@ -350,8 +349,8 @@ def overlap(one: Location, other: Location) -> bool:
     if isinstance(one, Path) and isinstance(other, Path):
         first, second = one.resolve(), other.resolve()
         return first.is_relative_to(second) or second.is_relative_to(first)
-    names = [f"{place}/" for place in (one, other)]
-    return names[0].startswith(names[1]) or names[1].startswith(names[0])
+    first_name, second_name = f"{one}/", f"{other}/"
+    return first_name.startswith(second_name) or second_name.startswith(first_name)
 
 
 def files_below(path: Location, root: Location) -> Iterator[tuple[str, int | None]]:
@@ -367,21 +366,27 @@ def files_below(path: Location, root: Location) -> Iterator[tuple[str, int | Non
         for info in path.store.list_below(path.prefix):
             yield info.key.removeprefix(root.prefix), info.num_bytes
         return
-    pending = [str(path)]
+    for entry in _walk(path, raise_unless_gone):
+        is_regular = entry.is_file(follow_symlinks=False)
+        size = entry.stat(follow_symlinks=False).st_size if is_regular else None
+        yield os.path.relpath(entry.path, str(root)), size
+
+
+def _walk(folder: Path, on_error: Callable[[OSError], None]) -> Iterator[os.DirEntry[str]]:
+    """All below a folder but folders; links are not followed."""
+    pending = [str(folder)]
     while pending:
         try:
             entries = os.scandir(pending.pop())
         except OSError as error:
-            raise_unless_gone(error)
+            on_error(error)
             continue
         with entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
-                    continue
-                is_regular = entry.is_file(follow_symlinks=False)
-                size = entry.stat(follow_symlinks=False).st_size if is_regular else None
-                yield os.path.relpath(entry.path, str(root)), size
+                else:
+                    yield entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +412,7 @@ class FileUse:
 
 
 def use_below(folder: Location) -> dict[str, FileUse]:
-    """What each file below a folder takes, by its relative name; of a file its own."""
+    """What each file below a folder takes, by its relative name; of a file what it takes itself."""
     if isinstance(folder, ObjectPath):
         return {
             info.key.removeprefix(folder.prefix): FileUse(
@@ -415,18 +420,14 @@ def use_below(folder: Location) -> dict[str, FileUse]:
             )
             for info in folder.store.list_below(folder.prefix)
         }
-    statuses = {}
-    if folder.is_file():
-        statuses[folder.name] = folder.stat()
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
-            with suppress(FileNotFoundError):  # a save that is going on renames files
-                statuses[os.path.relpath(path, folder)] = os.lstat(path)
+    statuses = {folder.name: folder.stat()} if folder.is_file() else {}
+    for entry in _walk(folder, lambda _: None):
+        with suppress(FileNotFoundError):  # a save that is going on renames files
+            statuses[entry.path[len(f"{folder}/") :]] = entry.stat(follow_symlinks=False)
     return {
         name: FileUse(
             status.st_size,
-            status.st_blocks * 512,  # units of 512 bytes on every file system
+            status.st_blocks * 512,  # blocks of 512 bytes on every file system
             status.st_mtime,
             (status.st_dev, status.st_ino) if status.st_nlink > 1 else None,
         )
@@ -451,8 +452,8 @@ def sizes_in(
         if status is not None and stat.S_ISREG(status.st_mode):
             sizes[name] = status.st_size
         elif names is None or status is not None:
-            found = files_below(path, root)
-            sizes.update((own, size) for own, size in found if size is not None)
+            below = files_below(path, root)
+            sizes.update((file, size) for file, size in below if size is not None)
     return sizes
 
 
@@ -490,7 +491,7 @@ def temporaries(names: Iterable[str], root: Location) -> list[Path]:
     for name in names:
         target = root / name
         by_folder.setdefault(target.parent, set()).add(target.name)
-    found = []
+    paths = []
     for folder, wanted in sorted(by_folder.items()):
         if not local_folder.is_real_folder(folder, root):
             continue
@@ -498,8 +499,8 @@ def temporaries(names: Iterable[str], root: Location) -> list[Path]:
             for entry in entries:
                 match = TEMPORARY_NAME.fullmatch(entry.name)
                 if match and match[1] in wanted and entry.is_file(follow_symlinks=False):
-                    found.append(folder / entry.name)
-    return found
+                    paths.append(folder / entry.name)
+    return paths
 
 
 def fsync_folders(files: Iterable[Location], root: Location) -> None:
@@ -539,19 +540,19 @@ def check_room(folder: Location, num_bytes: int) -> None:
     """
     if isinstance(folder, ObjectPath):
         return
-    place = next(place for place in (folder, *folder.parents) if place.exists())
+    above = next(path for path in (folder, *folder.parents) if path.exists())
     findings = []
-    if not place.is_dir():
-        findings.append(Finding("a file is in the way", path=str(place)))
-    elif not os.access(place, os.W_OK | os.X_OK):
+    if not above.is_dir():
+        findings.append(Finding("a file is in the way", path=str(above)))
+    elif not os.access(above, os.W_OK | os.X_OK):
         problem = "this process may not write here"
-        findings.append(Finding(problem, path=str(place), remedy="Change the permissions."))
-    room = os.statvfs(place)
+        findings.append(Finding(problem, path=str(above), remedy="Change the permissions."))
+    room = os.statvfs(above)
     free = room.f_bavail * room.f_frsize
     # Some file systems do not say how large they are.
     if room.f_blocks and free < num_bytes:
         problem, remedy = "not enough free space", "Delete old checkpoints, or keep fewer."
-        expected, found = f"{num_bytes} bytes", f"{free} bytes"
-        findings.append(Finding(problem, None, expected, found, path=str(place), remedy=remedy))
+        sizes = (f"{num_bytes} bytes", f"{free} bytes")
+        findings.append(Finding(problem, None, *sizes, path=str(above), remedy=remedy))
     if findings:
         raise CheckpointingException(f"cannot save into {folder}", findings)

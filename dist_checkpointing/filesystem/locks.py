@@ -65,19 +65,10 @@ class Holder:
     started: int
 
     @classmethod
-    def own(cls, kind: Kind) -> Holder:
+    def current(cls, kind: Kind) -> Holder:
         """This process."""
         pid = os.getpid()
-        boot = _boot()
-        return cls(
-            uuid.uuid4().hex,
-            kind,
-            socket.gethostname(),
-            boot,
-            os.readlink("/proc/self/ns/pid") if boot else "",  # noqa: PTH115 - for each save
-            pid,
-            _start_of(pid) or 0,
-        )
+        return cls(uuid.uuid4().hex, kind, *_machine(), pid, _start_of(pid) or 0)
 
     @property
     def is_gone(self) -> bool:
@@ -95,9 +86,7 @@ class Holder:
     @property
     def is_here(self) -> bool:
         """Whether the process runs, or ran, where this one can see it."""
-        own = Holder.own(self.kind)
-        here = (own.host, own.boot, own.pid_space)
-        return (self.host, self.boot, self.pid_space) == here
+        return (self.host, self.boot, self.pid_space) == _machine()
 
     def to_json(self) -> bytes:
         """The content of a lock file."""
@@ -115,6 +104,12 @@ class Holder:
             return None
         # Any other number would mean a group of processes to the kernel.
         return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None
+
+
+def _machine() -> tuple[str, str, str]:
+    """Host, boot and namespace of process ids of this process."""
+    boot = _boot()
+    return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid") if boot else ""  # noqa: PTH115 - for each save
 
 
 @cache
@@ -194,8 +189,8 @@ def holder_of(folder: Path) -> Holder | None:
         data = read_bytes(folder / LOCK_NAME, _MAX_BYTES)
     except FileNotFoundError:
         return None
-    found = Holder.parsed(data)
-    return None if found is None or found.is_gone else found
+    other = Holder.parsed(data)
+    return None if other is None or other.is_gone else other
 
 
 def _release(at: int, file: int | None, holder: Holder, owner: int) -> None:
@@ -209,12 +204,10 @@ def _release(at: int, file: int | None, holder: Holder, owner: int) -> None:
         if _token_at(at, LOCK_NAME) == holder.token:
             _unlink(at, LOCK_NAME)
 
-    steps: list[Callable[[], None]] = []
+    steps: list[Callable[[], object]] = []
     if os.getpid() == owner:
-        steps.append(delete)
-        if file is not None:
-            steps.append(lambda: fcntl.flock(file, fcntl.LOCK_UN))
-    steps += [partial(os.close, descriptor) for descriptor in (file, at) if descriptor is not None]
+        steps += [delete] if file is None else [delete, partial(fcntl.flock, file, fcntl.LOCK_UN)]
+    steps += [partial(os.close, opened) for opened in (file, at) if opened is not None]
     for step in steps:
         try:
             step()
@@ -228,7 +221,7 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
     device = os.fstat(at).st_dev
     if device in _without_flock:
         return _take_file(at, folder)
-    file, is_new = _opened(at, LOCK_NAME, folder)
+    file, is_new = _opened(at, folder)
     if file is None:
         return None
     holder = None
@@ -262,18 +255,18 @@ def _take_flock(at: int, file: int, folder: Path) -> Holder | None:
             return None  # deleted meanwhile, on another machine
         if not isinstance(error, BlockingIOError):
             raise
-        found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
+        other = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
         remedy = "Wait for it to end."
-        if found is not None and found.is_gone:
+        if other is not None and other.is_gone:
             remedy = "It is gone, but a process that it forked has the lock: end that process."
-        raise _held(folder, found, remedy) from None
+        raise _held(folder, other, remedy) from None
     if not _is_at(file, at):
         return None  # its holder has deleted it: the next process creates a new one
-    found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
-    if found is not None and found.kind is Kind.FILE and not found.is_gone:
+    other = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
+    if other is not None and other.kind is Kind.FILE and not other.is_gone:
         # Locked by a process that sees the folder without flock.
-        raise _held(folder, found, _remedy(found, folder / LOCK_NAME))
-    holder = Holder.own(Kind.FLOCK)
+        raise _held(folder, other, _remedy(other, folder / LOCK_NAME))
+    holder = Holder.current(Kind.FLOCK)
     os.ftruncate(file, 0)
     os.pwrite(file, holder.to_json(), 0)
     return holder
@@ -281,16 +274,17 @@ def _take_flock(at: int, file: int, folder: Path) -> Holder | None:
 
 def _take_file(at: int, folder: Path) -> tuple[None, Holder] | None:
     """Like ``_take``, if the file itself is the lock."""
-    holder = Holder.own(Kind.FILE)
-    if not _created(at, LOCK_NAME, holder, folder) and not _take_over(
-        at, LOCK_NAME, holder, folder
-    ):
+    holder = Holder.current(Kind.FILE)
+    is_taken = _created(at, LOCK_NAME, holder) or _take_over(at, LOCK_NAME, holder, folder)
+    if not is_taken:
         return None
-    _clear_claims(at)
+    for name in os.listdir(at):
+        if name.startswith(f"{LOCK_NAME}."):  # of processes that were killed as they took it over
+            _unlink(at, name)
     return None, holder
 
 
-def _created(at: int, name: str, holder: Holder, folder: Path) -> bool:
+def _created(at: int, name: str, holder: Holder) -> bool:
     """Create a lock file; False if it exists.
 
     The file appears with its content: a lock file without a holder would stay for ever after a
@@ -298,8 +292,7 @@ def _created(at: int, name: str, holder: Holder, folder: Path) -> bool:
     """
     fresh = f"{LOCK_NAME}.{holder.token}"
     try:
-        os.close(os.open(fresh, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at))
-        _write(at, fresh, holder)
+        _write_new(at, fresh, holder)
         os.link(fresh, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
     except FileExistsError:
         # A network file system may report this although it has made the link.
@@ -313,46 +306,43 @@ def _created(at: int, name: str, holder: Holder, folder: Path) -> bool:
         return True
     finally:
         _unlink(at, fresh)
-    file, is_new = _opened(at, name, folder)
-    if file is not None:
-        os.close(file)
-    if is_new:
-        _write(at, name, holder)
-    return is_new
+    try:
+        _write_new(at, name, holder)
+    except FileExistsError:
+        return False
+    return True
 
 
-def _opened(at: int, name: str, folder: Path) -> tuple[int | None, bool]:
+def _opened(at: int, folder: Path) -> tuple[int | None, bool]:
     """The lock file, and whether this created it; None if it disappeared meanwhile."""
     try:
         # Open for writing: network file systems give an exclusive lock only on such a descriptor.
-        return os.open(name, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at), True
+        return os.open(LOCK_NAME, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at), True
     except FileExistsError:
         pass
     try:
-        return os.open(name, _OPEN, dir_fd=at), False
+        return os.open(LOCK_NAME, _OPEN, dir_fd=at), False
     except FileNotFoundError:
         return None, False
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         problem, remedy = "is a link, which no save made", "Find out what it is, and delete it."
-        finding = Finding(problem, path=str(folder / name), remedy=remedy)
+        finding = Finding(problem, path=str(folder / LOCK_NAME), remedy=remedy)
         raise CheckpointExistsError(f"{folder} cannot be locked", [finding]) from error
 
 
 def _is_at(file: int, at: int) -> bool:
     """Whether an open file is still the lock file."""
-    own = os.fstat(file)
     try:
         # Opened, because a network file system may answer everything else from a cache.
-        other = os.open(LOCK_NAME, _OPEN, dir_fd=at)
+        named = os.open(LOCK_NAME, _OPEN, dir_fd=at)
     except FileNotFoundError:
         return False
     try:
-        there = os.fstat(other)
+        return os.path.sameopenfile(file, named)
     finally:
-        os.close(other)
-    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+        os.close(named)
 
 
 def _take_over(at: int, name: str, holder: Holder, folder: Path) -> bool:
@@ -362,37 +352,29 @@ def _take_over(at: int, name: str, holder: Holder, folder: Path) -> bool:
     lock file. So only one process replaces it; a later one finds another token and gives up.
     """
     try:
-        found = _read(at, name)
+        other = _read(at, name)
     except FileNotFoundError:
         return False
-    if found is None or not found.is_gone:
-        raise _held(folder, found, _remedy(found, folder / name))
-    claim = f"{name}.{found.token}"
-    own = replace(holder, token=uuid.uuid4().hex)
-    if not _created(at, claim, own, folder) and not _take_over(at, claim, own, folder):
+    if other is None or not other.is_gone:
+        raise _held(folder, other, _remedy(other, folder / name))
+    claim = f"{name}.{other.token}"
+    claimer = replace(holder, token=uuid.uuid4().hex)
+    if not _created(at, claim, claimer) and not _take_over(at, claim, claimer, folder):
         return False
     try:
-        if _token_at(at, name) != found.token:
+        if _token_at(at, name) != other.token:
             return False
         logger.warning(
             "%s was locked by process %d on this machine, which is gone: the lock is taken over",
             folder,
-            found.pid,
+            other.pid,
         )
         fresh = f"{name}.{holder.token}"
-        os.close(os.open(fresh, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at))
-        _write(at, fresh, holder)
+        _write_new(at, fresh, holder)
         os.rename(fresh, name, src_dir_fd=at, dst_dir_fd=at)
         return True
     finally:
         _unlink(at, claim)
-
-
-def _clear_claims(at: int) -> None:
-    """Delete the files of processes that were killed while they took the lock over."""
-    for name in os.listdir(at):
-        if name.startswith(f"{LOCK_NAME}."):
-            _unlink(at, name)
 
 
 def _unlink(at: int, name: str) -> None:
@@ -400,10 +382,10 @@ def _unlink(at: int, name: str) -> None:
         os.unlink(name, dir_fd=at)
 
 
-def _write(at: int, name: str, holder: Holder) -> None:
-    """Write the holder, and close the file: other machines see the content only then."""
+def _write_new(at: int, name: str, holder: Holder) -> None:
+    """Create a file that names the holder, and close it: other machines see the content then."""
+    file = os.open(name, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at)
     try:
-        file = os.open(name, _OPEN, dir_fd=at)
         try:
             os.pwrite(file, holder.to_json(), 0)
         finally:
@@ -424,10 +406,10 @@ def _read(at: int, name: str) -> Holder | None:
 
 def _token_at(at: int, name: str) -> str | None:
     try:
-        found = _read(at, name)
+        other = _read(at, name)
     except FileNotFoundError:
         return None
-    return None if found is None else found.token
+    return None if other is None else other.token
 
 
 def _remedy(holder: Holder | None, path: Path) -> str:

@@ -28,8 +28,6 @@ T = TypeVar("T")
 Buffer = Any
 """Bytes, a memoryview or an array of bytes: contiguous and one-dimensional."""
 SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
-_MOST_DELETED: Final = 1000
-"""Keys of one request of S3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +135,10 @@ class ObjectStore:
 
     def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
         """The content of an object, whose size is checked before it is read."""
-        found = self._call("get", key, key)
-        check_size(found.meta["size"])
+        answer = self._call("get", key, key)
+        check_size(answer.meta["size"])
         with self._errors(key):
-            return bytes(found.bytes())
+            return bytes(answer.bytes())
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         """The content of an object of any size, block by block."""
@@ -154,9 +152,9 @@ class ObjectStore:
 
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
         """A part of an object, which is shorter where the object ends, and the object's size."""
-        found = self._call("get", key, key, options={"range": (offset, offset + num_bytes)})
+        answer = self._call("get", key, key, options={"range": (offset, offset + num_bytes)})
         with self._errors(key):
-            return memoryview(found.bytes()), found.meta["size"]
+            return memoryview(answer.bytes()), answer.meta["size"]
 
     def head(self, key: str) -> ObjectInfo | None:
         """What an object is; None if there is none."""
@@ -171,9 +169,8 @@ class ObjectStore:
         ``create`` refuses to replace an object. A time-out leaves open whether it was written.
         """
         mode = "create" if create else "overwrite"
-        etag: str | None = self._call("put", key, key, data, mode=mode, use_multipart=False)[
-            "e_tag"
-        ]
+        answer = self._call("put", key, key, data, mode=mode, use_multipart=False)
+        etag: str | None = answer["e_tag"]
         return etag
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
@@ -182,11 +179,11 @@ class ObjectStore:
         The parts are not copied before they are sent. The upload is aborted if one cannot be made.
         """
         # Two objects are under way at a time, and parts may be copies of turned tensors.
-        at_a_time = max(1, self.options.parallelism // 3)
-        size = self.options.part_bytes
-        answer = self._call(
-            "put", key, key, iter(parts), chunk_size=size, max_concurrency=at_a_time
-        )
+        limits = {
+            "chunk_size": self.options.part_bytes,
+            "max_concurrency": max(1, self.options.parallelism // 3),
+        }
+        answer = self._call("put", key, key, iter(parts), **limits)
         etag: str | None = answer["e_tag"]
         return etag
 
@@ -194,29 +191,28 @@ class ObjectStore:
         """Let the store copy an object, of at most 5 GiB on S3."""
         self._call("copy", key, key, to)
 
-    def list_below(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+    def list_below(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object below a prefix that ends at a ``/``, in order of the keys."""
-        pages = self._call("list", prefix, prefix=prefix, offset=start_after)
+        pages = self._call("list", prefix, prefix=prefix)
         while page := self._next(prefix, pages):
             yield from map(_info, page)
 
     def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
         """The names of the folders in a folder, and its objects; each sorted."""
-        found = self._call("list_with_delimiter", prefix, prefix=prefix)
-        folders = sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found["common_prefixes"])
-        return folders, sorted(map(_info, found["objects"]), key=lambda info: info.key)
+        answer = self._call("list_with_delimiter", prefix, prefix=prefix)
+        folders = sorted(PurePosixPath(name).name for name in answer["common_prefixes"])
+        return folders, sorted(map(_info, answer["objects"]), key=lambda info: info.key)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, many in a request; those that are not there are no error."""
-        waiting = list(keys)
-        for first in range(0, len(waiting), _MOST_DELETED):
-            batch = waiting[first : first + _MOST_DELETED]
-            try:
-                self._call("delete", batch[0], batch)
-            except FileNotFoundError:  # the memory store says it of a key, and stops there
-                for key in batch:
-                    if self.head(key) is not None:
-                        self._call("delete", key, key)
+        names = list(keys)
+        try:
+            if names:
+                self._call("delete", names[0], names)
+        except FileNotFoundError:  # the memory store says it of a key, and stops there
+            for key in names:
+                if self.head(key) is not None:
+                    self._call("delete", key, key)
 
 
 @cache
@@ -316,12 +312,10 @@ class ObjectPath(PathLike[str]):
             )
             raise UnsupportedFormatError("not a path of a checkpoint", [finding])
         parts = [part for part in key.split("/") if part not in ("", ".")]
-        problem, found = None, url
+        problem = None
         if not bucket:
-            problem = "the URL names no bucket"
-        elif ".." in parts or not all(
-            character >= " " and character != "\x7f" for character in key
-        ):
+            problem, found = "the URL names no bucket", url
+        elif ".." in parts or any(c < " " or c == "\x7f" for c in key):
             problem, found = "a part of it is .., or holds a control character", repr(url)
         if problem is not None:
             finding = Finding(problem, expected=f"{scheme}://bucket/folder", found=found)
@@ -406,22 +400,24 @@ def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
     def request() -> bytes:
         try:
             path.store.put(path.key, data, create=True)
-        except OSError as error:
-            found = None if isinstance(error, PermissionError) else read_object(path)
-            if found is None:
+        except PermissionError:
+            raise
+        except OSError:
+            stored = read_object(path)
+            if stored is None:
                 raise
-            return found
+            return stored
         return data
 
-    return _in_some_tries(path, request)
+    return _retried(path, request)
 
 
 def put_surely(path: ObjectPath, data: bytes) -> None:
     """Like ``put_if_absent``, but replace one of this name: for what must follow a decision."""
-    _in_some_tries(path, lambda: path.store.put(path.key, data))
+    _retried(path, lambda: path.store.put(path.key, data))
 
 
-def _in_some_tries(path: ObjectPath, request: Callable[[], T]) -> T:
+def _retried(path: ObjectPath, request: Callable[[], T]) -> T:
     answer: OSError
     for wait in range(_TRIES):
         try:

@@ -39,13 +39,13 @@ _LOOKS_PER_PERIOD: Final = 4
 
 def numbers_in(folder: ObjectPath) -> tuple[list[int], list[int]]:
     """The numbers of the claims of a checkpoint, and of those that are decided; ascending."""
-    found: dict[str, list[int]] = {CLAIMS: [], COMMITS: []}
+    numbers: dict[str, list[int]] = {CLAIMS: [], COMMITS: []}
     for info in folder.store.list_below((folder / ".dckpt").prefix):
         kind, _, name = info.key.removeprefix(folder.prefix).rpartition("/")
         number = name.removesuffix(".json")
-        if kind in found and number.isdecimal():
-            found[kind].append(int(number))
-    return sorted(found[CLAIMS]), sorted(found[COMMITS])
+        if kind in numbers and number.isdecimal():
+            numbers[kind].append(int(number))
+    return sorted(numbers[CLAIMS]), sorted(numbers[COMMITS])
 
 
 def delete_below(folder: ObjectPath) -> None:
@@ -109,6 +109,10 @@ class Claim:
         content = {"attempt": self.attempt, "period": self.period, "holder": holder}
         return json.dumps(content).encode()
 
+    def beats(self, folder: ObjectPath) -> ObjectPath:
+        """The object that its holder puts again and again."""
+        return folder / f"{BEATS}/{self.attempt}"
+
     @classmethod
     def parsed(cls, data: bytes, number: int, path: ObjectPath) -> Claim:
         """The claim that has these bytes.
@@ -143,13 +147,8 @@ class HeldClaim:
     def __init__(self, folder: ObjectPath, claim: Claim) -> None:
         self.claim = claim
         self._folder = folder
-        stop = Event()
-        _beat(folder, claim, 0)
         # The thread does not keep this object: a save that is forgotten must not look alive.
-        self._thread = Thread(
-            target=_keep_beating, args=(folder, claim, stop), daemon=True, name=THREAD
-        )
-        self._thread.start()
+        self._thread, stop = start_heartbeats(claim.beats(folder), claim.period, THREAD)
         self._stop = weakref.finalize(self, stop.set)
 
     @classmethod
@@ -166,7 +165,7 @@ class HeldClaim:
         if undecided and undecided[-1] == numbers[-1]:
             # Those below it were decided before it was made.
             _refuse_if_alive(folder, numbers[-1])
-        claim = Claim(max([0, *numbers, *decided]) + 1, Holder.own(Kind.FILE), period)
+        claim = Claim(max([0, *numbers, *decided]) + 1, Holder.current(Kind.FILE), period)
         for earlier in undecided:
             decide(folder, earlier, {"ended_by": claim.attempt})
         path, mine = _claim_path(folder, claim.number), claim.to_json()
@@ -197,10 +196,10 @@ class HeldClaim:
         Raises:
             CheckpointExistsError: if one has.
         """
-        found = read_object(_claim_path(self._folder, self.claim.number))
-        if found is None:
+        stored = read_object(_claim_path(self._folder, self.claim.number))
+        if stored is None:
             raise self.lost("is not there any more: it was removed with all else")
-        if found != self.claim.to_json() or read_outcome(self._folder, self.claim.number):
+        if stored != self.claim.to_json() or read_outcome(self._folder, self.claim.number):
             raise self.lost()
 
     def lost(self, how: str | None = None) -> CheckpointExistsError:
@@ -230,7 +229,7 @@ class HeldClaim:
         self.stop()
         _given_up.discard(self.claim.attempt)  # it is decided
         self._thread.join(self.claim.period)  # it may be about to put one more
-        self._folder.store.delete([_beats_of(self._folder, self.claim).key])
+        self._folder.store.delete([self.claim.beats(self._folder).key])
 
 
 def fence_numbers(folder: ObjectPath) -> set[int]:
@@ -260,7 +259,7 @@ def _refuse_if_alive(folder: ObjectPath, number: int) -> None:
     if claim is None or claim.holder.is_gone or claim.attempt in _given_up:
         return
     logger.info("%s may be in use: watching process %s", folder, claim.holder.pid)
-    beats = _beats_of(folder, claim)
+    beats = claim.beats(folder)
     first = beats.store.head(beats.key)
     for _ in range(_SILENT_PERIODS * _LOOKS_PER_PERIOD):
         time.sleep(claim.period / _LOOKS_PER_PERIOD)
@@ -284,31 +283,41 @@ def last_known_holder(folder: ObjectPath) -> Holder | None:
     claim = _read_claim(folder, numbers[-1])
     if claim is None or claim.holder.is_gone:
         return None
-    last = folder.store.head(_beats_of(folder, claim).key)  # it goes when all is done
+    last = folder.store.head(claim.beats(folder).key)  # it goes when all is done
     if last is None and numbers[-1] not in decided:
-        last = folder.store.head(_claim_path(folder, numbers[-1]).key)
+        last = folder.store.head(_claim_path(folder, claim.number).key)
     is_silent = last is None or time.time() - last.modified > _SILENT_PERIODS * claim.period
     return None if is_silent else claim.holder
 
 
-def _beats_of(folder: ObjectPath, claim: Claim) -> ObjectPath:
-    return folder / f"{BEATS}/{claim.attempt}"
+def start_heartbeats(path: ObjectPath, period: float, thread_name: str) -> tuple[Thread, Event]:
+    """Put an object again and again, so that others see that this process is alive.
 
+    Args:
+        path: the object. It is put once before this returns.
+        period: seconds from one put to the next.
+        thread_name: name of the thread that puts it.
 
-def _beat(folder: ObjectPath, claim: Claim, count: int) -> None:
-    path = _beats_of(folder, claim)
-    try:
-        # Another content each time: the ETag of S3 is a digest of it.
-        path.store.put(path.key, b"%d" % count)
-    except OSError as error:
-        logger.warning("%s: no heartbeat (%s)", path, error.strerror)
+    Returns:
+        The thread, and what ends it when it is set.
+    """
+    stop, counts = Event(), itertools.count()
 
+    def beat() -> None:
+        try:
+            # Another content each time: the ETag of S3 is a digest of it.
+            path.store.put(path.key, b"%d" % next(counts))
+        except OSError as error:
+            logger.warning("%s: no heartbeat (%s)", path, error.strerror)
 
-def _keep_beating(folder: ObjectPath, claim: Claim, stop: Event) -> None:
-    for count in itertools.count(1):
-        if stop.wait(claim.period):
-            return
-        _beat(folder, claim, count)
+    def keep_beating() -> None:
+        while not stop.wait(period):
+            beat()
+
+    beat()
+    thread = Thread(target=keep_beating, daemon=True, name=thread_name)
+    thread.start()
+    return thread, stop
 
 
 def _in_use(folder: ObjectPath, claim: Claim) -> CheckpointExistsError:

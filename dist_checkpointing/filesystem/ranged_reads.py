@@ -206,55 +206,44 @@ def pread(descriptor: int, target: Array, position: int) -> None:
             raise EOFError("the file ended early")
 
 
-class _StoreAccess:
-    """What the open objects of one folder share: slots for requests, and sizes that are known."""
-
-    def __init__(self, part_bytes: int, threads: int) -> None:
-        self.part_bytes = part_bytes
-        self.threads = threads
-        self.slots = threading.Semaphore(threads)
-        self.sizes: dict[str, int] = {}
-
-
 class StoreFile(OpenFile):
     """An object of a store. It is asked for with the first read."""
 
     most_gap = _MOST_STORE_GAP_BYTES
 
-    def __init__(self, place: ObjectPath, access: _StoreAccess) -> None:
-        self.path = str(place)
-        self._place = place
-        self._access = access
+    def __init__(self, path: ObjectPath, reads: FolderReads) -> None:
+        self.path = str(path)
+        self._object, self._reads = path, reads
         self._required, self._is_all = 0, False
         self._ahead, self._ahead_at = np.empty(0, dtype=np.uint8), 0
 
     @property
     def num_bytes(self) -> int:
-        known = self._access.sizes.get(self._place.key)
+        known = self._reads.sizes.get(self._object.key)
         if known is None:
-            info = self._place.store.head(self._place.key)
+            info = self._object.store.head(self._object.key)
             if info is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
-            known = self._access.sizes[self._place.key] = info.num_bytes
+            known = self._reads.sizes[self._object.key] = info.num_bytes
         return known
 
     def require(self, num_bytes: int, *, is_all: bool) -> None:
         self._required, self._is_all = num_bytes, is_all
-        if self._place.key in self._access.sizes:
+        if self._object.key in self._reads.sizes:
             _require_size(self.num_bytes, num_bytes, is_all=is_all)
 
     def read_into(self, target: Array, position: int) -> None:
         whole = target.reshape(-1).view(np.uint8)
-        step = self._access.part_bytes
+        step = self._reads.limits.most_bytes
 
         def read_part(start: int) -> None:
             part = whole[start : start + step]
             part[...] = self.view(position + start, len(part))
 
-        in_threads(read_part, range(0, len(whole), step), self._access.threads)
+        in_threads(read_part, range(0, len(whole), step), self._reads.limits.threads)
 
     def expect(self, position: int, num_bytes: int) -> None:
-        if num_bytes <= self._access.part_bytes:
+        if num_bytes <= self._reads.limits.most_bytes:
             self._ahead, self._ahead_at = self._get(position, num_bytes), position
 
     def view(self, position: int, num_bytes: int, scratch: Array | None = None) -> Array:
@@ -262,18 +251,18 @@ class StoreFile(OpenFile):
         start = position - self._ahead_at
         if 0 <= start <= start + num_bytes <= len(self._ahead):
             return self._ahead[start : start + num_bytes]
-        found = self._get(position, num_bytes)
-        if len(found) != num_bytes:
+        data = self._get(position, num_bytes)
+        if len(data) != num_bytes:
             raise EOFError("the file ended early")
-        return found
+        return data
 
     def _get(self, position: int, num_bytes: int) -> Array:
         """Bytes of the object; fewer where it ends."""
-        store, key = self._place.store, self._place.key
+        store, key = self._object.store, self._object.key
         if num_bytes == 0:
             return np.empty(0, dtype=np.uint8)
         try:
-            with self._access.slots:
+            with self._reads.slots:
                 data, size = store.get_range(key, position, num_bytes)
         except FileNotFoundError:
             raise
@@ -282,12 +271,12 @@ class StoreFile(OpenFile):
             if self.num_bytes > position:
                 raise
             data, size = memoryview(b""), self.num_bytes
-        self._access.sizes[key] = size
+        self._reads.sizes[key] = size
         _require_size(size, self._required, is_all=self._is_all)
         return np.frombuffer(data, dtype=np.uint8)
 
     def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
-        in_threads(lambda run: self.read_into(*run), runs, self._access.threads)
+        in_threads(lambda run: self.read_into(*run), runs, self._reads.limits.threads)
 
 
 class FolderReads:
@@ -298,6 +287,8 @@ class FolderReads:
         limits: How they are best read.
         open: Opens a file by its name relative to the folder. Raises ``FileNotFoundError``, in a
             store with the first read.
+        slots: Requests that may be made now, of a store.
+        sizes: Sizes of its objects that are known, by key.
     """
 
     def __init__(self, folder: Location, limits: ReadLimits) -> None:
@@ -308,8 +299,9 @@ class FolderReads:
             root = f"{folder}/"
             self.open = lambda name: LocalFile(root + name)
         else:
-            access = _StoreAccess(limits.most_bytes, limits.threads)
-            self.open = lambda name: StoreFile(folder / name, access)
+            self.slots = threading.Semaphore(limits.threads)
+            self.sizes: dict[str, int] = {}
+            self.open = lambda name: StoreFile(folder / name, self)
 
     def __reduce__(self) -> tuple[type[FolderReads], tuple[Location, ReadLimits]]:
         # A copy in another process has requests of its own.
@@ -353,4 +345,5 @@ def open_file(folder: Location, name: str) -> OpenFile:
     if isinstance(folder, Path):
         return LocalFile(f"{folder}/{name}")
     options = folder.store.options
-    return StoreFile(folder / name, _StoreAccess(options.part_bytes, options.parallelism))
+    limits = ReadLimits(threads=options.parallelism, most_bytes=options.part_bytes)
+    return FolderReads(folder, limits).open(name)

@@ -406,7 +406,7 @@ def read_commit(folder: Location) -> Commit | None:
     names = (name.removesuffix(".json") for name in location.names_in(folder / COMMITS))
     for number in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
         path = folder / f"{COMMITS}/{number}.json"
-        data = location.read_own(path, _MAX_BYTES)
+        data = location.read_regular(path, _MAX_BYTES)
         if data is None:
             continue  # removed meanwhile
         with local_folder.parsing("a commit cannot be read", path):
@@ -518,7 +518,7 @@ class StoreAttempt:
 
     def _seal_checksum(self) -> str:
         seal = self.folder / OWN_FOLDER / "seal.json"
-        start = location.read_own_start(seal, _SEAL_START_BYTES)
+        start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         return "" if start is None else start[-33:-1].decode(errors="replace")
 
     def abandon(self) -> None:

@@ -67,7 +67,7 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
         CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.
     """
     path = folder / REMOVAL_NAME
-    data = location.read_own(path, _MAX_BYTES)
+    data = location.read_regular(path, _MAX_BYTES)
     if data is None:
         return {}
     with local_folder.parsing("an unfinished removal cannot be read", path):
@@ -89,7 +89,7 @@ def end_removal(folder: Path) -> None:
 
 def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     """Name of the last attempt in a folder, and what it was about to create."""
-    data = location.read_own(folder / ATTEMPT_NAME, _MAX_BYTES)
+    data = location.read_regular(folder / ATTEMPT_NAME, _MAX_BYTES)
     try:
         content = local_folder.parse_json(data or b"")
         attempt, names = content["attempt"], content["creates"]
@@ -145,13 +145,16 @@ def _start_of(attempt: str) -> bytes:
     return f'{{"attempt":"{attempt}"'.encode()
 
 
+_START_BYTES = len(_start_of("0" * 32))
+
+
 def is_in_attempt(folder: Location, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
     return _start_in(folder) == _start_of(attempt)
 
 
 def _start_in(folder: Location) -> bytes | None:
-    return location.read_own_start(folder / ATTEMPT_NAME, len(_start_of("0" * 32)))
+    return location.read_regular(folder / ATTEMPT_NAME, _START_BYTES, is_start=True)
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:

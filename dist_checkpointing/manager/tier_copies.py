@@ -9,12 +9,10 @@ docs/design/012-fast-disks.md for each point where it may be cut off.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
@@ -25,7 +23,11 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, read_object
-from dist_checkpointing.filesystem.object_store_locks import delete_below, parsed_object
+from dist_checkpointing.filesystem.object_store_locks import (
+    delete_below,
+    parsed_object,
+    start_heartbeats,
+)
 from dist_checkpointing.format.commit import (
     DATA,
     CheckpointingConfig,
@@ -55,8 +57,8 @@ _MOST_FINDINGS: Final = 10
 _FIRST_PAUSE: Final = 0.02
 _LAST_PAUSE: Final = 2.0
 _BEAT_SECONDS: Final = 10.0
-_SILENT_SECONDS: Final = 90.0
-_MEETING_SECONDS: Final = 10.0
+SILENT_SECONDS: Final = 90.0
+MEETING_SECONDS: Final = 10.0
 Drain = Literal["background", "wait"]
 Phase = Literal["upload", "verify"]
 
@@ -182,7 +184,7 @@ class Orders:
                 names |= self._result(folder / name, order, waiting.pop(name))
             # What this process slept is counted: it may have been stopped itself.
             silent, last = (0.0 if seen != last else silent + pause), seen
-            if silent > _SILENT_SECONDS:
+            if silent > SILENT_SECONDS:
                 raise self._silent(order, waiting.values())
             if waiting:
                 Event().wait(pause)
@@ -200,7 +202,7 @@ class Orders:
     def _silent(self, order: Order, silent: Iterable[int]) -> CheckpointingException:
         findings = [
             Finding(
-                f"this disk did nothing for {_SILENT_SECONDS:.0f} s",
+                f"this disk did nothing for {SILENT_SECONDS:.0f} s",
                 expected=f"a report that it did {order.phase} its part",
                 remedy="Is its machine gone? The next manager of this run tries again if all "
                 "disks are there, and goes on from the store if one is not.",
@@ -493,37 +495,18 @@ class PartCopier:
 
     def _report(self, order: Order) -> None:
         reports = self._root / REPORTS / order.copy
-        with _beating(reports / f"beat-{self._disks.number}"):
-            report: dict[str, object]
-            try:
-                report = {"files": order.carried_out(self._root, self._disks)}
-            except Exception as error:  # noqa: BLE001 - rank 0 raises it
-                is_damage = isinstance(error, CorruptCheckpointError)
-                report = {"error": f"{type(error).__name__}: {error}", "is_damage": is_damage}
+        beats = reports / f"beat-{self._disks.number}"
+        thread, stop = start_heartbeats(beats, _BEAT_SECONDS, "drain-beats")
+        report: dict[str, object]
+        try:
+            report = {"files": order.carried_out(self._root, self._disks)}
+        except Exception as error:  # noqa: BLE001 - rank 0 raises it
+            is_damage = isinstance(error, CorruptCheckpointError)
+            report = {"error": f"{type(error).__name__}: {error}", "is_damage": is_damage}
+        finally:
+            stop.set()
+            thread.join()
         location.write(reports / order.report_name(self._disks.number), json.dumps(report).encode())
-
-
-@contextmanager
-def _beating(path: ObjectPath) -> Iterator[None]:
-    """Put an object again and again while the body runs, so that others see that it goes on."""
-    done = Event()
-
-    def beat() -> None:
-        for count in itertools.count():
-            try:
-                location.write(path, b"%d" % count)
-            except OSError as error:
-                logger.warning("%s: no sign of life (%s)", path, error.strerror)
-            if done.wait(_BEAT_SECONDS):
-                return
-
-    thread = Thread(target=beat, name="drain-beats", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def after_rank0(comm: Comm, step: str, work: Callable[[], object] | None) -> None:
@@ -545,7 +528,7 @@ def after_rank0(comm: Comm, step: str, work: Callable[[], object] | None) -> Non
             done.set_exception(error)
 
     def is_done() -> bool:
-        wait([done], _MEETING_SECONDS)
+        wait([done], MEETING_SECONDS)
         if done.done():
             done.result()
         return done.done()

@@ -27,10 +27,9 @@ from dist_checkpointing.errors import (
     CheckpointingException,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.object_store import ObjectStore
-from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
+from faults import replaced, store_down, store_waiting, without_waiting
 from stores import new_url
 
 
@@ -95,74 +94,55 @@ def test_the_newest_whole_checkpoint_is_loaded_wherever_it_is(
 
 def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None:
     root = new_url()
-    copy = tier_copies.put_file
     damaged: list[Path] = []
 
-    def damaging(source: Path, target: Any) -> None:
-        if not damaged and "data/model" in str(source) and "step-00000002" in str(source):
-            damaged.append(source)  # once: the same bit again would mend it
-            damage(source.parents[2])
-        copy(source, target)
+    def damaging(real: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
+        if not damaged and "step-00000002/data/model" in str(path) and "r" in (*args, "r")[0]:
+            damaged.append(path)  # once: the same bit again would mend it
+            damage(tmp_path / "step-00000002")
+        return real(path, *args, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        manager = CheckpointManager(root, fast=tmp_path)
-        manager.save(1, state(1))
-        patch.setattr(tier_copies, "put_file", damaging)
+    manager = CheckpointManager(root, fast=tmp_path)
+    manager.save(1, state(1))
+    with replaced("io.open", damaging):
         manager.save(2, state(2))
         with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
             manager.close()
+    assert damaged
     with CheckpointManager(root) as stored:
         assert stored.load(state(0))["value"] == 1
 
 
 @pytest.mark.parametrize("nth", [1, 4, 6, 12])
-def test_a_copy_that_is_cut_off_is_made_again(
-    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_cut_off_is_made_again(nth: int, tmp_path: Path) -> None:
     """Whichever put fails, the store has all of a step or nothing of it."""
-    root, left = new_url(), [nth]
-    own = ObjectStore.put
-
-    def put(self: ObjectStore, key: str, *args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] <= 0 and not key.endswith("manager.json"):
-            raise OSError(5, "the server is on fire", key)
-        return own(self, key, *args, **kwargs)
-
-    monkeypatch.setattr("time.sleep", lambda _: None)  # also while a dead claim is watched
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "put", put)
+    root = new_url()
+    with store_down(nth):
         manager = CheckpointManager(root, fast=tmp_path)
         manager.save(1, state(1))
-        with pytest.raises(CheckpointingException, match="step 1 is not in the store"):
+        with without_waiting(), pytest.raises(CheckpointingException, match="step 1 is not in the"):
             manager.close()
     place = f"{root}/step-00000001"
     with CheckpointManager(root) as stored:
         assert stored.steps() == []
-    with CheckpointManager(root, fast=tmp_path) as manager:
+    with without_waiting(), CheckpointManager(root, fast=tmp_path) as manager:
         assert manager.load(state(0))["value"] == 1
     assert load(state(0), place, verify=True)["value"] == 1
 
 
-def test_training_goes_on_while_a_slow_store_is_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_a_slow_store_is_filled(tmp_path: Path) -> None:
     """Retention does not delete what is not in the store, and skips what nobody would keep."""
-    root, gate, copied = new_url(), threading.Event(), []
-    own: Callable[..., None] = tier_copies.StoreCopier._copy
-
-    def copy(run: tier_copies.StoreCopier, step: int) -> None:
-        gate.wait()
-        copied.append(step)
-        own(run, step)
-
-    monkeypatch.setattr(tier_copies.StoreCopier, "_copy", copy)
-    with CheckpointManager(root, fast=tmp_path, retention=Retention(keep_last=1)) as manager:
+    root, gate, keep = new_url(), threading.Event(), Retention(keep_last=1)
+    with (
+        store_waiting(gate, "/data/") as keys,
+        CheckpointManager(root, fast=tmp_path, retention=keep) as manager,
+    ):
         for step in range(1, 5):
             manager.save(step, state(step))
         assert manager.load(state(0))["value"] == 4
         gate.set()
-    assert copied[-1] == 4
+    copied = {key.split("/")[-4] for key in keys if key.endswith("/metadata.json")}
+    assert {"step-00000004"} <= copied
     assert len(copied) < 4
     assert steps_in(root) == ["step-00000004"]
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,8 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     RankFailedError,
 )
-from dist_checkpointing.format import Attempt, CheckpointingConfig
-from dist_checkpointing.manager import tier_copies
-from dist_checkpointing.serialization.save_steps import Disks
 from dist_checkpointing.testing import run_ranks
+from faults import failing, path_of, short_waits, store_down, without_waiting
 from split_disks import (
     check,
     check_newest,
@@ -61,15 +60,13 @@ def test_nodes_whose_disks_are_gone_go_on_from_the_store(
 
 
 @pytest.mark.parametrize("first", [1, 2, 5, 11, 17, 23])
-def test_a_copy_that_is_cut_off_is_made_by_the_next_manager(
-    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_cut_off_is_made_by_the_next_manager(first: int, tmp_path: Path) -> None:
     """Whichever object is not taken, the store has all of a step or nothing of it."""
     root = new_url()
     save_steps(tmp_path, root, [1])
-    save_with_store_down(tmp_path, root, monkeypatch, first)
-    monkeypatch.setattr("time.sleep", lambda _: None)  # while a dead claim is watched
-    check_newest(tmp_path, root, 2, 4)
+    save_with_store_down(tmp_path, root, first)
+    with without_waiting():  # while a dead claim is watched
+        check_newest(tmp_path, root, 2, 4)
     verify_checkpoint(f"{root}/step-00000002")
 
 
@@ -77,12 +74,11 @@ def test_a_copy_that_is_cut_off_is_made_by_the_next_manager(
 def test_without_one_disk_the_newest_step_of_the_store_is_loaded(
     lost: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = new_url()
     save_steps(tmp_path, root, [1])
-    save_with_store_down(tmp_path, root, monkeypatch)
+    save_with_store_down(tmp_path, root)
     shutil.copytree(tmp_path / lost, tmp_path / "away")
     shutil.rmtree(tmp_path / lost)
     check_newest(tmp_path, root, 1, 4)
@@ -93,12 +89,10 @@ def test_without_one_disk_the_newest_step_of_the_store_is_loaded(
     check_newest(tmp_path, root, 2, 4)
 
 
-def test_a_step_that_a_lost_disk_took_with_it_is_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_a_lost_disk_took_with_it_is_saved_again(tmp_path: Path) -> None:
     root = new_url()
     save_steps(tmp_path, root, [1])
-    save_with_store_down(tmp_path, root, monkeypatch)
+    save_with_store_down(tmp_path, root)
     shutil.rmtree(tmp_path / "node1")
 
     def train(comm: Comm) -> None:
@@ -117,12 +111,10 @@ def test_a_step_that_a_lost_disk_took_with_it_is_saved_again(
     run_ranks(4, resume)
 
 
-def test_machines_may_come_back_as_other_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_may_come_back_as_other_ranks(tmp_path: Path) -> None:
     root = new_url()
     save_steps(tmp_path, root, [1])
-    save_with_store_down(tmp_path, root, monkeypatch)
+    save_with_store_down(tmp_path, root)
     # Rank 0 is on a new machine now, whose disk is empty.
     for old, new in (("node1", "node2"), ("node0", "node1")):
         (tmp_path / old).rename(tmp_path / new)
@@ -131,12 +123,10 @@ def test_machines_may_come_back_as_other_ranks(
 
 
 @pytest.mark.parametrize("node", ["node0", "node1"])
-def test_a_job_that_died_before_every_disk_had_noted_the_commit(
-    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_died_before_every_disk_had_noted_the_commit(node: str, tmp_path: Path) -> None:
     root = new_url()
     save_steps(tmp_path, root, [1])
-    save_with_store_down(tmp_path, root, monkeypatch)
+    save_with_store_down(tmp_path, root)
     folder = tmp_path / node / "step-00000002"
     (folder / "metadata.json").unlink()
     (folder / ".dckpt/seal.json").unlink()
@@ -145,25 +135,24 @@ def test_a_job_that_died_before_every_disk_had_noted_the_commit(
 
 
 def test_a_rank_that_fails_leaves_nothing_on_any_disk(tmp_path: Path) -> None:
-    root = new_url()
-    own = Disks.make_part_durable
+    root, full = new_url(), ExitStack()
 
-    def fail(disks: Disks, part: Any, durability: Any, comm: Comm) -> None:
-        own(disks, part, durability, comm)
-        with comm.agreed("x"):
-            if comm.rank == 3:
-                raise OSError(28, "no space left")
+    def is_on_node1(descriptor: int) -> bool:
+        return path_of(descriptor).is_relative_to(tmp_path / "node1")
 
     def train(comm: Comm) -> None:
         with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
             manager.save(1, state(comm, 1))
-            with pytest.MonkeyPatch.context() as patch:
-                comm.all_gather(None)
-                if comm.rank == 0:
-                    patch.setattr(Disks, "make_part_durable", fail)
-                comm.all_gather(None)
-                with pytest.raises(RankFailedError, match="no space left"):
-                    manager.save(2, state(comm, 2))
+            comm.all_gather(None)
+            if comm.rank == 0:
+                full.enter_context(failing("os.fsync", code=28, at=is_on_node1))
+            comm.all_gather(None)
+            with pytest.raises(RankFailedError, match="No space left"):
+                manager.save(2, state(comm, 2))
+            comm.all_gather(None)
+            if comm.rank == 0:
+                full.close()
+            comm.all_gather(None)
             check(comm, manager.load(state(comm, None)), 1)
             manager.save(2, state(comm, 2))
 
@@ -171,13 +160,13 @@ def test_a_rank_that_fails_leaves_nothing_on_any_disk(tmp_path: Path) -> None:
     check_newest(tmp_path, root, 2, 4)
 
 
-def test_a_node_that_does_not_answer_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_does_not_answer_is_named(tmp_path: Path) -> None:
     root = new_url()
-    with monkeypatch.context() as patch:
-        patch.setattr(tier_copies, "_SILENT_SECONDS", 0.1)
-        patch.setattr(tier_copies.PartCopier, "_report", lambda *_: None)
+
+    def is_report(name: str, key: str) -> bool:
+        return name == "put" and "/.dckpt/drain/" in key
+
+    with short_waits(0.1), store_down(at=is_report):
 
         def train(comm: Comm) -> None:
             manager = CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm)
@@ -204,12 +193,10 @@ def test_damage_on_a_disk_is_mended_by_the_store(
     assert "step 2 is skipped" in caplog.text
 
 
-def test_damage_on_a_disk_does_not_come_into_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_on_a_disk_does_not_come_into_the_store(tmp_path: Path) -> None:
     root = new_url()
     save_steps(tmp_path, root, [1])
-    save_with_store_down(tmp_path, root, monkeypatch)
+    save_with_store_down(tmp_path, root)
     flip(tmp_path / "node1/step-00000002")
 
     def train(comm: Comm) -> None:
@@ -239,18 +226,14 @@ def test_what_is_damaged_in_the_store_is_found_though_the_disks_are_whole(tmp_pa
 
 
 def test_a_disk_that_cannot_note_a_commit_keeps_its_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = new_url()
-    own = Attempt.commit
 
-    def full(attempt: Attempt, config: CheckpointingConfig) -> None:
-        if "node1" in str(attempt.folder):
-            raise OSError(28, "no space left")
-        own(attempt, config)
+    def is_commit_on_node1(_: Any, target: Any, **__: Any) -> bool:
+        return "node1" in str(target) and str(target).endswith("metadata.json")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Attempt, "commit", full)
+    with failing("os.replace", code=28, at=is_commit_on_node1):
         save_steps(tmp_path, root, [1, 2], retention=Retention(keep_last=1))
     assert "the commit is not noted on this disk" in caplog.text
     assert steps_in(root) == [2]

@@ -22,9 +22,8 @@ from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import ObjectStore
-from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.testing import run_ranks
+from faults import short_waits, store_requests, store_waiting
 from real_ranks import run_script
 from split_disks import (
     check,
@@ -79,17 +78,8 @@ def test_retention_holds_on_every_disk_and_in_the_store(tmp_path: Path) -> None:
     assert deleted == [1, 3, 4]
 
 
-def test_disks_keep_what_is_not_in_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disks_keep_what_is_not_in_the_store(tmp_path: Path) -> None:
     root, gate = new_url(), threading.Event()
-    own: Callable[..., Any] = tier_copies.Order.carried_out
-
-    def slow(order: tier_copies.Order, *args: Any) -> Any:
-        gate.wait()
-        return own(order, *args)
-
-    monkeypatch.setattr(tier_copies.Order, "carried_out", slow)
 
     def train(comm: Comm) -> None:
         keep = Retention(keep_last=1)
@@ -102,26 +92,22 @@ def test_disks_keep_what_is_not_in_the_store(
             comm.all_gather(None)
             gate.set()
 
-    run_ranks(4, train)
+    with store_waiting(gate, "/data/"):
+        run_ranks(4, train)
     for place in (root, tmp_path / "node0", tmp_path / "node1"):
         assert steps_in(place) == [3]
     check_newest(tmp_path, root, 3, 4)
 
 
-def test_what_a_disk_has_is_not_read_from_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_disk_has_is_not_read_from_the_store(tmp_path: Path) -> None:
     root = new_url()
     save_steps(tmp_path, root, [1])
     asked: list[str] = []
-    for name in ("get", "get_range", "blocks"):
-        own = getattr(ObjectStore, name)
 
-        def request(self: ObjectStore, key: str, *args: Any, own: Any = own, **kwargs: Any) -> Any:
+    def noting(name: str, key: str, go: Callable[[], Any]) -> Any:
+        if name in ("get", "get_range"):
             asked.append(key)
-            return own(self, key, *args, **kwargs)
-
-        monkeypatch.setattr(ObjectStore, name, request)
+        return go()
 
     def resume(comm: Comm) -> None:
         with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
@@ -132,12 +118,13 @@ def test_what_a_disk_has_is_not_read_from_the_store(
             loaded = load({"rows": rows}, manager._run.prepare_read(1), comm=comm)
             assert torch.equal(loaded["rows"], whole(1).chunk(4)[comm.rank])
 
-    run_ranks(4, resume)
-    assert asked
-    assert not [key for key in asked if "/data/model/" in key]
-    # The file of another rank on this machine is here too; those of the other machine are not.
-    asked.clear()
-    check_newest(tmp_path, root, 1, 3)
+    with store_requests(noting):
+        run_ranks(4, resume)
+        assert asked
+        assert not [key for key in asked if "/data/model/" in key]
+        # The file of another rank on this machine is here too; those of the other machine are not.
+        asked.clear()
+        check_newest(tmp_path, root, 1, 3)
     assert [key for key in asked if "/data/model/" in key]
 
 
@@ -146,12 +133,7 @@ def test_ranks_meet_while_a_long_copy_goes_on(
 ) -> None:
     """Else they would take rank 0 for dead."""
     root, gate, met = new_url(), threading.Event(), []
-    own: Callable[..., Any] = tier_copies.Order.carried_out
     told: Callable[..., Any] = ThreadComm.from_rank0
-
-    def slow(order: tier_copies.Order, *args: Any) -> Any:
-        gate.wait()
-        return own(order, *args)
 
     def counted(comm: ThreadComm, step: str, *args: Any, **options: Any) -> Any:
         if step == "bringing step 1 into the store":
@@ -160,16 +142,15 @@ def test_ranks_meet_while_a_long_copy_goes_on(
                 gate.set()
         return told(comm, step, *args, **options)
 
-    monkeypatch.setattr(tier_copies.Order, "carried_out", slow)
     monkeypatch.setattr(ThreadComm, "from_rank0", counted)
-    monkeypatch.setattr(tier_copies, "_MEETING_SECONDS", 0.01)
 
     def train(comm: Comm) -> None:
         with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
             manager.save(1, state(comm, 1))
             check(comm, manager.load(state(comm, None), 1), 1)
 
-    run_ranks(4, train)
+    with short_waits(90), store_waiting(gate, "/data/"):
+        run_ranks(4, train)
     assert met.count(0) == met.count(3) >= 5
 
 

@@ -23,9 +23,10 @@ from dist_checkpointing.filesystem import ObjectPath
 from dist_checkpointing.format import StoreAttempt
 from dist_checkpointing.manager import Retention
 from dist_checkpointing.testing import run_ranks
+from faults import kill_points, store_down, store_requests
 from samples import Run
-from store_saves import PERIOD, kill_points
-from stores import copied_up, counted_requests, data_url, new_url
+from store_saves import PERIOD
+from stores import copied_up, data_url, new_url
 
 BACKENDS = ("tensorstore", "zarr")
 # Large ones with files of their own, and small ones that share files.
@@ -87,24 +88,19 @@ def test_the_same_goes_as_on_a_disk(backend: str, dckpt: Run, tmp_path: Any) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_store_copies_the_values_by_itself(
-    backend: str, s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_copies_the_values_by_itself(backend: str, s3_place: ObjectPath) -> None:
     saved(backend, s3_place)
     before = data_url(s3_place)
     fetched: list[int] = []
-    get = type(s3_place.store).get
 
-    def counted(self: Any, key: str, *rest: Any) -> bytes:
-        data = get(self, key, *rest)
-        fetched.append(len(data))
-        return data
+    def noting(name: str, _: str, go: Any) -> Any:
+        answer = go()
+        fetched.append(answer.meta["size"] if name.startswith("get") else 0)
+        return answer
 
-    with monkeypatch.context() as patch, counted_requests(patch) as counts:
-        patch.setattr(type(s3_place.store), "get", counted)
+    with store_requests(noting):
         remove_sharded_tensors(s3_place, "optimizer.")
     assert sum(fetched) < 2**16  # far less than the 256 KiB that stay
-    assert counts["get_range"] < 10
     assert data_url(s3_place) != before
     require(s3_place, is_removed=True)
 
@@ -134,16 +130,13 @@ def test_a_removal_that_is_killed_at_any_request(
     assert seen == {False, True}
 
 
-def test_a_store_that_fails_leaves_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_leaves_the_checkpoint() -> None:
     url = saved("tensorstore")
-
-    def fail(*_: object) -> None:
-        raise OSError(5, "no room", "an object")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dist_checkpointing.filesystem.object_store.ObjectStore.copy", fail)
-        with pytest.raises(Exception, match="no room"):
-            remove_sharded_tensors(url, "optimizer.")
+    with (
+        store_down(at=lambda name, _: name == "copy"),
+        pytest.raises(Exception, match="server is on fire"),
+    ):
+        remove_sharded_tensors(url, "optimizer.")
     require(url, is_removed=False)
     remove_sharded_tensors(url, "optimizer.")
     require(url, is_removed=True)

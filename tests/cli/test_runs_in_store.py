@@ -16,9 +16,10 @@ from dist_checkpointing.filesystem.object_store_locks import Claim
 from dist_checkpointing.format import StoreAttempt
 from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.tools import ls as following
+from faults import counted_requests
 from samples import Run
 from states import at_step, trained
-from stores import counted_requests, data_url, new_url, put
+from stores import data_url, new_url, put
 
 
 def run_of(*steps: int, url: str | None = None) -> str:
@@ -52,11 +53,11 @@ def test_a_run_is_listed_as_on_a_disk(dckpt: Run, tmp_path: Path) -> None:
     assert printed.out.splitlines()[-1].endswith("latest 20")
 
 
-def test_a_run_of_many_steps_is_listed_at_once(dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_many_steps_is_listed_at_once(dckpt: Run) -> None:
     def requests(url: str) -> tuple[int, int]:
-        with counted_requests(monkeypatch) as counts:
+        with counted_requests() as counts:
             assert dckpt("ls", url).code == 0
-        return counts["list_below"], counts.total()
+        return counts["list"], counts.total()
 
     few, many = requests(run_of(1)), requests(run_of(*range(11)))
     assert few[0] == many[0] == 1
@@ -86,7 +87,7 @@ def test_every_state_of_a_step(dckpt: Run) -> None:
     held = StoreAttempt.begin(saving, ["x"])
     StoreAttempt.begin(silent, ["x"])
     # Of another machine, and without a heartbeat for longer than three of its periods.
-    mine = Holder.own(Kind.FILE)
+    mine = Holder.current(Kind.FILE)
     theirs = Holder(mine.token, mine.kind, "elsewhere", "", "", mine.pid, mine.started)
     put(silent, ".dckpt/claims/9.json", Claim(9, theirs, 1e-9).to_json())
     put(ObjectPath.of(url), "step-00000007/notes.txt", b"mine")

@@ -18,16 +18,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import dist_checkpointing as dc
 from dist_checkpointing.checkpoint import examine_checkpoint
-from dist_checkpointing.filesystem import ObjectPath, ObjectStore, ObjectStoreOptions
-from dist_checkpointing.filesystem.object_store_locks import CLAIMS, COMMITS
-from dist_checkpointing.interop import DCPReader
+from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions
+from dist_checkpointing.interop.torch_dcp import DCPReader
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy
+from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.testing import assert_same_bits
+from faults import counted_requests, store_requests
 from s3_proxy import Fault, Proxy, proxy_before
 from samples import GOLDEN_NAMES, METADATA, RANKS, Sample, Samples
 from states import blanks, rows, save_on, shard
-from stores import copied_up, counted_requests, damage, data_names, data_url, new_url, put
+from stores import copied_up, damage, data_names, data_url, new_url, put
 
 
 @pytest.fixture(scope="module")
@@ -159,23 +159,23 @@ def test_states_without_a_commit_are_no_checkpoints(samples: Samples) -> None:
     folder, url = samples("tensorstore").folder, new_url()
     with pytest.raises(dc.CheckpointNotFoundError, match="does not exist"):
         dc.Checkpoint.open(url)
-    put(url, f"{CLAIMS}/1.json", b"{}")
+    put(url, ".dckpt/claims/1.json", b"{}")
     with pytest.raises(dc.CheckpointNotFoundError, match="begun here and never committed"):
         dc.Checkpoint.open(url)
     copied_up(folder, url)
     assert dc.Checkpoint.open(url).is_committed
     # A later save that was ended by another one changes nothing.
-    put(url, f"{COMMITS}/2.json", b'{"ended_by": "another"}')
+    put(url, ".dckpt/commits/2.json", b'{"ended_by": "another"}')
     opened = dc.Checkpoint.open(url)
     assert opened.is_committed
-    put(url, f"{COMMITS}/10.json", b'{"attempt": "../../secret"}')
+    put(url, ".dckpt/commits/10.json", b'{"attempt": "../../secret"}')
     with pytest.raises(dc.CorruptCheckpointError, match="no name of a save"):
         dc.Checkpoint.open(url)
-    put(url, f"{COMMITS}/10.json", b"{")
-    with pytest.raises(dc.CorruptCheckpointError, match=f"{url}/{COMMITS}/10.json"):
+    put(url, ".dckpt/commits/10.json", b"{")
+    with pytest.raises(dc.CorruptCheckpointError, match=f"{url}/.dckpt/commits/10.json"):
         dc.load({}, url)
     place = ObjectPath.of(url)
-    place.store.delete([(place / f"{COMMITS}/10.json").key, (place / "metadata.json").key])
+    place.store.delete([(place / ".dckpt/commits/10.json").key, (place / "metadata.json").key])
     assert not dc.check_is_distributed_checkpoint(url)
     assert [opened.is_committed] == [False]
     with pytest.raises(dc.CheckpointNotFoundError, match="never committed"):
@@ -212,59 +212,57 @@ def test_a_store_that_is_down_is_no_damage(samples: Samples, proxy: Proxy) -> No
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "torch_dist"])
-def test_small_tensors_share_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_small_tensors_share_requests(tmp_path: Path, backend: str) -> None:
     full = {f"w{i:04d}": torch.full((100,), float(i)) for i in range(1000)}
     save_on(2, lambda comm: {k: rows(k, t, comm) for k, t in full.items()}, tmp_path / "c", backend)
     url = copied_up(tmp_path / "c", new_url())
     wanted = blanks(full)
-    with counted_requests(monkeypatch) as counts:
+    with counted_requests() as counts:
         dc.load(wanted, url)
     assert all(torch.equal(wanted[key].data, tensor) for key, tensor in full.items())
     assert counts.total() <= 60, counts
     opened = dc.Checkpoint.open(url)
     _ = opened["w0000"][:]
-    with counted_requests(monkeypatch) as counts:
+    with counted_requests() as counts:
         assert torch.equal(opened["w0001"][:], full["w0001"])
     assert counts.total() <= 2, counts
 
 
-def test_large_reads_are_cut_and_stay_within_the_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_reads_are_cut_and_stay_within_the_buffers(tmp_path: Path) -> None:
     full = {f"w{i}": torch.randn(512, 1024) for i in range(4)}  # 2 MiB each
     url = new_url()
     dc.save({key: shard(key, tensor) for key, tensor in full.items()}, tmp_path / "c")
     copied_up(tmp_path / "c", url)
     place = ObjectPath.of(url, ObjectStoreOptions(part_bytes=2**18, parallelism=16))
     lock, held, most, largest = threading.Lock(), [0], [0], [0]
-    own = ObjectStore.get_range
 
-    def noting(self: ObjectStore, key: str, offset: int, num_bytes: int) -> Any:
+    def noting(name: str, _: str, go: Any) -> Any:
+        if name != "get_range":
+            return go()
+        begin, end = go.keywords["options"]["range"]
         with lock:
-            held[0] += num_bytes
-            most[0], largest[0] = max(most[0], held[0]), max(largest[0], num_bytes)
+            held[0] += end - begin
+            most[0], largest[0] = max(most[0], held[0]), max(largest[0], end - begin)
         try:
             time.sleep(0.002)  # so that others are under way meanwhile
-            return own(self, key, offset, num_bytes)
+            return go()
         finally:
             with lock:
-                held[0] -= num_bytes
+                held[0] -= end - begin
 
-    monkeypatch.setattr(ObjectStore, "get_range", noting)
     buffer_bytes = 2**20
     options = StorageOptions(buffer_bytes=buffer_bytes)
     strategy = TensorStoreLoadShardedStrategy(options=options)
-    wanted = {key: shard(key, torch.zeros(512, 256), (1, 1, 4)) for key in full}
-    dc.load(wanted, place, strategy)
-    for key, tensor in full.items():
-        data = wanted[key].data
-        assert data is not None
-        assert torch.equal(data, tensor[:, 256:512])
-    whole = blanks(full)
-    dc.load(whole, place, strategy)
-    assert all(torch.equal(whole[key].data, tensor) for key, tensor in full.items())
+    with store_requests(noting):
+        wanted = {key: shard(key, torch.zeros(512, 256), (1, 1, 4)) for key in full}
+        dc.load(wanted, place, strategy)
+        for key, tensor in full.items():
+            data = wanted[key].data
+            assert data is not None
+            assert torch.equal(data, tensor[:, 256:512])
+        whole = blanks(full)
+        dc.load(whole, place, strategy)
+        assert all(torch.equal(whole[key].data, tensor) for key, tensor in full.items())
     assert 2**17 < largest[0] <= 2**18
     assert most[0] <= buffer_bytes
 
@@ -302,14 +300,12 @@ def test_checkpoints_of_other_programs_are_read_from_a_store(samples: Samples, n
     dc.verify_checkpoint(url)
 
 
-def test_the_tree_of_many_tensors_is_read_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tree_of_many_tensors_is_read_at_once(tmp_path: Path) -> None:
     full = {f"layers.{i:05d}.a.rather.long.key.of.a.tensor": torch.tensor(i) for i in range(8000)}
     dc.save({key: shard(key, value) for key, value in full.items()}, tmp_path / "c")
     url = copied_up(tmp_path / "c", new_url())
     wanted = blanks(full)
-    with counted_requests(monkeypatch) as counts:
+    with counted_requests() as counts:
         dc.load(wanted, url)
     assert all(torch.equal(wanted[key].data, value) for key, value in full.items())
     assert counts.total() <= 15, counts

@@ -10,38 +10,28 @@ import os
 import signal
 import sys
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dist_checkpointing import CheckpointingException, save
-from dist_checkpointing.filesystem import ObjectStore
+from faults import store_requests
 from store_saves import numbered
 
 
-def die_at(last: int) -> None:
-    requests = count(1)
-
-    def counted(method: Any) -> Any:
-        def request(*args: Any, **kwargs: Any) -> Any:
-            if next(requests) == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return method(*args, **kwargs)
-
-        return request
-
-    for name, method in list(vars(ObjectStore).items()):
-        if callable(method) and not name.startswith("_"):
-            setattr(ObjectStore, name, counted(method))
-
-
-def main(url: str, number: str, go: str, *last: str) -> None:
+def main(url: str, number: str, go: str, last: str = "0") -> None:
     while not Path(go).exists():
         time.sleep(0.001)
-    if last:
-        die_at(int(last[0]))
+    left = [int(last)]
+
+    def dying(_: str, __: str, request: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return request()
+
     try:
-        save(numbered(int(number)), url)
+        with store_requests(dying):
+            save(numbered(int(number)), url)
         said = "committed"
     except CheckpointingException as error:
         said = type(error).__name__

@@ -7,11 +7,11 @@ import pytest
 
 from dist_checkpointing import ObjectPath
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException
-from dist_checkpointing.format import read_commit
-from dist_checkpointing.format.removal import remove_from_store
+from dist_checkpointing.format.commit import read_commit, remove_from_store
+from faults import kill_points
 from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy
 from s3_servers import Server
-from store_saves import CONFIG, OTHER_CONFIG, begin, kill_points, loaded, names, put, save
+from store_saves import CONFIG, OTHER_CONFIG, begin, loaded, names, put, save
 
 
 def test_a_checkpoint_lives_and_ends(server: Server) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import torch
 from dist_checkpointing import CheckpointManager, ObjectPath, ShardedObject, ShardedTensor
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.filesystem import ObjectStore
-from dist_checkpointing.manager import tier_copies
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
+from faults import short_waits, store_down, without_waiting
 
 ROWS, COLUMNS = 12, 7
 RANKS_A_NODE = 2
@@ -86,45 +84,22 @@ def steps_in(place: str | Path) -> list[int]:
     return [int(n[5:]) for n in root.store.list_folder(root.prefix)[0] if n.startswith("step-")]
 
 
-@contextmanager
-def store_down(patch: pytest.MonkeyPatch, first: int = 1, of: str = "") -> Iterator[None]:
-    """A store that takes no object any more: from the nth one on whose name has a part."""
-    left, own = [first], ObjectStore.put
-
-    def put(self: ObjectStore, key: str, *args: Any, **kwargs: Any) -> Any:
-        if of in key:
-            left[0] -= 1
-        if left[0] <= 0 and not key.endswith("manager.json"):
-            raise OSError(5, "the server is on fire", key)
-        return own(self, key, *args, **kwargs)
-
-    with patch.context() as within:
-        within.setattr("time.sleep", lambda _: None)
-        within.setattr(tier_copies, "_SILENT_SECONDS", 1.0)
-        within.setattr(ObjectStore, "put", put)
-        yield
-
-
-def save_with_store_down(
-    folder: Path, root: str, patch: pytest.MonkeyPatch, first: int = 1
-) -> None:
+def save_with_store_down(folder: Path, root: str, first: int = 1) -> None:
     """Save step 2, which is committed on the disks, and not in the store."""
+    with ExitStack() as down:
 
-    def train(comm: Comm) -> None:
-        manager = CheckpointManager(root, fast=disk(folder, comm), comm=comm)
-        comm.all_gather(None)
-        if comm.rank == 0:
-            down.__enter__()
-        comm.all_gather(None)
-        manager.save(2, state(comm, 2))
-        with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
-            manager.close()
+        def train(comm: Comm) -> None:
+            manager = CheckpointManager(root, fast=disk(folder, comm), comm=comm)
+            comm.all_gather(None)
+            if comm.rank == 0:
+                for fault in (without_waiting(), short_waits(), store_down(first)):
+                    down.enter_context(fault)
+            comm.all_gather(None)
+            manager.save(2, state(comm, 2))
+            with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
+                manager.close()
 
-    down = store_down(patch, first)
-    try:
         run_ranks(4, train)
-    finally:
-        down.__exit__(None, None, None)
     with CheckpointManager(root) as stored:
         assert 2 not in stored.steps()
 

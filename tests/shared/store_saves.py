@@ -1,17 +1,11 @@
-"""Saves of one object each, as rank 0 makes them, and kills at each of their calls to a store."""
+"""Saves of one object each into a store, as rank 0 makes them."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 
 from dist_checkpointing import ObjectPath, ShardedTensor
-from dist_checkpointing.filesystem import ObjectStore
-from dist_checkpointing.filesystem.object_store_locks import THREAD
 from dist_checkpointing.format import CheckpointingConfig, StoreAttempt, read_commit
 
 CONFIG = CheckpointingConfig("tensorstore")
@@ -59,59 +53,3 @@ def numbered(number: int) -> dict[str, Any]:
     """A whole state of which everything is this number."""
     weight = ShardedTensor.from_rank_offsets("w", torch.full((64, 64), float(number)))
     return {"w": weight, "number": number}
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-@contextmanager
-def calls_to_the_store(before: Callable[[str, str], None]) -> Iterator[None]:
-    """Tell ``before`` the name and the key of each call that this thread makes."""
-    thread = threading.get_ident()
-
-    def watched(name: str, method: Callable[..., object]) -> Callable[..., object]:
-        def call(store: ObjectStore, key: object, *args: object, **options: object) -> object:
-            if threading.get_ident() == thread:
-                before(name, str(key))
-            return method(store, key, *args, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, method in list(vars(ObjectStore).items()):
-            if callable(method) and not name.startswith("_"):
-                patch.setattr(ObjectStore, name, watched(name, method))
-        yield
-
-
-def killed_at(step: int, work: Callable[[], object]) -> str | None:
-    """Run ``work`` and kill it before a call to the store; that call, or None if it has ended."""
-    calls: list[str] = []
-
-    def count(name: str, key: str) -> None:
-        calls.append(f"{name} {key}")
-        if len(calls) > step:
-            raise Killed
-
-    try:
-        with calls_to_the_store(count):
-            work()
-    except Killed:
-        return calls[-1]
-    return None
-
-
-def kill_points(work: Callable[[], object], prepare: Callable[[], object]) -> Iterator[str]:
-    """Prepare and kill ``work`` at each of its calls to the store, one after the other."""
-    step = 0
-    while True:
-        prepare()
-        point = killed_at(step, work)
-        for thread in threading.enumerate():
-            if thread.name == THREAD:
-                thread.join()  # it ends with the process, and puts nothing afterwards
-        if point is None:
-            return
-        yield point
-        step += 1

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
-
 from dist_checkpointing import ObjectPath
-from dist_checkpointing.filesystem import ObjectStore, object_store
-from dist_checkpointing.filesystem.object_store_locks import COMMITS
-from dist_checkpointing.format import data_folder
-from dist_checkpointing.format.commit import DATA
+from dist_checkpointing.format.commit import DATA, data_folder
 from samples import Sample
 
 Url = TypeVar("Url", str, ObjectPath)
@@ -52,29 +44,9 @@ def copied_up(folder: Path, url: Url) -> Url:
             put(url, f"{DATA}/{attempt}/{path.relative_to(folder).as_posix()}", path.read_bytes())
     config = (folder / "metadata.json").read_bytes()
     commit = {"attempt": attempt, "config": json.loads(config), "seal": ""}
-    put(url, f"{COMMITS}/1.json", json.dumps(commit).encode())
+    put(url, ".dckpt/commits/1.json", json.dumps(commit).encode())
     put(url, "metadata.json", config)
     return url
-
-
-@contextmanager
-def counted_requests(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How often each kind of request is made in the body."""
-    counts: Counter[str] = Counter()
-
-    def counting(name: str) -> Any:
-        own = getattr(ObjectStore, name)
-
-        def request(self: ObjectStore, *args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return own(self, *args, **kwargs)
-
-        return request
-
-    with patch.context() as within:
-        for name in ("get", "get_range", "head", "list_folder", "list_below", "blocks", "put"):
-            within.setattr(object_store.ObjectStore, name, counting(name))
-        yield counts
 
 
 def damage(url: str, name: str, change: Any) -> str:

@@ -74,7 +74,7 @@ def kill(child: int) -> None:
 
 def put(folder: Path, **changes: Any) -> Holder:
     """Lay down a lock file, as that of this process but for some changes."""
-    holder = dataclasses.replace(Holder.own(Kind.FILE), **changes)
+    holder = dataclasses.replace(Holder.current(Kind.FILE), **changes)
     (folder / LOCK_NAME).write_bytes(holder.to_json())
     return holder
 
@@ -304,7 +304,7 @@ def test_a_lock_file_that_names_nobody(
     ids=str,
 )
 def test_a_strange_holder_is_not_believed(changes: dict[str, Any]) -> None:
-    content = json.loads(Holder.own(Kind.FILE).to_json())
+    content = json.loads(Holder.current(Kind.FILE).to_json())
     assert Holder.parsed(json.dumps(content).encode()) is not None
     assert Holder.parsed(json.dumps(content | changes).encode()) is None
 

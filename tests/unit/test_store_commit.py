@@ -19,22 +19,12 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import Holder, Kind, ObjectStore, object_store_locks
-from dist_checkpointing.filesystem.object_store_locks import Claim, HeldClaim
-from dist_checkpointing.format import StoreAttempt, read_commit
-from dist_checkpointing.format.removal import remove_from_store
-from store_saves import (
-    CONFIG,
-    OTHER_CONFIG,
-    PERIOD,
-    begin,
-    calls_to_the_store,
-    kill_points,
-    loaded,
-    names,
-    put,
-    save,
-)
+from dist_checkpointing.filesystem import object_store_locks
+from dist_checkpointing.filesystem import Holder, Kind
+from dist_checkpointing.filesystem.object_store_locks import Claim
+from dist_checkpointing.format.commit import StoreAttempt, read_commit, remove_from_store
+from faults import calls_to_the_store, kill_points, store_down, store_requests, without_waiting
+from store_saves import CONFIG, OTHER_CONFIG, PERIOD, begin, loaded, names, put, save
 
 
 @pytest.fixture
@@ -78,7 +68,7 @@ def test_the_four_fields_are_the_last_thing_that_is_written(location: ObjectPath
     puts: list[str] = []
     attempt = begin(location)
     put(attempt.folder / "x.bin", b"1")
-    with calls_to_the_store(lambda name, key: puts.append(key) if name == "put" else None):
+    with calls_to_the_store(lambda name, key: name.startswith("put") and puts.append(key)):
         attempt.commit(CONFIG)
     assert puts == [
         f"{location.key}/.dckpt/commits/1.json",
@@ -307,7 +297,7 @@ def test_a_save_is_ended_between_its_last_look_and_its_commit(location: ObjectPa
     saved: list[str] = []
 
     def meanwhile(name: str, key: str) -> None:
-        if name == "put" and "commits/1" in key and not saved:
+        if name.startswith("put") and "commits/1" in key and not saved:
             saved.append("")
             saved[0] = save(location)
 
@@ -349,30 +339,24 @@ class Stopped:
     Args:
         work: what it does.
         last: number of the call.
-        patch: undone by the caller.
     """
 
-    def __init__(self, work: Callable[[], object], last: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, work: Callable[[], object], last: int) -> None:
         self._work, self._calls, self._last = work, count(), last
         self._is_stopped, self._goes_on = Event(), Event()
-        self._tokens: set[str] = set()
+        self._beats: set[str] = set()
         self._has_ended = False
         self.error: Exception | None = None
-        own_init, own_beat = HeldClaim.__init__, object_store_locks._beat
-
-        def init(held: HeldClaim, folder: ObjectPath, claim: Claim) -> None:
-            if current_thread() is self._thread:
-                self._tokens.add(claim.attempt)
-            own_init(held, folder, claim)
-
-        def beat(folder: ObjectPath, claim: Claim, number: int) -> None:
-            if self._is_stopped.is_set() and claim.attempt in self._tokens:
-                self._goes_on.wait()
-            own_beat(folder, claim, number)
-
-        patch.setattr(HeldClaim, "__init__", init)
-        patch.setattr(object_store_locks, "_beat", beat)
         self._thread = Thread(target=self._run)
+
+    def hold_beats(self, name: str, key: str, go: Callable[[], object]) -> object:
+        """Carry out a request of any thread, unless it is a heartbeat of what is stopped."""
+        if name == "put" and "/.dckpt/beats/" in key:
+            if current_thread() is self._thread:
+                self._beats.add(key)
+            elif self._is_stopped.is_set() and key in self._beats:
+                self._goes_on.wait()
+        return go()
 
     def _run(self) -> None:
         try:
@@ -402,7 +386,7 @@ class Stopped:
 
 @pytest.mark.parametrize("stopped", ["save", "remove"])
 def test_what_was_stopped_at_any_call_spares_a_checkpoint_of_after_a_removal(
-    folders: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch, stopped: str
+    folders: Iterator[ObjectPath], stopped: str
 ) -> None:
     """Everything was removed and saved again meanwhile, so that numbers of claims begin again."""
     for last in range(100):
@@ -415,8 +399,8 @@ def test_what_was_stopped_at_any_call_spares_a_checkpoint_of_after_a_removal(
             else:
                 remove_from_store(at, PERIOD)
 
-        with monkeypatch.context() as patch:
-            other = Stopped(work, last, patch)
+        other = Stopped(work, last)
+        with store_requests(other.hold_beats):
             if not other.begin():
                 other.go_on()
                 assert last > 15
@@ -442,7 +426,7 @@ def test_what_was_stopped_at_any_call_spares_a_checkpoint_of_after_a_removal(
 
 def test_a_process_that_has_ended_is_not_watched(location: ObjectPath) -> None:
     """Its heartbeats are an hour apart: this would not end otherwise."""
-    gone = replace(Holder.own(Kind.FILE), started=1)
+    gone = replace(Holder.current(Kind.FILE), started=1)
     claim = Claim(1, gone, 3600.0)
     put(location / ".dckpt/claims/1.json", claim.to_json())
     assert save(location) == loaded(location)
@@ -452,12 +436,7 @@ def test_a_save_of_this_process_that_could_not_be_ended_is_not_watched(
     location: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = begin(location)
-
-    def refuse(_: ObjectStore, key: str, *__: object, **___: object) -> None:
-        raise PermissionError(13, "the credentials have expired", key)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "put", refuse)
+    with store_down(at=lambda name, _: name.startswith("put"), error=PermissionError):
         with pytest.raises(PermissionError):
             attempt.commit(CONFIG)
         attempt.abandon()
@@ -482,81 +461,54 @@ def test_a_commit_that_names_no_attempt_is_an_error(location: ObjectPath, attemp
         read_commit(location)
 
 
-def test_a_store_that_lies_is_refused_by_name(
-    location: ObjectPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = ObjectStore.put
+def test_a_store_that_lies_is_refused_by_name(location: ObjectPath) -> None:
+    def overwrites(name: str, _: str, go: Callable[..., object]) -> object:
+        return go(mode="overwrite") if name == "put_if_absent" else go()
 
-    def overwrites(
-        store: ObjectStore, key: str, data: bytes, *, create: bool = False
-    ) -> str | None:
-        del create
-        return real(store, key, data)
-
-    monkeypatch.setattr(ObjectStore, "put", overwrites)
-    with pytest.raises(UnsupportedFormatError, match="ignores conditional puts") as caught:
+    with (
+        store_requests(overwrites),
+        pytest.raises(UnsupportedFormatError, match="ignores conditional puts") as caught,
+    ):
         begin(location)
     assert caught.value.findings[0].path == location.store.url
     assert names(location) == []
 
 
-class Server:
-    """Loses answers to conditional puts, after or before they were carried out."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, *, carries_out: bool, times: int) -> None:
-        self.left = times
-        real = ObjectStore.put
-
-        def put(store: ObjectStore, key: str, data: bytes, *, create: bool = False) -> str | None:
-            if not create or "probe" in key or self.left == 0:
-                return real(store, key, data, create=create)
-            self.left -= 1
-            if carries_out:
-                real(store, key, data, create=create)
-            raise OSError(5, "the connection was lost", key)
-
-        patch.setattr(ObjectStore, "put", put)
+def is_claim(name: str, key: str) -> bool:
+    """Whether a request puts an object unless there is one, for good."""
+    return name == "put_if_absent" and "probe" not in key
 
 
 @pytest.mark.parametrize("carries_out", [True, False])
-def test_lost_answers_are_looked_up(
-    location: ObjectPath, monkeypatch: pytest.MonkeyPatch, carries_out: bool
-) -> None:
-    server = Server(monkeypatch, carries_out=carries_out, times=2)
-    assert save(location) == loaded(location)
-    assert server.left == 0
+def test_lost_answers_are_looked_up(location: ObjectPath, carries_out: bool) -> None:
+    with store_down(times=2, at=is_claim, carries_out=carries_out) as keys:
+        assert save(location) == loaded(location)
+    assert len(keys) >= 2
     assert [name for name in names(location) if "claims" in name] == [".dckpt/claims/1.json"]
 
 
 @pytest.mark.parametrize("copy", ["", "data/"])
 def test_a_commit_is_shown_although_its_last_put_fails_at_first(
-    location: ObjectPath, monkeypatch: pytest.MonkeyPatch, copy: str
+    location: ObjectPath, copy: str
 ) -> None:
-    put_own, left = ObjectStore.put, iter(range(3))
+    prefix = (location / copy).prefix
 
-    def put_later(store: ObjectStore, key: str, data: bytes, *, create: bool = False) -> object:
-        is_last = key.endswith("metadata.json") and key.startswith((location / copy).prefix)
-        if is_last and next(left, None) is not None:
-            raise OSError(5, "the connection was lost", key)
-        return put_own(store, key, data, create=create)
+    def is_last(name: str, key: str) -> bool:
+        return name == "put" and key.endswith("metadata.json") and key.startswith(prefix)
 
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    monkeypatch.setattr(ObjectStore, "put", put_later)
-    assert save(location) == loaded(location)
-    assert next(left, None) is None
+    with without_waiting(), store_down(times=3, at=is_last) as keys:
+        assert save(location) == loaded(location)
+    assert len(keys) > 3
 
 
-def test_a_store_without_an_answer_is_an_error_with_the_last_one(
-    location: ObjectPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)
+def test_a_store_without_an_answer_is_an_error_with_the_last_one(location: ObjectPath) -> None:
     attempt = begin(location)
     put(attempt.folder / "x.bin", attempt.id.encode())
-    Server(monkeypatch, carries_out=False, times=5)
-    with pytest.raises(CheckpointingException, match="the connection was lost") as caught:
-        attempt.commit(CONFIG)
-    assert caught.value.findings[0].path == f"{location}/.dckpt/commits/1.json"
-    attempt.abandon()
+    with without_waiting(), store_down(times=5, at=is_claim):
+        with pytest.raises(CheckpointingException, match="the server is on fire") as caught:
+            attempt.commit(CONFIG)
+        assert caught.value.findings[0].path == f"{location}/.dckpt/commits/1.json"
+        attempt.abandon()
     assert loaded(location) is None
     assert save(location) == loaded(location)
 

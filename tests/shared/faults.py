@@ -1,0 +1,316 @@
+"""Faults at the boundaries of the system: calls and requests that fail, wait, lie, or are the last.
+
+Only functions that are public outside of this library are replaced: of ``os``, ``fcntl``, ``io``,
+``time`` and obstore. Each function here is a context manager; the faults end with its body.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dist_checkpointing.filesystem import locks
+from dist_checkpointing.filesystem.object_store_locks import THREAD
+from dist_checkpointing.manager import tier_copies
+
+Act = Callable[..., Any]
+LOOKS = tuple(f"os.{name}" for name in ("open", "stat", "scandir", "preadv", "pread", "listdir"))
+"""Calls that look at files and folders; ``io.open`` is another."""
+REQUESTS = ("get", "put", "head", "delete", "copy", "list", "list_with_delimiter")
+
+
+def path_of(subject: object, *, dir_fd: int | None = None) -> Path:
+    """The path that a call is about, of which it may have a descriptor."""
+    if isinstance(subject, int):
+        return Path(f"/proc/self/fd/{subject}").readlink()
+    above = Path() if dir_fd is None else path_of(dir_fd)
+    return above / os.fsdecode(subject)  # type: ignore[arg-type]
+
+
+@contextmanager
+def replaced(name: str, act: Act) -> Iterator[None]:
+    """Call ``act(real, *arguments, **options)`` in place of a function such as ``os.fsync``."""
+    module, _, function = name.rpartition(".")
+    owner = importlib.import_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, function, partial(act, getattr(owner, function)))
+        yield
+
+
+@contextmanager
+def failing(
+    *names: str,
+    code: int = errno.EIO,
+    nth: int = 1,
+    times: int | None = None,
+    at: Callable[..., object] = lambda *_, **__: True,
+) -> Iterator[list[Any]]:
+    """Let calls fail from the ``nth`` one on, ``times`` times or always.
+
+    Args:
+        names: the functions, such as ``os.fsync``.
+        code: number of the error.
+        nth: number of the first call that fails, from 1.
+        times: how many calls fail; None for all.
+        at: called with the arguments of each call; one that it does not say yes to is not counted.
+
+    Yields:
+        The first argument of each call that was counted.
+    """
+    calls: list[Any] = []
+
+    def act(real: Act, *arguments: Any, **options: Any) -> Any:
+        if at(*arguments, **options):
+            calls.append(arguments[0])
+            if nth <= len(calls) < nth + (len(calls) if times is None else times):
+                raise OSError(code, os.strerror(code), str(arguments[0]))
+        return real(*arguments, **options)
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced(name, act))
+        yield calls
+
+
+@contextmanager
+def killed(name: str, nth: int = 1) -> Iterator[None]:
+    """Kill this process, a fork of the test, at the ``nth`` call of a function."""
+    left = [nth]
+
+    def act(real: Act, *arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+
+    with replaced(name, act):
+        yield
+
+
+@contextmanager
+def before_first(name: str, work: Callable[..., object]) -> Iterator[list[Any]]:
+    """Do something once, before the first call of a function, with its arguments."""
+    done: list[Any] = []
+
+    def act(real: Act, *arguments: Any, **options: Any) -> Any:
+        if not done:
+            done.append(arguments)
+            work(*arguments)
+        return real(*arguments, **options)
+
+    with replaced(name, act):
+        yield done
+
+
+@contextmanager
+def strange_flock(code: int | None) -> Iterator[None]:
+    """A file system without ``flock``; for None one that locks for writers only, as NFS does."""
+
+    def act(real: Act, file: int, operation: int) -> None:
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if code is not None or (operation & fcntl.LOCK_EX and mode == os.O_RDONLY):
+            number = errno.EBADF if code is None else code
+            raise OSError(number, os.strerror(number))
+        real(file, operation)
+
+    with pytest.MonkeyPatch.context() as patch, replaced("fcntl.flock", act):
+        patch.setattr(locks, "_without_flock", set())
+        yield
+
+
+@contextmanager
+def without_links(*, kernel_copies: bool) -> Iterator[list[int]]:
+    """A file system without links and reflinks; yields the bytes of each copy of the kernel."""
+    copied: list[int] = []
+
+    def copy(real: Act, *arguments: Any) -> int:
+        if not kernel_copies:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        copied.append(real(*arguments))
+        return copied[-1]
+
+    with failing("os.link", "fcntl.ioctl", code=errno.EXDEV), replaced("os.copy_file_range", copy):
+        yield copied
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """A file system with sixteen bytes left."""
+
+    def act(real: Act, path: Any) -> Any:
+        return SimpleNamespace(f_blocks=real(path).f_blocks, f_bavail=1, f_frsize=16)
+
+    with replaced("os.statvfs", act):
+        yield
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Let nobody sleep, before another try or while a dead claim is watched."""
+    with replaced("time.sleep", lambda *_: None):
+        yield
+
+
+@contextmanager
+def short_waits(silent_seconds: float = 1.0) -> Iterator[None]:
+    """Let the copies of a run into its store give a silent disk up early, and ranks meet often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier_copies, "SILENT_SECONDS", silent_seconds)
+        patch.setattr(tier_copies, "MEETING_SECONDS", 0.01)
+        yield
+
+
+@contextmanager
+def store_requests(act: Callable[[str, str, Act], Any]) -> Iterator[None]:
+    """Call ``act(name, key, go)`` for each request to an object store; ``go()`` carries it out.
+
+    The names are get, get_range, put, put_if_absent, head, delete, copy, list and list_folder; the
+    key is that of the object, the prefix of a list, or the text of a list of keys.
+    """
+
+    def requesting(function: str, real: Act, client: Any, *arguments: Any, **options: Any) -> Any:
+        key = arguments[0] if arguments else options.get("prefix")
+        name = {"list_with_delimiter": "list_folder"}.get(function, function)
+        if "range" in options.get("options", {}):
+            name = "get_range"
+        elif options.get("mode") == "create":
+            name = "put_if_absent"
+        return act(name, str(key), partial(real, client, *arguments, **options))
+
+    import obstore
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in REQUESTS:
+            real = getattr(obstore, function)
+            patch.setattr(obstore, function, partial(requesting, function, real))
+        yield
+
+
+@contextmanager
+def store_down(
+    nth: int = 1,
+    times: int | None = None,
+    *,
+    at: Callable[[str, str], object] = lambda name, key: (
+        name.startswith("put") and not key.endswith("manager.json")
+    ),
+    carries_out: bool = False,
+    error: type[OSError] = OSError,
+) -> Iterator[list[str]]:
+    """A store that does not answer from the ``nth`` request on, ``times`` times or always.
+
+    Args:
+        nth: number of the first request that fails, from 1.
+        times: how many fail; None for all.
+        at: which requests are counted, by name and key; by default those that put, but for records
+            of a run.
+        carries_out: whether only the answers are lost.
+        error: what is raised.
+
+    Yields:
+        The keys of those that were counted.
+    """
+    keys: list[str] = []
+
+    def act(name: str, key: str, go: Act) -> Any:
+        if at(name, key):
+            keys.append(key)
+            if nth <= len(keys) < nth + (len(keys) if times is None else times):
+                if carries_out:
+                    go()
+                raise error(5, "the server is on fire", key)
+        return go()
+
+    with store_requests(act):
+        yield keys
+
+
+@contextmanager
+def store_waiting(gate: threading.Event, part: str) -> Iterator[list[str]]:
+    """Puts of objects whose keys have a part wait at a gate; yields the keys of all that passed."""
+    keys: list[str] = []
+
+    def act(name: str, key: str, go: Act) -> Any:
+        if name.startswith("put") and part in key:
+            assert gate.wait(60)
+            keys.append(key)
+        return go()
+
+    with store_requests(act):
+        yield keys
+
+
+@contextmanager
+def counted_requests() -> Iterator[Counter[str]]:
+    """How often each kind of request is made in the body."""
+    counts: Counter[str] = Counter()
+
+    def act(name: str, _: str, go: Act) -> Any:
+        counts[name] += 1
+        return go()
+
+    with store_requests(act):
+        yield counts
+
+
+@contextmanager
+def calls_to_the_store(before: Callable[[str, str], None]) -> Iterator[None]:
+    """Tell ``before`` the name and the key of each request that this thread makes."""
+    thread = threading.get_ident()
+
+    def act(name: str, key: str, go: Act) -> Any:
+        if threading.get_ident() == thread:
+            before(name, key)
+        return go()
+
+    with store_requests(act):
+        yield
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killed_at(step: int, work: Callable[[], object]) -> str | None:
+    """Run ``work`` and kill it before a request to a store; that one, or None if it has ended."""
+    calls: list[str] = []
+
+    def count(name: str, key: str) -> None:
+        calls.append(f"{name} {key}")
+        if len(calls) > step:
+            raise Killed
+
+    try:
+        with calls_to_the_store(count):
+            work()
+    except Killed:
+        return calls[-1]
+    return None
+
+
+def kill_points(work: Callable[[], object], prepare: Callable[[], object]) -> Iterator[str]:
+    """Prepare and kill ``work`` at each of its requests to a store, one after the other."""
+    step = 0
+    while True:
+        prepare()
+        point = killed_at(step, work)
+        for thread in threading.enumerate():
+            if thread.name == THREAD:
+                thread.join()  # it ends with the process, and puts nothing afterwards
+        if point is None:
+            return
+        yield point
+        step += 1
