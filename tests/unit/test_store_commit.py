@@ -19,8 +19,7 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import object_store_locks
-from dist_checkpointing.filesystem import Holder, Kind
+from dist_checkpointing.filesystem import Holder, Kind, object_store_locks
 from dist_checkpointing.filesystem.object_store_locks import Claim
 from dist_checkpointing.format.commit import StoreAttempt, read_commit, remove_from_store
 from faults import calls_to_the_store, kill_points, store_down, store_requests, without_waiting
