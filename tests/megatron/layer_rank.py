@@ -31,19 +31,6 @@ def theirs(name: str = "") -> Any:
 dict_utils, validation = theirs(".dict_utils"), theirs(".validation")
 fully_parallel, formats = theirs(".strategies.fully_parallel"), theirs(".strategies.torch")
 
-for name in ("megatron", "megatron.core"):
-    sys.modules[name] = ModuleType(name)
-    vars(sys.modules[name])["__path__"] = []
-megatron.install()
-
-
-def theirs(name: str = "") -> Any:
-    return import_module(f"megatron.core.dist_checkpointing{name}")
-
-
-dict_utils, validation = theirs(".dict_utils"), theirs(".validation")
-fully_parallel, formats = theirs(".strategies.fully_parallel"), theirs(".strategies.torch")
-
 
 class Writer(SaveShardedStrategy):
     """Notes which shards it is to write."""

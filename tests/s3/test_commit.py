@@ -7,7 +7,8 @@ import pytest
 
 from dist_checkpointing import ObjectPath
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException
-from dist_checkpointing.format.commit import read_commit, remove_from_store
+from dist_checkpointing.format.commit import read_commit
+from dist_checkpointing.format.removal import remove_from_store
 from faults import kill_points
 from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy
 from s3_servers import Server
