@@ -33,6 +33,11 @@ class Malformed(ValueError):
     """A record that is not what the format allows."""
 
 
+def _require(holds: bool | np.bool_, problem: str) -> None:
+    if not holds:
+        raise Malformed(problem)
+
+
 class Body:
     """The body of a record, read column by column."""
 
@@ -95,8 +100,8 @@ class Body:
 
     def finish(self) -> None:
         """Make sure that nothing is left."""
-        if self.position != len(self.data):
-            raise Malformed(f"{len(self.data) - self.position} bytes are left")
+        left = len(self.data) - self.position
+        _require(left == 0, f"{left} bytes are left")
 
 
 def _joined_digits(data: npt.NDArray[np.uint8], stops: I64) -> U64:
@@ -175,11 +180,10 @@ MANIFEST: Final = 0x0CDB3A2A
 NODE: Final = 0x0CDB20DE
 MOST_BODY_BYTES: Final = 1 << 26
 """Eight times what TensorStore puts into a node unless told otherwise."""
+_TOO_LARGE: Final = f"it is larger than {MOST_BODY_BYTES} bytes"
 _MAGIC_BYTES, _HEAD_BYTES, _CHECKSUM_BYTES = 4, 12, 4
-_VERSION: Final = 0
-_RAW, _ZSTD = 0, 1
+_VERSION, _RAW, _ZSTD, _ZSTD_LEVEL = 0, 0, 1, 1
 _WORTH_COMPRESSING: Final = 1 << 12
-_ZSTD_LEVEL: Final = 1
 _FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _MOST_BLOCK_BYTES: Final = 1 << 17
 _ID_BYTES: Final = (0, 1, 2, 4)
@@ -190,6 +194,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
+    """A record of this kind with this body."""
     method = _RAW
     if compressed and len(body) >= _WORTH_COMPRESSING:
         from numcodecs import zstd  # noqa: PLC0415 - it takes longer than to read small databases
@@ -202,37 +207,30 @@ def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
 
 
 def opened(magic: int, record: bytes) -> bytes:
-    head = record[:_HEAD_BYTES]
-    if len(record) < _HEAD_BYTES + _CHECKSUM_BYTES or head[:4] != magic.to_bytes(4, "big"):
-        raise Malformed(f"no record of kind {magic:#010x}")
-    if int.from_bytes(head[_MAGIC_BYTES:], "little") != len(record):
-        raise Malformed("its length differs from what it says")
-    data = record[:-_CHECKSUM_BYTES]
-    if record[-_CHECKSUM_BYTES:] != _checksum(data):
-        raise Malformed("its checksum differs")
+    """The body of a record, see ``sealed``."""
+    head, data = record[:_HEAD_BYTES], record[:-_CHECKSUM_BYTES]
+    is_record = len(record) >= _HEAD_BYTES + _CHECKSUM_BYTES
+    is_record &= head[:_MAGIC_BYTES] == magic.to_bytes(_MAGIC_BYTES, "big")
+    _require(is_record, f"no record of kind {magic:#010x}")
+    length = int.from_bytes(head[_MAGIC_BYTES:], "little")
+    _require(length == len(record), "its length differs from what it says")
+    _require(record[-_CHECKSUM_BYTES:] == _checksum(data), "its checksum differs")
     rest = Body(data[_HEAD_BYTES:])
     version, method = rest.varint(MOST_U32), rest.varint(MOST_U32)
-    if version != _VERSION:
-        raise Malformed(f"format version {version} is not known")
+    _require(version == _VERSION, f"format version {version} is not known")
+    _require(method in (_RAW, _ZSTD), f"compression method {method} is not known")
     body = rest.data[rest.position :]
     if method == _RAW:
         return body
-    if method != _ZSTD:
-        raise Malformed(f"compression method {method} is not known")
-    return _decompressed(body)
-
-
-def _decompressed(frame: bytes) -> bytes:
-    _check_frame(frame)
+    _check_frame(body)
     from numcodecs import zstd  # noqa: PLC0415 - as above
 
     try:
-        body: bytes = zstd.decompress(frame)
+        content: bytes = zstd.decompress(body)
     except (RuntimeError, ValueError) as error:
         raise Malformed(f"it cannot be decompressed: {error}") from error
-    if len(body) > MOST_BODY_BYTES:
-        raise Malformed(f"it is larger than {MOST_BODY_BYTES} bytes")
-    return body
+    _require(len(content) <= MOST_BODY_BYTES, _TOO_LARGE)
+    return content
 
 
 def _check_frame(frame: bytes) -> None:
@@ -240,8 +238,7 @@ def _check_frame(frame: bytes) -> None:
 
     Frames need not say how large their content is, so the blocks are looked through.
     """
-    if len(frame) < 6 or frame[:4] != _FRAME_MAGIC:
-        raise Malformed("its body is no zstd frame")
+    _require(len(frame) >= 6 and frame[:4] == _FRAME_MAGIC, "its body is no zstd frame")
     described = frame[4]
     is_single = described >> 5 & 1
     size_bytes = (is_single, 2, 4, 8)[described >> 6]
@@ -254,15 +251,12 @@ def _check_frame(frame: bytes) -> None:
         is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
         at += 3 + (1 if kind == 1 else size)
         most += _MOST_BLOCK_BYTES if kind == 2 else size
-        if at > len(frame) or kind == 3:
-            raise Malformed("a zstd frame is cut off or damaged")
-        if max(most, content) > MOST_BODY_BYTES + _MOST_BLOCK_BYTES:
-            raise Malformed(f"it is larger than {MOST_BODY_BYTES} bytes")
-    if at + 4 * (described >> 2 & 1) != len(frame):
-        raise Malformed("its body is more than a zstd frame")
+        _require(at <= len(frame) and kind != 3, "a zstd frame is cut off or damaged")
+        is_small = max(most, content) <= MOST_BODY_BYTES + _MOST_BLOCK_BYTES
+        _require(is_small, _TOO_LARGE)
+    _require(at + 4 * (described >> 2 & 1) == len(frame), "its body is more than a zstd frame")
 
 
-Columns = list[Sequence[int] | I64]
 MOST_HEIGHT: Final = 255
 MOST_ENTRIES: Final = 1 << 20
 _MOST_INLINE_BYTES: Final = 1 << 20
@@ -298,224 +292,195 @@ class TreeStatistics(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """A node at the bottom: whole keys, sorted, the extents of their values, and files that hold
-    them.
+class Node:
+    """A node: keys, whole and sorted, and the extents of their values, or of the nodes below.
 
-    The file of a value in the node itself is -1, and its offset counts from the first byte of
-    ``inline``. The node takes about ``num_bytes`` of memory.
+    Attributes:
+        keys: Of values, or lower bounds of those below each child.
+        files: Files of the extents. That of a value in the node itself is -1, and its offset counts
+            from the first byte of ``inline``.
+        extents: ``[keys]``.
+        num_keys: ``[keys]``, keys of values below each child; None of a leaf.
+        prefixes: ``[keys]``, with how many bytes of its lower bound all keys below a child begin;
+            None of a leaf.
+        inline: Values in the node.
+        num_bytes: About the memory that it takes.
     """
 
     keys: Sequence[bytes]
     files: Sequence[FileRef]
     extents: Extents
+    num_keys: I64 | None
+    prefixes: I64 | None
     inline: bytes
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Interior:
-    """A node above others: extents of the children, and files that hold them.
-
-    Keys are lower bounds of those below each child, whole, sorted; ``prefixes`` are how many bytes
-    of its lower bound all keys below a child begin with.
-    """
-
-    keys: Sequence[bytes]
-    prefixes: I64
-    files: Sequence[FileRef]
-    extents: Extents
-    num_keys: I64
-    num_bytes: int
-
-
-def data_file(base: str, relative: str, folder: str) -> FileRef:
-    """A file of a table that stands in a record below ``folder``.
-
-    Raises:
-        Malformed: if it would lie outside of the database, or where TensorStore does not read it.
-    """
-    path = f"{folder}{base}{relative}"
-    # An empty path is the one of an empty tree, which nobody opens.
-    if path and any(part in ("", ".", "..") for part in path.split("/")):
-        raise Malformed(f"the path {path!r} leads out of the database")
-    if "\0" in path or path.endswith(".__lock"):
-        raise Malformed(f"the path {path!r} cannot be that of a file")
-    return FileRef(path, folder + base)
-
-
 def read_files(body: Body, folder: str) -> list[FileRef]:
-    """The data file table of a record whose paths are relative to ``folder``."""
-    count = body.varint(MOST_ENTRIES)
-    shared = np.concatenate([[0], body.varints(count - 1, MOST_U16)]) if count else np.zeros(0, int)
-    rest = body.varints(count, MOST_U16)
-    base = body.varints(count, MOST_U16)
-    paths = _strings(shared, rest, body, b"", "paths")
+    """The data file table of a record whose paths are relative to ``folder``, and lie below it."""
+    names, shared, lengths, bases = _read_strings(body, body.varint(MOST_ENTRIES), b"", "paths")
     # Where a path shares more than the base of its neighbour, it must have the same base.
-    if (base > shared + rest).any() or (
-        (shared[1:] > np.minimum(base[1:], base[:-1])) & (base[1:] != base[:-1])
+    if (bases > lengths).any() or (
+        (shared[1:] > np.minimum(bases[1:], bases[:-1])) & (bases[1:] != bases[:-1])
     ).any():
         raise Malformed("the lengths of base paths do not fit")
     files = []
-    for path, cut in zip(paths, base.tolist(), strict=True):
+    for name, cut in zip(names, bases.tolist(), strict=True):
         try:
-            files.append(data_file(path[:cut].decode(), path[cut:].decode(), folder))
+            base = folder + name[:cut].decode()
+            path = base + name[cut:].decode()
         except UnicodeDecodeError as error:
-            raise Malformed(f"the path {path!r} is not UTF-8") from error
+            raise Malformed(f"the path {name!r} is not UTF-8") from error
+        # An empty path is the one of an empty tree, which nobody opens.
+        if path and any(part in ("", ".", "..") for part in path.split("/")):
+            raise Malformed(f"the path {path!r} leads out of the database")
+        if "\0" in path or path.endswith(".__lock"):
+            raise Malformed(f"the path {path!r} cannot be that of a file")
+        files.append(FileRef(path, base))
     return files
 
 
 def files_table(paths: Sequence[str]) -> bytes:
     """The data file table of these paths, with no base path."""
     names = [path.encode() for path in paths]
-    shared = shared_lengths(names)
-    rests = [name[cut:] for name, cut in zip(names, shared.tolist(), strict=True)]
-    lengths = [len(rest) for rest in rests]
-    columns: Columns = [[len(names)], shared[1:], lengths, [0] * len(names)]
-    return b"".join([*map(encoded, columns), *rests])
+    lengths, rests = _split_strings(names, shared_lengths(names), 0)
+    return b"".join([*lengths, bytes(len(names)), *rests])
 
 
-def _strings(shared: I64, rest: I64, body: Body, first: bytes, what: str) -> list[bytes]:
-    """Strings told by what each shares with the one before; their rests come next in the body.
+def _split_strings(
+    strings: Sequence[bytes], shared: I64, cut: int
+) -> tuple[list[bytes], list[bytes]]:
+    """Their number and lengths, and the part of each that the one before does not have.
 
-    The first one begins with ``first``.
+    The reader knows the first ``cut`` bytes of all.
     """
+    starts = shared.copy()
+    starts[:1] = cut
+    rests = [string[start:] for string, start in zip(strings, starts.tolist(), strict=True)]
+    columns: list[Sequence[int] | I64] = [[len(rests)], starts[1:] - cut, [*map(len, rests)]]
+    return [*map(encoded, columns)], rests
+
+
+def _read_strings(
+    body: Body, count: int, first: bytes, what: str, *, has_column: bool = True
+) -> tuple[list[bytes], I64, I64, I64]:
+    """So many strings of which each says what it shares with the one before; all begin alike.
+
+    Returns:
+        The strings, how many bytes each shares, how many it has, and the column that stands
+        between these lengths and the rests, if any.
+    """
+    shared = np.zeros(count, dtype=np.int64)
+    shared[1:] = body.varints(count - 1, MOST_U16)
+    shared += len(first)
+    rest = body.varints(count, MOST_U16)
+    column = body.varints(count, MOST_U16) if has_column else rest
     lengths = shared + rest
-    if (shared[1:] > lengths[:-1]).any():
-        raise Malformed(f"{what} share more than there is")
+    _require((shared[1:] <= lengths[:-1]).all(), f"{what} share more than there is")
     total(lengths, MOST_BODY_BYTES, what)
-    if len(lengths) and int(lengths.max()) > MOST_U16:
-        raise Malformed(f"{what} are longer than {MOST_U16} bytes")
-    rests = body.take(int(rest.sum()))
+    _require(int(lengths.max(initial=0)) <= MOST_U16, f"{what} are longer than {MOST_U16} bytes")
+    rests, string, start = body.take(int(rest.sum())), first, 0
     strings = []
-    string, start = first, 0
     for kept, length in zip(shared.tolist(), rest.tolist(), strict=True):
-        stop = start + length
-        string = string[:kept] + rests[start:stop]
+        string = string[:kept] + rests[start : start + length]
         strings.append(string)
-        start = stop
-    return strings
+        start += length
+    return strings, shared, lengths, column
 
 
-def decode_node(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Interior:
+def decode_node(record: bytes, height: int, folder: str, prefix: bytes) -> Node:
     """The node of this height that a record says.
 
     Paths in it are relative to ``folder``, and all its keys begin with ``prefix``.
     """
     body = Body(opened(NODE, record))
-    if body.take(1) != bytes([height]):
-        raise Malformed(f"its height is {body.data[0]} and not {height}")
+    _require(body.take(1) == bytes([height]), f"its height is {body.data[0]} and not {height}")
     files = read_files(body, folder)
     count = body.varint(MOST_ENTRIES)
-    if count == 0:
-        raise Malformed("it has no entries")
+    _require(count > 0, "it has no entries")
     # Keys are whole: what the first has of the prefix, all have.
-    shared = np.concatenate([[0], body.varints(count - 1, MOST_U16)]) + len(prefix)
-    rest = body.varints(count, MOST_U16)
-    prefixes = body.varints(count, MOST_U16) + len(prefix) if height else np.zeros(count, int)
-    keys = _strings(shared, rest, body, prefix, "keys")
-    if (prefixes > shared + rest).any():
+    keys, _, lengths, column = _read_strings(body, count, prefix, "keys", has_column=height > 0)
+    prefixes = column + len(prefix) if height else None
+    if prefixes is not None and (prefixes > lengths).any():
         raise Malformed("the keys below a child share more than its lower bound")
-    if not all(map(operator.lt, keys, islice(keys, 1, None))):
-        raise Malformed("its keys do not rise")
-    path_bytes = sum(len(file.path) for file in files)
-    num_bytes = len(body.data) + int((shared + rest).sum()) + path_bytes
+    _require(all(map(operator.lt, keys, islice(keys, 1, None))), "its keys do not rise")
+    num_bytes = len(body.data) + int(lengths.sum()) + sum(len(file.path) for file in files)
     num_bytes += _OBJECT_BYTES * (count + len(files))
-    if height:
+    num_keys, inline = None, b""
+    if prefixes is not None:
         extents = _extents(body, count, files)
         num_keys = body.varints(count)
         body.wide_varints(2 * count)
-        body.finish()
-        return Interior(keys, prefixes, files, extents, num_keys, num_bytes)
-    lengths = body.varints(count)
-    kinds = body.fixed(count, "u1")
-    if int(kinds.max()) > _OUTSIDE:
-        raise Malformed(f"a value of kind {kinds.max()}")
-    is_outside = kinds == _OUTSIDE
-    file = np.full(count, -1)
-    offset = np.zeros(count, dtype=np.int64)
-    outside = _extents(body, int(is_outside.sum()), files, lengths[is_outside])
-    file[is_outside], offset[is_outside] = outside.file, outside.offset
-    inside = lengths[~is_outside]
-    if len(inside) and int(inside.max()) > _MOST_INLINE_BYTES:
-        raise Malformed(f"a value in the tree has more than {_MOST_INLINE_BYTES} bytes")
-    offset[~is_outside] = np.cumsum(inside) - inside
-    inline = body.take(total(inside, MOST_BODY_BYTES, "values in the tree"))
+    else:
+        lengths = body.varints(count)
+        kinds = body.fixed(count, "u1")
+        _require(kinds.max() <= _OUTSIDE, f"a value of kind {kinds.max()}")
+        outside, inside = np.flatnonzero(kinds), lengths[kinds != _OUTSIDE]
+        extents = Extents(np.full(count, -1), np.zeros(count, dtype=np.int64), lengths)
+        extents.file[outside], extents.offset[outside], _ = _extents(
+            body, len(outside), files, lengths[outside]
+        )
+        if int(inside.max(initial=0)) > _MOST_INLINE_BYTES:
+            raise Malformed(f"a value in the tree has more than {_MOST_INLINE_BYTES} bytes")
+        extents.offset[kinds != _OUTSIDE] = np.cumsum(inside) - inside
+        inline = body.take(total(inside, MOST_BODY_BYTES, "values in the tree"))
     body.finish()
-    return Leaf(keys, files, Extents(file, offset, lengths), inline, num_bytes)
+    return Node(keys, files, extents, num_keys, prefixes, inline, num_bytes)
+
+
+def _file_numbers(body: Body, count: int, num_files: int) -> I64:
+    file = body.varints(count)
+    last = int(file.max(initial=-1))
+    _require(last < num_files, f"file {last} of {num_files}")
+    return file
 
 
 def _extents(
     body: Body, count: int, files: Sequence[FileRef], lengths: I64 | None = None
 ) -> Extents:
-    file = body.varints(count)
-    if count and int(file.max()) >= len(files):
-        raise Malformed(f"file {file.max()} of {len(files)}")
-    if any(not files[number].path for number in np.unique(file).tolist()):
-        raise Malformed("a file without a path")
+    file = _file_numbers(body, count, len(files))
+    used = np.unique(file).tolist()
+    _require(all(files[number].path for number in used), "a file without a path")
     offset = body.varints(count)
     if lengths is None:
         lengths = body.varints(count)
-    if (offset > MOST_I64 - lengths).any():
-        raise Malformed("a place behind the end of any file")
+    _require((offset <= MOST_I64 - lengths).all(), "a place behind the end of any file")
     return Extents(file, offset, lengths)
 
 
-def encode_leaf(
-    keys: Sequence[bytes], shared: I64, cut: int, files: Sequence[str], extents: Extents
+def encode_node(
+    keys: Sequence[bytes],
+    shared: I64,
+    cut: int,
+    files: Sequence[str],
+    extents: Extents,
+    height: int = 0,
+    prefixes: I64 | None = None,
+    below: Sequence[Sequence[int]] | I64 = (),
 ) -> bytes:
-    """The record of a leaf whose values are all outside of the tree.
+    """The record of a leaf whose values are all outside of the tree, or of a node above others.
 
-    Keys are whole and sorted. Each has ``shared`` bytes in common with the one before it, and the
-    node above knows the first ``cut`` of all.
+    Args:
+        keys: whole and sorted; of a node above others lower bounds.
+        shared: bytes that each has in common with the one before it.
+        cut: the node above knows so many bytes of all of them.
+        files: of the extents.
+        extents: of values or children.
+        height: of the node.
+        prefixes: with how many bytes of its lower bound all keys below a child begin.
+        below: ``[keys, 3]``, the statistics of each child.
     """
     used, file = np.unique(extents.file, return_inverse=True)
-    body = [
-        b"\0",
-        files_table([files[number] for number in used.tolist()]),
-        *_key_columns(keys, shared, cut, None),
-        encoded(extents.length),
-        bytes([_OUTSIDE]) * len(keys),
-        encoded(file),
-        encoded(extents.offset),
-    ]
-    return sealed(NODE, b"".join(body), compressed=True)
-
-
-def encode_interior(
-    height: int,
-    keys: Sequence[bytes],
-    cut: int,
-    prefixes: I64,
-    path: str,
-    extents: Extents,
-    below: Sequence[TreeStatistics],
-) -> bytes:
-    """The record of a node whose children all lie in one file.
-
-    Keys are lower bounds, whole and sorted, of which the node above knows the first ``cut`` bytes.
-    All keys below a child begin with ``prefixes`` bytes of its own.
-    """
-    columns: Columns = [np.zeros(len(keys), dtype=np.int64), extents.offset, extents.length]
-    body = [
-        bytes([height]),
-        files_table([path]),
-        *_key_columns(keys, shared_lengths(keys), cut, prefixes - cut),
-        *map(encoded, columns),
-        *map(encoded, zip(*below, strict=True)),
-    ]
-    return sealed(NODE, b"".join(body), compressed=True)
-
-
-def _key_columns(keys: Sequence[bytes], shared: I64, cut: int, prefixes: I64 | None) -> list[bytes]:
-    starts = shared.copy()
-    starts[0] = cut
-    rests = [key[start:] for key, start in zip(keys, starts.tolist(), strict=True)]
-    lengths = np.fromiter(map(len, rests), dtype=np.int64, count=len(rests))
-    columns: Columns = [[len(keys)], starts[1:] - cut, lengths]
+    lengths, rests = _split_strings(keys, shared, cut)
     if prefixes is not None:
-        columns.append(prefixes)
-    return [*map(encoded, columns), *rests]
+        places = [*map(encoded, [file, extents.offset, extents.length, *np.transpose(below)])]
+        lengths.append(encoded(prefixes - cut))
+    else:
+        places = [encoded(extents.length), bytes([_OUTSIDE]) * len(keys)]
+        places += [encoded(file), encoded(extents.offset)]
+    table = files_table([files[number] for number in used.tolist()])
+    body = b"".join([bytes([height]), table, *lengths, *rests, *places])
+    return sealed(NODE, body, compressed=True)
 
 
 MANIFEST_NAME: Final = "manifest.ocdbt"
@@ -523,8 +488,7 @@ _SINGLE, _NUMBERED = 0, 1
 _INLINE_BYTES: Final = 1024
 NODE_BYTES: Final = 1 << 18
 """Estimated size of a decoded node. A reader of one key decodes one for each level of the tree."""
-_ARITY_LOG2: Final = 4
-_MOST_ARITY_LOG2: Final = 16
+_ARITY_LOG2, _MOST_ARITY_LOG2 = 4, 16
 _LEVEL_BYTES: Final = 4
 
 
@@ -543,37 +507,25 @@ class Root:
 class Manifest:
     """What a manifest says: its settings, encoded, and the root of its newest version, if any.
 
-    If it is numbered, other manifests, with numbers, say where trees begin.
+    If its generation is 0, other manifests, with numbers, say where trees begin.
     """
 
     config: bytes
-    is_numbered: bool
     generation: int
     root: Root | None
 
 
 def encode_manifest(root: Root | None) -> bytes:
     """The manifest of a database with one version, whose root lies in a file without base path."""
-    config = [
-        uuid.uuid4().bytes,
-        bytes([_SINGLE]),
-        encoded([_INLINE_BYTES, NODE_BYTES]),
-        bytes([_ARITY_LOG2]),
-        encoded([_ZSTD]),
-        bytes(_LEVEL_BYTES),
-    ]
-    if root is None:
-        path, height, numbers = "", 0, [0, MOST_U64, MOST_U64, 0, 0, 0]
-    else:
+    path, height, numbers = "", 0, [0, MOST_U64, MOST_U64, 0, 0, 0]
+    if root is not None:
         path, height = root.file.path, root.height
         numbers = [0, root.offset, root.length, *root.statistics]
-    version = [
-        encoded([1, 1]),
-        bytes([height]),
-        encoded(np.array(numbers, dtype=np.uint64)),
-        time.time_ns().to_bytes(8, "little"),
-    ]
-    body = b"".join([*config, files_table([path]), *version, encoded([0])])
+    config = uuid.uuid4().bytes + bytes([_SINGLE]) + encoded([_INLINE_BYTES, NODE_BYTES])
+    config += bytes([_ARITY_LOG2]) + encoded([_ZSTD]) + bytes(_LEVEL_BYTES)
+    version = encoded([1, 1]) + bytes([height]) + encoded(np.array(numbers, dtype=np.uint64))
+    version += time.time_ns().to_bytes(8, "little")
+    body = config + files_table([path]) + version + encoded([0])
     return sealed(MANIFEST, body, compressed=False)
 
 
@@ -594,54 +546,52 @@ def decode_manifest(record: bytes) -> Manifest:
     config = identity + body.data[start : body.position]
     if kind == _NUMBERED:
         body.finish()
-        return Manifest(config, is_numbered=True, generation=0, root=None)
+        return Manifest(config, 0, None)
     files = read_files(body, "")
-    generation, root = _newest(body, files, arity)
+    manifest = Manifest(config, *_newest(body, files, arity))
     _check_older(body, len(files), arity)
     body.finish()
-    return Manifest(config, is_numbered=False, generation=generation, root=root)
+    return manifest
+
+
+def _rise(generations: I64) -> bool:
+    return int(generations[0]) >= 1 and bool((np.diff(generations) > 0).all())
 
 
 def _newest(body: Body, files: list[FileRef], arity: int) -> tuple[int, Root | None]:
     """The last of the versions that stand in the manifest itself."""
     count = body.varint(1 << arity)
-    if count == 0:
-        raise Malformed("it has no version")
+    _require(count > 0, "it has no version")
     generations = body.varints(count)
     heights = body.fixed(count, "u1")
-    file = body.varints(count)
+    file = _file_numbers(body, count, len(files))
     numbers = [int(body.wide_varints(count)[-1]) for _ in range(5)]
     body.fixed(count, "<u8")
     same = generations - 1 >> arity
-    if int(generations[0]) < 1 or (np.diff(generations) <= 0).any() or (same != same[-1]).any():
-        raise Malformed("its versions are not in order")
-    if int(file.max()) >= len(files):
-        raise Malformed(f"file {file.max()} of {len(files)}")
+    _require(_rise(generations) and (same == same[-1]).all(), "its versions are not in order")
     newest, height = files[int(file[-1])], int(heights[-1])
     offset, length, below = numbers[0], numbers[1], TreeStatistics(*numbers[2:])
     if (offset, length) == (MOST_U64, MOST_U64):
-        if newest.path or height or any(below):
-            raise Malformed("its empty tree is not empty")
+        _require(not (newest.path or height or any(below)), "its empty tree is not empty")
         return int(generations[-1]), None
-    if not newest.path or length > MOST_BODY_BYTES or offset + length > MOST_I64:
-        raise Malformed("its tree is nowhere")
+    is_here = newest.path and length <= MOST_BODY_BYTES and offset + length <= MOST_I64
+    _require(bool(is_here), "its tree is nowhere")
     return int(generations[-1]), Root(height, newest, offset, length, below)
 
 
 def _check_older(body: Body, num_files: int, arity: int) -> None:
     """Check the references to nodes of older versions; their content is not read."""
     count = body.varint(MOST_HEIGHT)
-    generations, file = body.varints(count), body.varints(count)
+    generations = body.varints(count)
+    _file_numbers(body, count, num_files)
     for _ in range(3):
         body.wide_varints(count)
     body.fixed(count, "<u8")
     heights = body.fixed(count, "u1").astype(np.int64)
     if count and (
-        int(generations[0]) < 1
-        or (np.diff(generations) <= 0).any()
+        not _rise(generations)
         or (np.diff(heights) >= 0).any()
         or int(heights[-1]) < 1
         or int(heights[0]) > min(MOST_HEIGHT, 63 // arity - 1)
-        or int(file.max()) >= num_files
     ):
         raise Malformed("its older versions are not in order")

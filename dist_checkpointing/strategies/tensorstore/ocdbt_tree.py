@@ -6,7 +6,7 @@ import errno
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
@@ -26,15 +26,13 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
     NODE_BYTES,
     Extents,
     FileRef,
-    Interior,
-    Leaf,
     Malformed,
     Manifest,
+    Node,
     Root,
     TreeStatistics,
     decode_node,
-    encode_interior,
-    encode_leaf,
+    encode_node,
     shared_lengths,
 )
 
@@ -82,33 +80,26 @@ class _NodeRef:
     low: bytes
     high: bytes | None
     num_keys: int
-    node: Leaf | Interior | None = None
+    node: Node | None = None
     below: list[_NodeRef] = field(default_factory=list)
 
 
-class _Found:
-    """The columns of ``Values`` while they are filled."""
-
-    def __init__(self, count: int) -> None:
-        self.files: dict[str, int] = {}
-        self.inline: dict[int, bytes] = {}
-        self.extents = Extents(*np.zeros((3, count), dtype=np.int64))
-        self.extents.file[:] = ABSENT
-
-    def add(self, leaf: Leaf, rows: I64, positions: I64) -> None:
-        """Note the values at some positions of a leaf."""
-        numbers = [self.files.setdefault(file.path, len(self.files)) for file in leaf.files]
-        at = leaf.extents.rows(positions)
-        for row in np.flatnonzero(at.file == INLINE).tolist():
-            begin = int(at.offset[row])
-            self.inline[int(rows[row])] = leaf.inline[begin : begin + int(at.length[row])]
+def _values(count: int, parts: Iterable[tuple[Node, I64, I64]]) -> Values:
+    """Where so many values are: of each leaf, the rows that values at some positions of it fill."""
+    files: dict[str, int] = {}
+    inline: dict[int, bytes] = {}
+    extents = Extents(*np.zeros((3, count), dtype=np.int64))
+    extents.file[:] = ABSENT
+    for leaf, rows, positions in parts:
+        numbers = [files.setdefault(file.path, len(files)) for file in leaf.files]
+        file, offset, length = leaf.extents.rows(positions)
+        for at in np.flatnonzero(file == INLINE).tolist():
+            inline[int(rows[at])] = leaf.inline[int(offset[at]) :][: int(length[at])]
         # The last of the numbers is that of -1.
-        self.extents.file[rows] = np.array([*numbers, INLINE])[at.file]
-        self.extents.offset[rows] = np.where(at.file == INLINE, 0, at.offset)
-        self.extents.length[rows] = at.length
-
-    def values(self) -> Values:
-        return Values(list(self.files), self.extents, self.inline)
+        extents.file[rows] = np.array([*numbers, INLINE])[file]
+        extents.offset[rows] = np.where(file == INLINE, 0, offset)
+        extents.length[rows] = length
+    return Values(list(files), extents, inline)
 
 
 class Tree:
@@ -145,36 +136,35 @@ class Tree:
         """Every key, sorted, and where its value is."""
         leaves = list(self._ordered_leaves())
         keys = [key for leaf in leaves for key in leaf.keys]
-        found, begin = _Found(len(keys)), 0
-        for leaf in leaves:
-            rows = np.arange(len(leaf.keys))
-            found.add(leaf, begin + rows, rows)
-            begin += len(rows)
-        return keys, found.values()
+        begins = np.cumsum([0, *(len(leaf.keys) for leaf in leaves)])
+        numbers = (np.arange(len(leaf.keys)) for leaf in leaves)
+        parts = zip(leaves, begins, numbers, strict=False)
+        return keys, _values(len(keys), ((leaf, at + own, own) for leaf, at, own in parts))
 
     def find(self, wanted: Sequence[bytes]) -> Values:
         """Where the values of some keys are."""
-        found = _Found(len(wanted))
         if len(wanted) * _FEW <= self.num_keys:
-            for row, key in enumerate(wanted):
-                leaf, position = self._entry(key)
-                if leaf is not None:
-                    found.add(leaf, np.array([row]), np.array([position]))
-            return found.values()
+            entries = [(row, *self._entry(key)) for row, key in enumerate(wanted)]
+            known = ((leaf, row, at) for row, leaf, at in entries if leaf is not None)
+            parts = ((leaf, np.array([row]), np.array([at])) for leaf, row, at in known)
+            return _values(len(wanted), parts)
         # Of many keys every leaf is looked through.
         number = dict(zip(wanted, range(len(wanted)), strict=True))
-        for leaf in self._ordered_leaves():
-            rows = np.fromiter(map(number.get, leaf.keys, repeat(-1)), np.int64, len(leaf.keys))
-            positions = np.flatnonzero(rows >= 0)
-            found.add(leaf, rows[positions], positions)
-        values = found.values()
+
+        def parts_of_leaves() -> Iterator[tuple[Node, I64, I64]]:
+            for leaf in self._ordered_leaves():
+                rows = np.fromiter(map(number.get, leaf.keys, repeat(-1)), np.int64, len(leaf.keys))
+                positions = np.flatnonzero(rows >= 0)
+                yield leaf, rows[positions], positions
+
+        values = _values(len(wanted), parts_of_leaves())
         if len(number) == len(wanted):
             return values
         # Some keys are asked for several times.
         source = np.fromiter(map(number.__getitem__, wanted), np.int64, len(wanted))
-        inline = {row: at for row, at in enumerate(source.tolist()) if at in found.inline}
-        inlined = {row: found.inline[at] for row, at in inline.items()}
-        return Values(values.files, values.extents.rows(source), inlined)
+        inlined = values.inline
+        inline = {row: inlined[at] for row, at in enumerate(source.tolist()) if at in inlined}
+        return Values(values.files, values.extents.rows(source), inline)
 
     def find_outside(self, key: bytes) -> tuple[str, int, int] | None:
         """File, first byte and length of a value; None if it is absent or in the tree itself."""
@@ -184,7 +174,7 @@ class Tree:
         file, offset, length = (int(column[position]) for column in leaf.extents)
         return leaf.files[file].path, offset, length
 
-    def _entry(self, key: bytes) -> tuple[Leaf | None, int]:
+    def _entry(self, key: bytes) -> tuple[Node | None, int]:
         """The leaf that has a key, and its position there; None if no leaf has it."""
         ref = self._root
         while ref is not None:
@@ -192,19 +182,19 @@ class Tree:
             position = bisect_right(node.keys, key) - 1
             if position < 0:
                 break
-            if isinstance(node, Leaf):
+            if node.prefixes is None:
                 return (node, position) if node.keys[position] == key else (None, 0)
             ref = ref.below[position] if ref.below else _child(ref, node, position)
         return None, 0
 
-    def _ordered_leaves(self) -> Iterator[Leaf]:
+    def _ordered_leaves(self) -> Iterator[Node]:
         """All leaves, in the order of their keys, one after the other."""
         last = b""
         waiting = [] if self._root is None else [self._root]
         while waiting:
             ref = waiting.pop()
             node = ref.node or self._node(ref)
-            if isinstance(node, Interior):
+            if node.prefixes is not None:
                 waiting += reversed(ref.below or _children(ref, node))
                 continue
             if last and last >= node.keys[0]:
@@ -212,24 +202,24 @@ class Tree:
             last = node.keys[-1]
             yield node
 
-    def _node(self, place: _NodeRef) -> Leaf | Interior:
+    def _node(self, place: _NodeRef) -> Node:
         """A node, which is read once by all threads if it is remembered."""
         if not self._keeps_nodes:
             return self._read(place)
         with self._lock:
             if place.node is None:
                 node = self._read(place)
-                if isinstance(node, Interior):
+                if node.prefixes is not None:
                     place.below = _children(place, node)
                 place.node = node
             return place.node
 
-    def _read(self, place: _NodeRef) -> Leaf | Interior:
+    def _read(self, place: _NodeRef) -> Node:
         path = self._folder / place.file.path
         try:
             record = self._read_at(place.file.path, place.offset, place.length)
             node = decode_node(record, place.height, place.file.folder, place.prefix)
-            held = len(node.keys) if isinstance(node, Leaf) else sum(node.num_keys.tolist())
+            held = len(node.keys) if node.num_keys is None else sum(node.num_keys.tolist())
             if held != place.num_keys:
                 raise Malformed(f"it has {held} keys below it and not {place.num_keys}")
             if node.keys[0] < place.low or (place.high is not None and node.keys[-1] >= place.high):
@@ -270,16 +260,18 @@ class Tree:
             raise
 
 
-def _children(place: _NodeRef, node: Interior) -> list[_NodeRef]:
+def _children(place: _NodeRef, node: Node) -> list[_NodeRef]:
     return [_child(place, node, number) for number in range(len(node.keys))]
 
 
-def _child(above: _NodeRef, node: Interior, number: int) -> _NodeRef:
-    extents, keys = node.extents, node.keys
+def _child(above: _NodeRef, node: Node, number: int) -> _NodeRef:
+    (file, offset, length), keys = (int(c[number]) for c in node.extents), node.keys
+    assert node.prefixes is not None
+    assert node.num_keys is not None
     return _NodeRef(
-        node.files[int(extents.file[number])],
-        int(extents.offset[number]),
-        int(extents.length[number]),
+        node.files[file],
+        offset,
+        length,
         above.height - 1,
         keys[number][: int(node.prefixes[number])],
         keys[number],
@@ -291,7 +283,7 @@ def _child(above: _NodeRef, node: Interior, number: int) -> _NodeRef:
 def _newest_root(folder: Location) -> Root | None:
     """Where the tree of the newest version begins; None if it is empty."""
     first = _read_manifest(folder / MANIFEST_NAME)
-    if not first.is_numbered:
+    if first.generation:
         return first.root
     matches = [_NUMBERED_NAME.fullmatch(name) for name in location.names_in(folder)]
     generations = [int(match[1], 16) for match in matches if match is not None]
@@ -299,11 +291,7 @@ def _newest_root(folder: Location) -> Root | None:
         return None
     path = folder / f"manifest.{max(generations):016x}"
     newest = _read_manifest(path)
-    if (newest.is_numbered, newest.config, newest.generation) != (
-        False,
-        first.config,
-        max(generations),
-    ):
+    if (newest.config, newest.generation) != (first.config, max(generations)):
         raise _corrupt("it is not the manifest that its name says", path)
     return newest.root
 
@@ -324,9 +312,9 @@ def _corrupt(problem: str, path: Location) -> CorruptCheckpointError:
     return CorruptCheckpointError("the database cannot be read", [finding])
 
 
-_LEAF_ENTRY_BYTES = 32
-_INTERIOR_ENTRY_BYTES = 56
-"""How large TensorStore takes an entry for, beside its key and the path of a file."""
+_ENTRY_BYTES = (32, 56)
+"""How large TensorStore takes an entry of a leaf, and of another node, for, beside its key and the
+path of a file."""
 
 
 def encode_tree(
@@ -342,33 +330,33 @@ def encode_tree(
     if not keys:
         return [], None
     nodes: list[bytes] = []
-    height, shared = 0, shared_lengths(keys)
-    path_sizes = np.array([len(file) for file in files], dtype=np.int64)
+    height = 0
+    prefixes: I64 | None = None
     # Of each entry: keys, bytes of nodes, and bytes of values below it.
     statistics = np.zeros((len(keys), 3), dtype=np.int64)
     statistics[:, 0], statistics[:, 2] = 1, extents.length
-    sizes = path_sizes[extents.file] + _LEAF_ENTRY_BYTES
-    cuts = lengths = np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))
     while True:
-        added, prefixes, sums = [], [], []
+        added, ends, sums = [], [], []
+        shared = shared_lengths(keys)
+        lengths = np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))
+        cuts = lengths if prefixes is None else prefixes
+        path_sizes = np.fromiter(map(len, files), dtype=np.int64)
+        sizes = path_sizes[extents.file] + _ENTRY_BYTES[height > 0]
         groups = list(_groups(lengths + sizes, 2 if height else 1))
         for rows in groups:
-            prefix, part = 0, extents.rows(rows)
+            cut, part, own = 0, extents.rows(rows), statistics[rows]
             if len(groups) > 1:
-                ends = [keys[rows.start], keys[rows.stop - 1]]
-                prefix = min(int(shared_lengths(ends)[1]), int(cuts[rows].min()))
-            if height:
-                below = [TreeStatistics(*row) for row in statistics[rows].tolist()]
-                node = encode_interior(height, keys[rows], prefix, cuts[rows], path, part, below)
-            else:
-                node = encode_leaf(keys[rows], shared[rows], prefix, files, part)
-            added.append(node)
-            prefixes.append(prefix)
-            sums.append(statistics[rows].sum(axis=0))
-            sums[-1][1] += len(node)
+                both = [keys[rows.start], keys[rows.stop - 1]]
+                cut = min(int(shared_lengths(both)[1]), int(cuts[rows].min()))
+            of_children = None if prefixes is None else prefixes[rows]
+            node = (keys[rows], shared[rows], cut, files, part, height, of_children, own)
+            added.append(encode_node(*node))
+            ends.append(cut)
+            sums.append(own.sum(axis=0))
+            sums[-1][1] += len(added[-1])
         nodes += added
         keys = [keys[rows.start] for rows in groups]
-        cuts, statistics = np.array(prefixes), np.array(sums)
+        prefixes, statistics, files = np.array(ends), np.array(sums), [path]
         node_bytes = np.fromiter(map(len, added), dtype=np.int64)
         begins = offset + np.cumsum(node_bytes) - node_bytes
         extents = Extents(np.zeros_like(begins), begins, node_bytes)
@@ -376,8 +364,6 @@ def encode_tree(
             total = TreeStatistics(*statistics[0].tolist())
             return nodes, Root(height, FileRef(path, ""), int(begins[0]), len(added[0]), total)
         offset, height = offset + int(node_bytes.sum()), height + 1
-        lengths = np.fromiter(map(len, keys), dtype=np.int64)
-        sizes = np.full_like(lengths, _INTERIOR_ENTRY_BYTES + len(path))
 
 
 def _groups(sizes: I64, least: int) -> Iterator[slice]:

@@ -24,8 +24,7 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
     FileRef,
     Root,
     TreeStatistics,
-    encode_interior,
-    encode_leaf,
+    encode_node,
     encoded,
     files_table,
     shared_lengths,
@@ -240,15 +239,14 @@ def interior(
     height: int, keys: list[bytes], prefixes: list[int], at: list[tuple[int, int]], held: list[int]
 ) -> bytes:
     offsets, lengths = np.array(at, dtype=np.int64).T
-    below = [TreeStatistics(count, 1, 1) for count in held]
     extents = Extents(np.zeros(len(keys), dtype=np.int64), offsets, lengths)
-    return encode_interior(height, keys, 0, np.array(prefixes), "n", extents, below)
+    below, shared = [(count, 1, 1) for count in held], shared_lengths(keys)
+    return encode_node(keys, shared, 0, ["n"], extents, height, np.array(prefixes), below)
 
 
 def one_leaf(keys: list[bytes], cut: int = 0) -> bytes:
     zeros = np.zeros(len(keys), dtype=np.int64)
-    shared = shared_lengths(keys)
-    return encode_leaf(keys, shared, cut, ["v"], Extents(zeros, zeros, zeros))
+    return encode_node(keys, shared_lengths(keys), cut, ["v"], Extents(zeros, zeros, zeros))
 
 
 def test_a_node_that_is_its_own_child(tmp_path: Path) -> None:
