@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from dist_checkpointing.filesystem.ranged_reads import (
     open_file,
     pread,
 )
-from dist_checkpointing.format.geometry import Box, Window, ravel_offset
+from dist_checkpointing.format.geometry import Ints, Window, ravel_offset
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
@@ -47,18 +47,8 @@ _MOST_BUFFERS: Final = 1024
 """IOV_MAX of Linux and macOS."""
 
 _MOST_SIZES: Final = 64
+"""A size of buffers costs as much as a hundred of them, because it is a type."""
 _LEAST_A_READ: Final = 8
-
-
-def buffers_of(sizes: Int64s) -> dict[int, Callable[[int], Any]] | None:
-    """What makes a buffer of each size at an address; None for too many sizes.
-
-    A size costs as much as a hundred buffers, because it is a type.
-    """
-    kinds = np.unique(sizes).tolist()
-    if len(kinds) > _MOST_SIZES:
-        return None
-    return {size: (ctypes.c_ubyte * size).from_address for size in kinds}
 
 
 def read_scattered(descriptor: int, starts: Int64s, sizes: Int64s, addresses: Int64s) -> bool:
@@ -69,9 +59,10 @@ def read_scattered(descriptor: int, starts: Int64s, sizes: Int64s, addresses: In
     """
     is_apart = starts[1:] != starts[:-1] + sizes[:-1]
     firsts = np.r_[0, np.flatnonzero(is_apart) + 1]
-    makers = buffers_of(sizes)
-    if makers is None or len(firsts) > 1 + len(starts) // _LEAST_A_READ:
+    kinds = np.unique(sizes).tolist()
+    if len(kinds) > _MOST_SIZES or len(firsts) > 1 + len(starts) // _LEAST_A_READ:
         return False
+    makers = {size: (ctypes.c_ubyte * size).from_address for size in kinds}
     ends = np.r_[firsts[1:], len(starts)]
     places, lengths = addresses.tolist(), sizes.tolist()
     for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
@@ -81,18 +72,13 @@ def read_scattered(descriptor: int, starts: Int64s, sizes: Int64s, addresses: In
             buffers = [makers[size](address) for size, address in own]
             position, expected = int(starts[begin]), int(sizes[rows].sum())
             count = os.preadv(descriptor, buffers, position)
-            if count != expected:
-                _read_rest(descriptor, buffers, position, count)
+            for buffer in buffers if count != expected else ():
+                # What a short read has left out is read buffer by buffer.
+                array = np.frombuffer(buffer, dtype=np.uint8)
+                if count < len(array):
+                    pread(descriptor, array[count:], position + count)
+                count, position = max(0, count - len(array)), position + len(array)
     return True
-
-
-def _read_rest(descriptor: int, buffers: list[Any], position: int, count: int) -> None:
-    """Read what a short read has left out, buffer by buffer."""
-    for buffer in buffers:
-        array = np.frombuffer(buffer, dtype=np.uint8)
-        if count < len(array):
-            pread(descriptor, array[count:], position + count)
-        count, position = max(0, count - len(array)), position + len(array)
 
 
 Array = npt.NDArray[Any]
@@ -114,12 +100,6 @@ _HUGE_PAGE_BYTES = 2**21
 _RUNS_AHEAD = 256
 
 
-def copy_window(values: Array, window: Window, target: Array) -> None:
-    """Copy a window of the values of a chunk, 1-D, to an array of the window's box shape."""
-    part = values[window.start : window.start + window.array_size].reshape(window.shape)
-    target[...] = part if window.box.shape == window.shape else part[window.box.slices()]
-
-
 def read_window(
     file: OpenFile, start: int, window: Window, target: Array, most_copied: int | None
 ) -> None:
@@ -131,27 +111,38 @@ def read_window(
     Raises:
         EOFError: if the file has become shorter.
     """
-    run = window.contiguous_range()
+    run, itemsize = window.contiguous_range(), target.itemsize
     if run is not None and target.flags.c_contiguous:
-        file.read_into(target, start + run[0] * target.itemsize)
+        file.read_into(target, start + run[0] * itemsize)
         return
-    axes, are_runs = axes_apart(
-        window, target.itemsize, maps_files=most_copied is None, most_gap=file.most_gap
-    )
+    maps_files, lengths = most_copied is None, window.box.shape
+    axes, are_runs = axes_apart(window, itemsize, maps_files=maps_files, most_gap=file.most_gap)
+    positions = start + run_positions(window, axes, itemsize)
+    strides = tuple(itemsize * math.prod(window.shape[axis + 1 :]) for axis in range(len(lengths)))
     parts = target[..., np.newaxis]  # so that a part is an array even if it is one element
-    if axes and are_runs and parts[(0,) * axes].flags.c_contiguous:
-        _read_runs(file, start, window, target, axes, maps_files=most_copied is None)
-    else:
-        box = window.box
-        for index in itertools.product(*map(range, box.shape[:axes])):
-            offset = tuple(map(sum, zip(box.offset, index, strict=False))) + box.offset[axes:]
-            part = Box(offset, (1,) * axes + box.shape[axes:])
-            own = target[tuple(slice(i, i + 1) for i in index)]
-            inner = Window(window.start, window.shape, part)
+    indices = itertools.product(*map(range, lengths[:axes]))
+    if not axes or not are_runs or not parts[(0,) * axes].flags.c_contiguous:
+        for index, position in zip(indices, positions.tolist(), strict=True):
+            part = parts[index][..., 0]
             if most_copied is None:
-                _copy_mapped(file.descriptor, start, inner, own)
+                _copy_mapped(file.descriptor, position, strides[axes:], part)
             else:
-                _copy_blocks(file, start, inner, own, most_copied)
+                _copy_blocks(file, position, strides[axes:], part, most_copied)
+        return
+    # Each part is one run, read to where it belongs.
+    num_bytes = math.prod(lengths[axes:]) * itemsize
+    gap_bytes = span_bytes(window, 0, itemsize) // len(positions) - num_bytes
+    if (
+        maps_files
+        and gap_bytes <= _MOST_CACHED_GAP_BYTES
+        and file.is_cached(parts[(-1,) * axes], int(positions[-1]))
+        and file.is_cached(parts[(0,) * axes], int(positions[0]))
+    ):
+        _copy_mapped(file.descriptor, int(positions[0]), strides, target, reads_around=False)
+        return
+    runs = zip(indices, positions.tolist(), strict=True)
+    while batch := list(itertools.islice(runs, _RUNS_AHEAD)):
+        file.read_runs([(parts[index], position) for index, position in batch])
 
 
 def axes_apart(
@@ -180,28 +171,6 @@ def axes_apart(
     return run, True
 
 
-def _read_runs(
-    file: OpenFile, start: int, window: Window, target: Array, axes: int, *, maps_files: bool
-) -> None:
-    """Read the parts along the leading axes, each of them one run, to where they belong."""
-    parts, itemsize, box = target[..., np.newaxis], target.itemsize, window.box
-    positions = start + run_positions(window, axes, itemsize)
-    num_bytes = math.prod(box.shape[axes:]) * itemsize
-    last = (-1,) * axes
-    gap_bytes = span_bytes(window, 0, itemsize) // len(positions) - num_bytes
-    if (
-        maps_files
-        and gap_bytes <= _MOST_CACHED_GAP_BYTES
-        and file.is_cached(parts[last], int(positions[-1]))
-        and file.is_cached(parts[(0,) * axes], int(positions[0]))
-    ):
-        _copy_mapped(file.descriptor, start, window, target, reads_around=False)
-        return
-    runs = zip(itertools.product(*map(range, box.shape[:axes])), positions.tolist(), strict=True)
-    while batch := list(itertools.islice(runs, _RUNS_AHEAD)):
-        file.read_runs([(parts[index], position) for index, position in batch])
-
-
 def run_positions(window: Window, axes: int, itemsize: int) -> Int64s:
     """First byte of the part of a window at each index of its leading axes, in C order."""
     box = window.box
@@ -213,66 +182,47 @@ def run_positions(window: Window, axes: int, itemsize: int) -> Int64s:
 
 
 def _copy_mapped(
-    descriptor: int, start: int, window: Window, target: Array, *, reads_around: bool = True
+    descriptor: int, first: int, strides: Ints, target: Array, *, reads_around: bool = True
 ) -> None:
-    """Copy a window of values out of a mapped file, reading around it from the disk or not."""
-    first, num_bytes = _span(window, target.itemsize)
-    first += start
+    """Copy elements out of a mapped file, reading around them from the disk or not."""
+    stop = first + _strided_bytes(target, strides)
     # Linux maps a huge page of its cache at once, but only if all of it may be seen.
     aligned = first - first % _HUGE_PAGE_BYTES
-    stop = -(-(first + num_bytes) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    length = min(stop, os.fstat(descriptor).st_size) - aligned
-    if length < first + num_bytes - aligned:
+    end = min(-(-stop // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, os.fstat(descriptor).st_size)
+    if end < stop:
         raise EOFError("the file ended early")
-    mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=aligned)
+    mapped = mmap.mmap(descriptor, end - aligned, access=mmap.ACCESS_READ, offset=aligned)
     if not reads_around:
         mapped.madvise(mmap.MADV_RANDOM)
-    target[...] = _strided(mapped, first - aligned, window, target)
+    target[...] = np.ndarray(target.shape, target.dtype, mapped, first - aligned, strides)
     # The array that looked into it is gone, so this cannot pull memory from under anybody.
     mapped.close()
 
 
-def _copy_blocks(
-    file: OpenFile, start: int, window: Window, target: Array, most_bytes: int
-) -> None:
+def _copy_blocks(file: OpenFile, first: int, strides: Ints, target: Array, most_bytes: int) -> None:
     """Read whole blocks of rows and copy what is wanted of them."""
-    first, num_bytes = _span(window, target.itemsize)
-    rows = window.box.shape
-    axis = next((a for a, extent in enumerate(rows) if extent > 1), None)
+    num_bytes = _strided_bytes(target, strides)
+    axis = next((axis for axis, extent in enumerate(target.shape) if extent > 1), None)
     if axis is None or num_bytes <= most_bytes:
-        block = file.view(start + first, num_bytes)
-        target[...] = _strided(block, 0, window, target)
+        block = file.view(first, num_bytes)
+        target[...] = np.ndarray(target.shape, target.dtype, block, 0, strides)
         return
-    step = max(1, rows[axis] * most_bytes // num_bytes)
-    for begin in range(0, rows[axis], step):
-        extent = min(step, rows[axis] - begin)
-        box = window.box
-        offset = (*box.offset[:axis], box.offset[axis] + begin, *box.offset[axis + 1 :])
-        part = Box(offset, (*rows[:axis], extent, *rows[axis + 1 :]))
-        index = (*(slice(None),) * axis, slice(begin, begin + extent))
-        inner = Window(window.start, window.shape, part)
-        _copy_blocks(file, start, inner, target[index], most_bytes)
+    step = max(1, target.shape[axis] * most_bytes // num_bytes)
+    for begin in range(0, target.shape[axis], step):
+        part = target[(*(slice(None),) * axis, slice(begin, begin + step))]
+        _copy_blocks(file, first + begin * strides[axis], strides, part, most_bytes)
 
 
-def _span(window: Window, itemsize: int) -> tuple[int, int]:
-    """First byte, and bytes from there to the last one, of a window with elements."""
-    first = ravel_offset(window.box.offset, window.shape)
-    return (window.start + first) * itemsize, span_bytes(window, 0, itemsize)
+def _strided_bytes(target: Array, strides: Ints) -> int:
+    """Bytes from the first element to the last, in a file with these strides."""
+    steps = zip(target.shape, strides, strict=True)
+    return int(target.itemsize) + sum((extent - 1) * step for extent, step in steps)
 
 
 def span_bytes(window: Window, axes: int, itemsize: int) -> int:
     """Bytes from the first element to the last at one index of the leading axes of a window."""
     last = tuple(extent - 1 for extent in window.box.shape[axes:])
     return (ravel_offset(last, window.shape[axes:]) + 1) * itemsize
-
-
-def _strided(buffer: Any, offset: int, window: Window, like: Array) -> Array:
-    """The window's box as an array over memory that begins with its first element."""
-    itemsize = like.dtype.itemsize
-    strides = [itemsize] * len(window.shape)
-    for axis in reversed(range(len(strides) - 1)):
-        strides[axis] = strides[axis + 1] * window.shape[axis + 1]
-    return np.ndarray(window.box.shape, like.dtype, buffer, offset, tuple(strides))
 
 
 _PART_BYTES = 2**22
@@ -345,8 +295,15 @@ class Filler:
             source = block.ctypes.data + start + begin
             ctypes.memmove(destination.data_ptr(), source, num_bytes)
             self._destinations.filled(row, destination)
-        else:
-            self._copy(row, block[start : start + size], destination)
+            return
+        dtype = self.dtype(row)
+        values = block[start : start + size].view(dtype.bits)
+
+        def copy(window: Window, target: Array) -> None:
+            part = values[window.start : window.start + window.array_size].reshape(window.shape)
+            target[...] = part[window.box.slices()]
+
+        self._put(row, destination, _PART_BYTES, copy)
 
     def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
         """Fill rows from chunks that follow each other in a long enough file, if that pays."""
@@ -359,47 +316,35 @@ class Filler:
             return False
         return read_scattered(file.descriptor, starts + begins, counts, addresses)
 
-    def _copy(self, row: int, chunk: Array, destination: torch.Tensor) -> None:
-        dtype = self.dtype(row)
-        values = chunk.view(dtype.bits)
-        target = tensor_memory.fillable(destination, dtype.torch)
-        if target is None:
-            self._staged(row, destination, _PART_BYTES, partial(copy_window, values))
-        else:
-            copy_window(values, self.table.storage(row), target)
-            self._destinations.filled(row, destination)
-
     def read(self, row: int, file: OpenFile, start: int) -> int:
         """Fill a row from its chunk in a long enough file; returns the bytes of the row."""
         destination, dtype = self._destinations.acquire(row), self.dtype(row)
-        target = tensor_memory.fillable(destination, dtype.torch)
         # What is staged may have to be gathered from rows that are read whole: both need memory.
-        most_bytes = self._most_bytes if target is not None else max(1, self._most_bytes // 2)
+        is_staged = tensor_memory.fillable(destination, dtype.torch) is None
+        most_bytes = max(1, self._most_bytes // 2) if is_staged else self._most_bytes
         most_copied = None if self._maps_files else most_bytes
 
-        def read_part(window: Window, staged: Array) -> None:
-            read_window(file, start, window, staged, most_copied)
+        def read_part(window: Window, target: Array) -> None:
+            read_window(file, start, window, target, most_copied)
 
-        if target is None:
-            self._staged(row, destination, most_bytes, read_part)
-        elif self._starts[row] >= 0 and target.flags.c_contiguous:
-            file.read_into(target, start + int(self._starts[row]))
-            self._destinations.filled(row, destination)
-        else:
-            read_part(self.table.storage(row), target)
-            self._destinations.filled(row, destination)
+        self._put(row, destination, most_bytes, read_part)
         return int(self.num_bytes[row])
 
-    def _staged(
+    def _put(
         self,
         row: int,
         destination: torch.Tensor,
         most_bytes: int,
         read: Callable[[Window, Array], None],
     ) -> None:
-        """Read what cannot be filled in place, part by part, and hand it to the planner."""
-        item = replace(self.table.item(row), storage=self.table.storage(row))
+        """Read a row in place; or part by part, and hand these to the planner."""
         dtype = self.dtype(row)
+        target = tensor_memory.fillable(destination, dtype.torch)
+        if target is not None:
+            read(self.table.storage(row), target)
+            self._destinations.filled(row, destination)
+            return
+        item = replace(self.table.item(row), storage=self.table.storage(row))
         if not is_on_gpu(destination) or not self._destinations.is_own_memory:
             for part in item.parts(max(1, most_bytes // dtype.itemsize)):
                 staged = np.empty(part.lengths, dtype=dtype.bits)
@@ -421,15 +366,13 @@ class Filler:
 SMALL_BYTES = 2**18
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where a chunk lies in a file, whose size is None if it holds more than this chunk."""
+class Extent(NamedTuple):
+    """Where a chunk lies in a file."""
 
     folder: Location
     name: str
     offset: int
     num_bytes: int
-    file_bytes: int | None = None
 
     @property
     def path(self) -> str:
@@ -544,10 +487,8 @@ def read_part(extent: Extent, key: str, window: Window, target: Array, most_byte
 
 
 def _opened_extent(extent: Extent, key: str) -> AbstractContextManager[OpenFile]:
-    end = extent.offset + extent.num_bytes
-    is_all = extent.file_bytes is not None
     opening = partial(open_file, extent.folder, extent.name)
-    return _opened(opening, extent.path, key, end, is_all=is_all)
+    return _opened(opening, extent.path, key, extent.offset + extent.num_bytes, is_all=False)
 
 
 @contextmanager
@@ -559,7 +500,7 @@ def _opened(
         with open_it() as file:
             file.require(end, is_all=is_all)
             yield file
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise damaged(path, key, "a chunk is missing") from error
     except WrongSizeError as error:
         problem = (

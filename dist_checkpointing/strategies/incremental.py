@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -408,7 +408,7 @@ def _are_same(
         """Whether a candidate begins like the row, as nearly all that differ do not."""
         whole, row, size = extent(at), int(rows[at]), int(itemsizes[at])
         most = min(whole.num_bytes, _HEAD_BYTES // size * size)
-        return digests.begins_with(row, read_extent(replace(whole, num_bytes=most), table.key(row)))
+        return digests.begins_with(row, read_extent(whole._replace(num_bytes=most), table.key(row)))
 
     # What begins otherwise need not be hashed before it is written; padding is left out.
     is_same = np.ones(len(rows), dtype=np.bool_)
@@ -444,7 +444,7 @@ def _digest_in_base(
     if unpack is None and not extent.num_bytes > num_bytes > 0:
         digest, end = Digest(), extent.offset + extent.num_bytes
         for begin in range(extent.offset, end, _READ_BYTES):
-            part = replace(extent, offset=begin, num_bytes=min(_READ_BYTES, end - begin))
+            part = extent._replace(offset=begin, num_bytes=min(_READ_BYTES, end - begin))
             digest.update(memoryview(read_extent(part, key)))
         return digest.digest()
     chunk = base.index.chunk_shape(key)

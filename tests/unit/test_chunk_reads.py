@@ -30,10 +30,8 @@ from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import chunk_reads as reading
 from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
-    Extent,
     Filler,
     read_chunks,
-    read_extent,
     read_window,
 )
 from dist_checkpointing.threads import in_threads
@@ -181,14 +179,6 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path, columns: int, maps_file
         read_all([item(0, window)], [(4, 4 * 256)], path, kind, tensors, maps_files=maps_files)
     assert caught.value.findings[0].path == str(path)
     assert caught.value.findings[0].key == "w"
-
-
-@pytest.mark.parametrize("num_bytes", [63, 65])
-def test_a_file_that_is_one_chunk_must_be_as_long(tmp_path: Path, num_bytes: int) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(bytes(num_bytes))
-    with pytest.raises(CorruptCheckpointError, match="wrong size; expected 64 bytes; found"):
-        read_extent(Extent(tmp_path, path.name, 0, 64, file_bytes=64), "w")
 
 
 @pytest.mark.parametrize("most_copied", [64, None], ids=["read", "mapped"])
