@@ -216,7 +216,7 @@ def _copy_blocks(file: OpenFile, first: int, strides: Ints, target: Array, most_
 def _strided_bytes(target: Array, strides: Ints) -> int:
     """Bytes from the first element to the last, in a file with these strides."""
     steps = zip(target.shape, strides, strict=True)
-    return int(target.itemsize) + sum((extent - 1) * step for extent, step in steps)
+    return int(target.itemsize + sum((extent - 1) * step for extent, step in steps))
 
 
 def span_bytes(window: Window, axes: int, itemsize: int) -> int:
