@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import compress, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +49,7 @@ from dist_checkpointing.format.seal import Seal, SealedFile, check_files, read_s
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import nested_grids
+from dist_checkpointing.planning.load_plan import Columns
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter
 from dist_checkpointing.storage.options import BaseCheck, Checksum, StorageOptions
@@ -302,8 +303,8 @@ class PlanDigests:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
-    """Rows of a plan, and parts of files of the base that may hold their values.
+class Candidates(Columns):
+    """Rows of a plan, and parts of files of the base that may hold their values, or do.
 
     Attributes:
         rows: Rows of the plan.
@@ -313,30 +314,18 @@ class Candidates:
     """
 
     rows: Int64s
-    files: Sequence[SealedFile]
+    files: tuple[SealedFile, ...]
     extents: Int64s
     is_nested: Bools
 
-    def take(self, chosen: Bools) -> Candidates:
-        rows, extents, is_nested = self.rows[chosen], self.extents[chosen], self.is_nested[chosen]
-        return Candidates(rows, self.files, extents, is_nested)
+    @classmethod
+    def none(cls) -> Candidates:
+        none = np.empty(0, dtype=np.int64)
+        return cls(none, (), none.reshape(0, 3), none.astype(np.bool_))
 
     def bytes_in_files(self) -> Int64s:
         sums = np.bincount(self.extents[:, 0], self.extents[:, 2], len(self.files))
         return sums.astype(np.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedParts:
-    """The rows of a plan whose values lie in shared files, with extents as in ``Candidates``.
-
-    The ``steady`` rows have not changed either, but lie in files of which too little is used.
-    """
-
-    rows: Int64s = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    extents: Int64s = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
-    files: tuple[SealedFile, ...] = ()
-    steady: Int64s = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 Unpack = Callable[[Path, int, str], Any]
@@ -345,7 +334,7 @@ Unpack = Callable[[Path, int, str], Any]
 
 def share_parts(
     writer: StorageWriter,
-    reader: StorageReader,
+    reader_type: type[StorageReader],
     plan: SavePlan,
     digests: PlanDigests,
     candidates_in: Callable[[BaseParts], Candidates],
@@ -353,26 +342,32 @@ def share_parts(
     is_alone: bool = True,
     reuses_names: bool = False,
     unpack: Unpack | None = None,
-) -> SharedParts:
-    """Share the files of a base that hold values of a plan. Not collective.
+) -> tuple[Candidates, Int64s]:
+    """Share the files of the base, if any, that hold values of a plan. Not collective.
 
     Nothing is shared if the base is damaged or gone, which is logged.
 
     Args:
         writer: of the plan.
-        reader: of the base.
+        reader_type: what reads the base.
         plan: what this rank writes.
         digests: of the rows of the plan; gets those that are needed.
         candidates_in: finds the values in the base.
         is_alone: whether no other rank shares the same files.
         reuses_names: whether files of another save have the same names.
         unpack: if the files are compressed.
+
+    Returns:
+        The rows that lie in shared files; and those that have not changed either, but lie in files
+        of which too little is used.
     """
-    base = reader.checkpoint_dir
+    base, nothing = writer.base, (Candidates.none(), np.empty(0, dtype=np.int64))
+    if base is None or not len(plan.table):
+        return nothing
     try:
-        parts = open_base(reader, plan.table)
+        parts = open_base(reader_type(base), plan.table)
         if parts is None:
-            return SharedParts()
+            return nothing
         candidates = candidates_in(parts)
         same = candidates.take(
             _are_same(candidates, parts, plan.table, digests, writer.options, unpack)
@@ -382,10 +377,20 @@ def share_parts(
         whole = sizes if is_alone else candidates.bytes_in_files()
         used = same.bytes_in_files()
         is_wanted = (used > 0) & (used >= writer.options.least_shared * whole)
-        return _shared(same, is_wanted, parts, writer, reuses_names=reuses_names)
+        numbers, files = _share_files(same.files, is_wanted, parts, writer)
     except (CheckpointingException, OSError) as error:
         logger.warning("nothing is shared with %s, which cannot be used: %s", base, error)
-        return SharedParts()
+        return nothing
+    if reuses_names and files and not parts.is_in_place():
+        for file in files:  # another save may have put other values in their places
+            (writer.checkpoint_dir / file.name).unlink()
+        logger.warning("nothing is shared with %s, which was deleted meanwhile", base)
+        return nothing
+    number = numbers[same.extents[:, 0]]
+    kept = same.take(number >= 0)
+    kept.extents[:, 0] = number[number >= 0]
+    writer.report(int(plan.table.num_bytes[kept.rows].sum()))
+    return replace(kept, files=files), same.rows[number < 0]
 
 
 def _are_same(
@@ -456,27 +461,21 @@ def _digest_in_base(
     return digest_of_array(values)
 
 
-def _shared(
-    same: Candidates,
-    is_wanted: Bools,
-    base: BaseParts,
-    writer: StorageWriter,
-    *,
-    reuses_names: bool,
-) -> SharedParts:
-    """Share the wanted files, and keep the rows in those for which that has worked."""
-    folder, numbers = writer.checkpoint_dir, np.full(len(same.files), -1, dtype=np.int64)
-    wanted = np.flatnonzero(is_wanted).tolist()
-    for parent in {(folder / same.files[number].name).parent for number in wanted}:
+def _share_files(
+    sealed: Sequence[SealedFile], is_wanted: Bools, base: BaseParts, writer: StorageWriter
+) -> tuple[Int64s, tuple[SealedFile, ...]]:
+    """Share the wanted files: the new number of each, -1 for one that is not shared, and those."""
+    folder, wanted = writer.checkpoint_dir, np.flatnonzero(is_wanted).tolist()
+    for parent in {(folder / sealed[number].name).parent for number in wanted}:
         parent.mkdir(parents=True, exist_ok=True)
 
     def share(number: int) -> int | None:
-        sealed = same.files[number]
-        size = share_file(base.folder / sealed.name, folder / sealed.name)
-        if size is not None and size != sealed.num_bytes:
+        file = sealed[number]
+        size = share_file(base.folder / file.name, folder / file.name)
+        if size is not None and size != file.num_bytes:
             problem = "%s/%s is not shared: it has another size than when it was saved"
-            logger.warning(problem, base.folder, sealed.name)
-            (folder / sealed.name).unlink(missing_ok=True)
+            logger.warning(problem, base.folder, file.name)
+            (folder / file.name).unlink(missing_ok=True)
         return size
 
     sizes = [share(number) for number in wanted[:1]]
@@ -484,17 +483,8 @@ def _shared(
         logger.warning("files of %s cannot be shared here, and are written", base.folder)
     else:
         sizes += in_threads(share, wanted[1:], writer.options.threads)
-    files: list[SealedFile] = []
-    for number, size in zip(wanted, sizes, strict=False):
-        if size == same.files[number].num_bytes:
-            numbers[number] = len(files)
-            files.append(same.files[number])
-    if reuses_names and files and not base.is_in_place():
-        for file in files:  # another save may have put other values in their places
-            (folder / file.name).unlink()
-        logger.warning("nothing is shared with %s, which was deleted meanwhile", base.folder)
-        return SharedParts()
-    is_shared = numbers[same.extents[:, 0]] >= 0
-    kept = same.take(is_shared)
-    kept.extents[:, 0] = numbers[kept.extents[:, 0]]
-    return SharedParts(kept.rows, kept.extents, tuple(files), same.rows[~is_shared])
+    is_shared = (sealed[n].num_bytes == size for n, size in zip(wanted, sizes, strict=False))
+    shared = list(compress(wanted, is_shared))
+    numbers = np.full(len(sealed), -1, dtype=np.int64)
+    numbers[shared] = np.arange(len(shared))
+    return numbers, tuple(sealed[number] for number in shared)

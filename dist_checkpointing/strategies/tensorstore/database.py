@@ -216,25 +216,10 @@ def merged_values(
 _MOST_TEXT_BYTES = 2**16
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The database, taken apart.
-
-    Attributes:
-        kept: What ``write_tree`` needs for the values that stay; None if all do.
-        unused: The files that are free without the others.
-        shared: Bytes of the others in files that stay.
-    """
-
-    kept: tuple[list[bytes], Sequence[str], Extents, list[bytes]] | None
-    unused: tuple[str, ...]
-    shared: dict[str, int]
-
-
 def plan_removal(root: Path, gone: Iterable[str], kept: Index) -> PlannedRemoval:
     """What ``drop_all_but`` would do."""
-    split = _split(root, kept)
-    return PlannedRemoval(tuple(gone), split.unused, split.shared)
+    _, unused, shared = _split(root, kept)
+    return PlannedRemoval(tuple(gone), unused, shared)
 
 
 def drop_all_but(root: Path, kept: Index) -> None:
@@ -243,17 +228,22 @@ def drop_all_but(root: Path, kept: Index) -> None:
     Raises:
         CorruptCheckpointError: if the database cannot be read; nothing has been deleted then.
     """
-    split = _split(root, kept)
-    if split.kept is not None:
-        write_tree(root, *split.kept)
+    rest, unused, _ = _split(root, kept)
+    if rest is not None:
+        write_tree(root, *rest)
         local_folder.fsync_folder(root)
-    local_folder.remove_all([root / name for name in split.unused], root)
+    local_folder.remove_all([root / name for name in unused], root)
 
 
-def _split(root: Path, kept: Index) -> _Split:
-    """The decoded database; without a manifest there is nothing."""
+_Rest = tuple[list[bytes], Sequence[str], Extents, list[bytes]]
+
+
+def _split(root: Path, kept: Index) -> tuple[_Rest | None, tuple[str, ...], dict[str, int]]:
+    """What ``write_tree`` needs for the values that stay (None if all do, or nothing is there), the
+    files that are free without the others, and bytes of the others in files that stay.
+    """
     if not (root / MANIFEST_NAME).exists():
-        return _Split(None, (), {})
+        return None, (), {}
     tree = Tree(root)
     keys, values = tree.all()
     tensors = {disk_name(key).encode() for key in kept}
@@ -280,16 +270,10 @@ def _split(root: Path, kept: Index) -> _Split:
             extents.file[row], extents.offset[row] = INLINE, numbers[text]
         rest = [keys[row] for row in rows.tolist()], values.files, extents, list(numbers)
     gone = values.extents.rows(np.flatnonzero(~is_kept & all_in_files))
-    sizes = np.bincount(gone.file, gone.length, len(values.files)).tolist()
-    return _Split(
-        rest,
-        tuple(name for name in _files(root) if name not in in_use),
-        {
-            name: int(size)
-            for name, size in zip(values.files, sizes, strict=True)
-            if size and name in in_use
-        },
-    )
+    sizes = np.bincount(gone.file, gone.length, len(values.files)).astype(np.int64).tolist()
+    sizes_of = zip(values.files, sizes, strict=True)
+    shared = {name: size for name, size in sizes_of if size and name in in_use}
+    return rest, tuple(name for name in _files(root) if name not in in_use), shared
 
 
 def _texts(root: Path, values: Values, rows: I64) -> dict[int, bytes]:

@@ -11,9 +11,7 @@ import logging
 import math
 import os
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +27,8 @@ from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.incremental import BaseParts, Candidates
 from dist_checkpointing.strategies.tensorstore import database
-from dist_checkpointing.strategies.tensorstore.database import DATA_FOLDER, StoredValues
+from dist_checkpointing.strategies.tensorstore.database import DATA_FOLDER
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from dist_checkpointing.strategies.zarr_metadata import chunk_name
 
@@ -55,7 +54,7 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     values = Tree(base.folder).find([name for *_, name in entries])
     file, offset, length = values.extents
     in_data = [name if name.startswith(f"{DATA_FOLDER}/") else "" for name in values.files]
-    files = [base.seal.files[name] for name in in_data if name in base.seal.files]
+    files = tuple(base.seal.files[name] for name in in_data if name in base.seal.files)
     number_of = {sealed.name: number for number, sealed in enumerate(files)}
     # The last two are those of -1 and -2: of what does not lie in a file.
     number_in_files = [*(number_of.get(name, -1) for name in in_data), -1, -1]
@@ -114,88 +113,68 @@ _COPIED_BYTES: Final = 2**24
 
 
 def settle(
-    folder: Path, stored: Sequence[StoredValues], options: StorageOptions
-) -> tuple[list[StoredValues], list[SealedFile]]:
-    """Decide which shared files stay, and make these durable; where all values lie then."""
-    shared = {file.name: file for values in stored for file in values.shared}
-    used: Counter[str] = Counter()
-    for values in stored:
-        sums = np.bincount(values.extents.file, values.extents.length, len(values.files))
-        used.update(dict(zip(values.files, sums.astype(np.int64).tolist(), strict=True)))
-    known = {name for values in stored for name in values.files}
+    folder: Path,
+    files: list[str],
+    extents: Extents,
+    shared: Mapping[str, SealedFile],
+    options: StorageOptions,
+) -> list[SealedFile]:
+    """Decide which shared files stay, and make these durable.
+
+    What is used of the others is copied to new files, which take their places in ``files`` and
+    ``extents``, those of all values.
+
+    Returns:
+        The shared files that stay, and the new ones.
+    """
     for path, names in local_folder.walked(folder / DATA_FOLDER):
         for name in names:
             # A rank shared it, and then found that it could not use it.
-            if (path / name).relative_to(folder).as_posix() not in known:
+            if (path / name).relative_to(folder).as_posix() not in files:
                 (path / name).unlink()
-    left, copied = list(stored), []
-    sparse = {n for n, file in shared.items() if used[n] < options.least_shared * file.num_bytes}
-    for name in sorted(sparse):
-        left, file = _copied_out(folder, left, name, options.durability)
-        copied.append(file)
-    kept = [file for name, file in shared.items() if name not in sparse]
-    if options.durability is Durability.FSYNC:
-        # The base may have been saved with less care.
-        for file in kept:
-            local_folder.fsync_file(folder / file.name)
+    is_outside, is_durable = extents.file >= 0, options.durability is Durability.FSYNC
+    sums = np.bincount(extents.file[is_outside], extents.length[is_outside], len(files))
+    used = dict(zip(files, sums.astype(np.int64).tolist(), strict=True))
+    kept, copied = [], []
+    for name, file in sorted(shared.items()):
+        if used[name] >= options.least_shared * file.num_bytes:
+            kept.append(file)
+            # The base may have been saved with less care.
+            if is_durable:
+                local_folder.fsync_file(folder / name)
+            continue
+        number = files.index(name)
+        rows = np.flatnonzero(extents.file == number)
+        rows = rows[np.argsort(extents.offset[rows], kind="stable")]
+        offsets, lengths = extents.offset[rows], extents.length[rows]
+        files[number] = fresh = f"{name.rpartition('/')[0]}/used-{uuid.uuid4().hex}"
+        _copy(folder / name, folder / fresh, offsets, lengths, is_durable=is_durable)
+        (folder / name).unlink()
+        extents.offset[rows] = np.cumsum(lengths) - lengths
+        copied.append(SealedFile(fresh, int(lengths.sum())))
     num_bytes = sum(used[file.name] for file in kept)
     logger.info("%d bytes in %d files are shared with the base", num_bytes, len(kept))
-    return left, [*kept, *copied]
-
-
-def _copied_out(
-    folder: Path, stored: Sequence[StoredValues], name: str, durability: Durability
-) -> tuple[list[StoredValues], SealedFile]:
-    """Put a file in the place of another one that has what is used of it."""
-    number_of = [{file: number for number, file in enumerate(v.files)} for v in stored]
-    rows = [
-        np.flatnonzero(values.extents.file == numbers.get(name, -1))
-        for values, numbers in zip(stored, number_of, strict=True)
-    ]
-    parts = [v.extents.rows(own) for v, own in zip(stored, rows, strict=True)]
-    offsets = np.concatenate([part.offset for part in parts])
-    lengths = np.concatenate([part.length for part in parts])
-    order = np.argsort(offsets, kind="stable")
-    begins = np.empty_like(offsets)
-    begins[order] = np.cumsum(lengths[order]) - lengths[order]
-    fresh = f"{name.rpartition('/')[0]}/used-{uuid.uuid4().hex}"
-    _copy(folder / name, folder / fresh, offsets[order], lengths[order], durability)
-    (folder / name).unlink()
-    moved, taken = [], 0
-    for values, own in zip(stored, rows, strict=True):
-        if not len(own):
-            moved.append(values)
-            continue
-        file, offset = values.extents.file.copy(), values.extents.offset.copy()
-        file[own], offset[own] = len(values.files), begins[taken : taken + len(own)]
-        taken += len(own)
-        extents = values.extents._replace(file=file, offset=offset)
-        moved.append(replace(values, files=(*values.files, fresh), extents=extents))
-    return moved, SealedFile(fresh, int(lengths.sum()))
+    return [*kept, *copied]
 
 
 def _copy(
-    source: Path, target: Path, offsets: Int64s, lengths: Int64s, durability: Durability
+    source: Path, target: Path, offsets: Int64s, lengths: Int64s, *, is_durable: bool
 ) -> None:
     """Copy ranges of a file, sorted by their offsets, one behind the other into a new file."""
     ends = offsets + lengths
     firsts = np.flatnonzero(np.r_[True, offsets[1:] != ends[:-1]])
     lasts = np.r_[firsts[1:], len(offsets)] - 1
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb", 0) as read, target.open("xb", 0) as write:
+    with os.fdopen(descriptor, "rb", 0) as read, target.open("xb") as write:
         for begin, end in zip(offsets[firsts].tolist(), ends[lasts].tolist(), strict=True):
-            if not copy_range(read.fileno(), begin, end - begin, write.fileno()):
-                _copy_here(read.fileno(), begin, end, write.fileno())
-        if durability is Durability.FSYNC:
+            if copy_range(read.fileno(), begin, end - begin, write.fileno()):
+                continue
+            read.seek(begin)
+            while read.tell() < end:
+                data = read.read(min(_COPIED_BYTES, end - read.tell()))
+                if not data:
+                    raise EOFError(f"the file ends at {read.tell()}")
+                write.write(data)
+            write.flush()
+        if is_durable:
             os.fsync(write.fileno())
-
-
-def _copy_here(read: int, begin: int, end: int, write: int) -> None:
-    while begin < end:
-        data = os.pread(read, min(_COPIED_BYTES, end - begin), begin)
-        if not data:
-            raise EOFError(f"the file ends at {begin}")
-        view = memoryview(data)
-        while view:
-            view = view[os.write(write, view) :]
-        begin += len(data)

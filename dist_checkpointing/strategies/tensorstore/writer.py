@@ -38,7 +38,7 @@ from dist_checkpointing.strategies.data_files import (
     balanced,
     write_shares,
 )
-from dist_checkpointing.strategies.incremental import PlanDigests, SharedParts, share_parts
+from dist_checkpointing.strategies.incremental import PlanDigests, share_parts
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.database import (
@@ -273,23 +273,21 @@ class TensorStoreWriter(StorageWriter):
         assert index is not None
         if not len(table):
             return done([])
-        known, reused = PlanDigests(plan, planner, self.options), SharedParts()
-        if self.base is not None:
-            reused = share_parts(
-                self,
-                TensorStoreReader(self.base),
-                plan,
-                known,
-                lambda base: values_in_base(base, table, index),
-                is_alone=self.world_size == 1,
-            )
-            self.report(int(table.num_bytes[reused.rows].sum()))
+        known = PlanDigests(plan, planner, self.options)
+        reused, steady = share_parts(
+            self,
+            TensorStoreReader,
+            plan,
+            known,
+            lambda base: values_in_base(base, table, index),
+            is_alone=self.world_size == 1,
+        )
         with paused_collector():
             row_keys = database.keys_to_write(table, index)
             key_lengths = np.fromiter(map(len, row_keys), dtype=np.uint16)
             joined_keys = b"".join(row_keys)
             del row_keys
-            shares = list(self._shares(table, reused))
+            shares = list(self._shares(table, reused.rows, steady))
         most_pending = max(1, self.options.buffer_bytes // max(1, len(shares)))
         has_checksums = self.options.checksum is Checksum.XXH3
         rows = RowWriter(plan, planner, known, has_checksums=has_checksums)
@@ -326,14 +324,16 @@ class TensorStoreWriter(StorageWriter):
         )
         return done(results)  # type: ignore[arg-type]
 
-    def _shares(self, table: ShardTable, reused: SharedParts) -> Iterator[tuple[str, Int64s]]:
+    def _shares(
+        self, table: ShardTable, reused: Int64s, steady: Int64s
+    ) -> Iterator[tuple[str, Int64s]]:
         """How the names of data files begin, and the rows in them.
 
         Each is work for a thread: a data group, or several parts of it of about the same bytes.
         """
         # What has not changed may stay so: in files of its own it can be shared the next time.
         age = np.zeros(len(table), dtype=np.int64)
-        age[reused.steady], age[reused.rows] = 1, 2
+        age[steady], age[reused] = 1, 2
         groups = np.array([database.group_of(name) for name in table.names])[table.keys]
         # A removal keeps objects: they must not hold on to the files of an optimizer's tensors.
         groups[table.is_object] = database.DATA_GROUPS.index("model")
@@ -355,12 +355,13 @@ class TensorStoreWriter(StorageWriter):
         stored = [result.storage_data for of_rank in results for result in of_rank]
         parts = [values for values in stored if isinstance(values, StoredValues)]
         durability, folder = self.options.durability, self.checkpoint_dir
-        files_of_base: list[SealedFile] = []
-        if self.base is not None:
-            parts, files_of_base = settle(folder, parts, self.options)
-        if durability is Durability.FSYNC:
-            files = [folder / name for values in parts for name in values.files]
-            location.fsync_folders(files, folder)
         with paused_collector():
-            tree = write_tree(folder, *merged_values(parts, metadata), durability)
+            keys, files, extents, texts = merged_values(parts, metadata)
+            files_of_base: list[SealedFile] = []
+            if self.base is not None:
+                shared = {file.name: file for values in parts for file in values.shared}
+                files_of_base = settle(folder, files, extents, shared, self.options)
+            if durability is Durability.FSYNC:
+                location.fsync_folders([folder / name for name in files], folder)
+            tree = write_tree(folder, keys, files, extents, texts, durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]

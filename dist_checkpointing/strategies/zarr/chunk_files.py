@@ -69,7 +69,6 @@ from dist_checkpointing.strategies.incremental import (
     BaseParts,
     Candidates,
     PlanDigests,
-    SharedParts,
     share_parts,
 )
 from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
@@ -179,18 +178,16 @@ class ZarrFolderWriter(StorageWriter):
         data_of, sizes = planner.data_of(plan), table.num_bytes
         with_checksums = options.checksum is Checksum.XXH3
         digests = PlanDigests(plan, planner, options)
-        shared, codec = SharedParts(), make_codec(self.codec_name)
-        if self.base is not None and len(table):
-            shared = share_parts(
-                self,
-                self.reader_type(self.base),
-                plan,
-                digests,
-                lambda base: self._files_in_base(base, table, index, names, is_whole),
-                reuses_names=True,
-                unpack=None if codec is None else partial(read_decoded, codec),
-            )
-            self.report(int(sizes[shared.rows].sum()))
+        codec = make_codec(self.codec_name)
+        shared, _ = share_parts(
+            self,
+            self.reader_type,
+            plan,
+            digests,
+            lambda base: self._files_in_base(base, table, index, names, is_whole),
+            reuses_names=True,
+            unpack=None if codec is None else partial(read_decoded, codec),
+        )
         most_bytes, of_thread = options.buffer_bytes // options.threads, threading.local()
 
         def on_cpu(data: torch.Tensor) -> torch.Tensor:
@@ -272,7 +269,7 @@ class ZarrFolderWriter(StorageWriter):
         is_readable = base.index.codec == self.codec_name
         same = np.flatnonzero(base.same_box & is_whole & is_readable).tolist()
         rows = [row for row in same if names[row] in base.seal.files and is_same(row)]
-        files = [base.seal.files[names[row]] for row in rows]
+        files = tuple(base.seal.files[names[row]] for row in rows)
         extents = [(number, 0, file.num_bytes) for number, file in enumerate(files)]
         return Candidates(
             np.array(rows, dtype=np.int64),
