@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -75,13 +77,26 @@ def chunk_keys(
     return found
 
 
+# The level and the other parameters matter to the writer only; any reader decodes all of them.
+CODECS: Final[dict[str, dict[str, Any]]] = {
+    "zstd": {"level": 3, "checksum": False},
+    "gzip": {"level": 5},
+    "blosc": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
+}
+
+
 def array_json(
     shape: Ints,
     chunk: Ints,
     dtype: DType,
-    codecs: Sequence[Node] = (),
+    codec: str | None = None,
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Node:
+    """``zarr.json`` of an array whose chunks are compressed by this codec."""
+    configuration: dict[str, Any] = {} if codec is None else dict(CODECS[codec])
+    if codec == "blosc":
+        configuration |= {"typesize": dtype.itemsize, "blocksize": 0}
+    codecs = [] if codec is None else [{"name": codec, "configuration": configuration}]
     to_bytes: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         to_bytes["configuration"] = {"endian": "little"}
@@ -107,13 +122,41 @@ def array_json(
     }
 
 
-def nodes_of(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Node]:
+def nodes_of(tensor: StoredTensor, codec: str | None = None) -> dict[str, Node]:
     """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
     name = disk_name(tensor.key)
-    nodes = {name: top_node(tensor, codecs)}
+    nodes = {name: top_node(tensor, codec)}
     for own_name, shape in piece_arrays(tensor):
-        nodes[f"{name}/{own_name}"] = array_json(shape, shape, tensor.dtype, codecs)
+        nodes[f"{name}/{own_name}"] = array_json(shape, shape, tensor.dtype, codec)
     return nodes
+
+
+def node_texts(
+    index: Index, codec: str | None = None, indent: int | None = None, rows: slice = slice(None)
+) -> Iterator[tuple[str, str]]:
+    """Path and text of the ``zarr.json`` of all arrays and groups of some tensors."""
+    keys, shapes = index.keys_column, (index.global_shape_column, index.chunk_shape_column)
+    columns = (disk_names(keys[rows]), *(c[rows] for c in (keys, index.dtype_column, *shapes)))
+    for name, key, dtype, shape, chunk in zip(*columns, strict=True):
+        if chunk is not None and name == key:
+            text = _array_text(tuple(shape), tuple(chunk), dtype, codec, indent)
+            yield f"{name}/{METADATA_NAME}", text
+            continue
+        tensor = index[key]
+        yield f"{name}/{METADATA_NAME}", _text(top_node(tensor, codec), indent)
+        for piece, own in piece_arrays(tensor):
+            text = _array_text(own, own, dtype, codec, indent)
+            yield f"{name}/{piece}/{METADATA_NAME}", text
+
+
+@lru_cache(maxsize=1 << 12)
+def _array_text(shape: Ints, chunk: Ints, dtype: str, codec: str | None, indent: int | None) -> str:
+    # Thousands of tensors share a few shapes.
+    return _text(array_json(shape, chunk, tensor_memory.from_name(dtype), codec), indent)
+
+
+def _text(node: Node, indent: int | None) -> str:
+    return json.dumps(node, indent=indent, separators=(",", ":" if indent is None else ": "))
 
 
 def piece_arrays(tensor: StoredTensor) -> Iterator[tuple[str, Ints]]:
@@ -124,12 +167,12 @@ def piece_arrays(tensor: StoredTensor) -> Iterator[tuple[str, Ints]]:
             yield piece_name(offset, start), tuple(shape) if start < 0 else (stop - start,)
 
 
-def top_node(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> Node:
+def top_node(tensor: StoredTensor, codec: str | None = None) -> Node:
     """``zarr.json`` of the array of a tensor, or of the group of its pieces."""
     ours: Node = {} if unquote(disk_name(tensor.key)) == tensor.key else {"key": tensor.key}
     if tensor.pieces is None:
         grid, attributes = tensor.grid, {_ATTRIBUTE: ours} if ours else {}
-        return array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codecs, attributes)
+        return array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codec, attributes)
     ours |= {
         "global_shape": list(tensor.global_shape),
         "data_type": tensor.dtype.name,

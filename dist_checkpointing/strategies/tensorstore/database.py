@@ -8,11 +8,9 @@ nothing else is deleted.
 from __future__ import annotations
 
 import itertools
-import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import compress, islice
 from operator import eq
 from pathlib import Path
@@ -24,26 +22,20 @@ import numpy.typing as npt
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.file_names import disk_name, disk_names, is_of_optimizer
-from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.file_names import disk_name, is_of_optimizer
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.planning.load_plan import ReadTable
-from dist_checkpointing.planning.shard_table import Bools, ShardTable
+from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import I64, MANIFEST_NAME, Extents
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import INLINE, Tree, Values, encode_tree
 from dist_checkpointing.strategies.zarr_metadata import (
-    METADATA_NAME,
-    array_json,
     chunk_keys,
-    piece_arrays,
-    top_node,
+    node_texts,
 )
 
 NODES_FOLDER: Final = "d"
@@ -59,74 +51,25 @@ def group_of(key: str) -> int:
     return int(is_of_optimizer(key))
 
 
-def object_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
-    """The key of one cell of a sharded object."""
-    cell = "_".join(".".join(map(str, numbers)) for numbers in (offset, shape))
-    return f"{disk_name(key)}/shard_{cell}"
+def object_key(key: str, cell: Sequence[int], shape: Sequence[int]) -> bytes:
+    """The key of one cell of a sharded object with a grid of this shape."""
+    numbers = "_".join(".".join(map(str, numbers)) for numbers in (cell, shape))
+    return f"{disk_name(key)}/shard_{numbers}".encode()
 
 
-def cell_key(cell: MetadataIndex, index: Index) -> bytes:
-    """The key of the cell of a sharded object that an index means."""
-    return object_key(cell.fqn, cell.offset or (), index.objects[cell.fqn]).encode()
-
-
-def keys_to_write(table: ShardTable, index: Index) -> list[bytes]:
-    """The keys of the chunks, pieces and cells of all rows of a save plan."""
-
-    def key_of(row: int) -> bytes:
-        return object_key(table.key(row), table.box(row).offset, table.global_shape(row)).encode()
-
-    chunks = chunk_keys(table.take(~table.is_object), index)
-    return _in_rows(table.is_object, chunks, key_of)
-
-
-def keys_to_read(table: ReadTable, index: Index) -> list[bytes]:
-    """The keys of the chunks, pieces and cells of all rows of a load plan."""
-    chunks = chunk_keys(table.take(~table.is_object), index)
-    return _in_rows(table.is_object, chunks, lambda row: cell_key(table.chunk(row), index))
-
-
-def _in_rows(
-    is_object: Bools, chunks: Sequence[str], key_of: Callable[[int], bytes]
-) -> list[bytes]:
-    """Keys of chunks and of the cells between them, in the order of the rows."""
-    names = map(str.encode, chunks)
-    if not is_object.any():
+def row_keys(table: ShardTable | ReadTable, index: Index) -> list[bytes]:
+    """The keys of the chunks, pieces and cells of all rows of a plan."""
+    names = map(str.encode, chunk_keys(table.take(~table.is_object), index))
+    if not table.is_object.any():
         return list(names)
-    return [
-        key_of(row) if is_cell else next(names) for row, is_cell in enumerate(is_object.tolist())
-    ]
-
-
-def descriptions(index: Index) -> tuple[list[str], list[int], list[str]]:
-    """Keys of the ``zarr.json`` of all arrays and groups, the text of each, and all texts."""
-    plain: list[tuple[str, str]] = []
-    special: list[tuple[str, str]] = []
-    shapes = (index.global_shape_column, index.chunk_shape_column)
-    columns = (disk_names(index.keys_column), index.keys_column, index.dtype_column, *shapes)
-    for name, key, dtype, shape, chunk in zip(*columns, strict=True):
-        if chunk is None or name != key:
-            special += _nodes(index[key], name, dtype)
-        else:
-            text = _array_text(tuple(shape), tuple(chunk), dtype)
-            plain.append((f"{name}/{METADATA_NAME}", text))
-    texts: dict[str, int] = {}
-    nodes = [*plain, *special]
-    numbers = [texts.setdefault(text, len(texts)) for _, text in nodes]
-    return [path for path, _ in nodes], numbers, list(texts)
-
-
-def _nodes(tensor: StoredTensor, name: str, dtype: str) -> Iterator[tuple[str, str]]:
-    """The same of a tensor that has pieces or another name on disk, with all of its text."""
-    yield f"{name}/{METADATA_NAME}", json.dumps(top_node(tensor), separators=(",", ":"))
-    for piece, shape in piece_arrays(tensor):
-        yield f"{name}/{piece}/{METADATA_NAME}", _array_text(shape, shape, dtype)
-
-
-@lru_cache(maxsize=1 << 12)
-def _array_text(shape: Ints, chunk: Ints, dtype: str) -> str:
-    node = array_json(shape, chunk, tensor_memory.from_name(dtype))
-    return json.dumps(node, separators=(",", ":"))
+    cells = table.offsets if isinstance(table, ShardTable) else table.chunk_offsets
+    rows = zip(table.is_object.tolist(), table.keys.tolist(), cells.tolist(), strict=True)
+    keys = []
+    for is_object, key, cell in rows:
+        shape = index.objects[table.names[key]] if is_object else ()
+        own = object_key(table.names[key], cell[: len(shape)], shape) if is_object else next(names)
+        keys.append(own)
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +134,12 @@ def merged_values(
     parts: Sequence[StoredValues], index: Index
 ) -> tuple[list[bytes], list[str], Extents, list[bytes]]:
     """The values of all ranks and the descriptions of all arrays, see ``write_tree``."""
-    described, numbers, texts = descriptions(index)
-    names = list(map(str.encode, described))
+    texts: dict[str, int] = {}
+    names = []
+    numbers = []
+    for path, text in node_texts(index):
+        names.append(path.encode())
+        numbers.append(texts.setdefault(text, len(texts)))
     number = np.array(numbers, dtype=np.int64)
     columns = [(np.full_like(number, INLINE), number, np.zeros_like(number))]
     number_of: dict[str, int] = {}
@@ -248,7 +195,7 @@ def _split(root: Path, kept: Index) -> tuple[_Rest | None, tuple[str, ...], dict
     keys, values = tree.all()
     tensors = {disk_name(key).encode() for key in kept}
     cells = {
-        object_key(key, cell, shape).encode()
+        object_key(key, cell, shape)
         for key, shape in kept.objects.items()
         for cell in itertools.product(*map(range, shape))
     }

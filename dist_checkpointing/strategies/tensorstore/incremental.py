@@ -40,7 +40,7 @@ _ANY: Final = -1
 def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidates:
     """Where values of the same box lie in the base, and values in which others may lie."""
     same_box = np.flatnonzero(base.same_box)
-    names = database.keys_to_write(table.take(same_box), base.index)
+    names = database.row_keys(table.take(same_box), base.index)
     columns = (same_box.tolist(), table.is_object[same_box], table.num_bytes[same_box].tolist())
     sizes = [
         _ANY if is_object else _stored_bytes(base, table, index, row, num_bytes)

@@ -98,9 +98,9 @@ class TensorStoreReader(StorageReader):
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
         name = database.object_key(key, cell, self._index.objects[key])
-        values = self._find([name.encode()])
+        values = self._find([name])
         if values.extents.file[0] == ABSENT:
-            raise damaged(f"{self.checkpoint_dir}: {name}", key, "an object is missing")
+            raise damaged(f"{self.checkpoint_dir}: {name.decode()}", key, "an object is missing")
         return self._bytes(values, 0, key)
 
     def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
@@ -151,7 +151,7 @@ class TensorStoreReader(StorageReader):
         table = plan.table
         filler = Filler(plan, planner, self._index, self.files.limits)
         with paused_collector():
-            row_keys = database.keys_to_read(table, self._index)
+            row_keys = database.row_keys(table, self._index)
             values = self._find(row_keys)
             self._require_found(table, row_keys, values)
         destinations = planner.destinations(plan)
@@ -186,10 +186,13 @@ class TensorStoreReader(StorageReader):
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
+        objects = self._index.objects
         stored = reads_of([chunk for chunk in chunks if chunk.fqn in self._index], self._index)
-        names = iter(database.keys_to_read(stored, self._index))
+        names = iter(database.row_keys(stored, self._index))
         return [
-            next(names) if chunk.fqn in self._index else database.cell_key(chunk, self._index)
+            next(names)
+            if chunk.fqn in self._index
+            else database.object_key(chunk.fqn, chunk.offset or (), objects[chunk.fqn])
             for chunk in chunks
         ]
 

@@ -283,7 +283,7 @@ class TensorStoreWriter(StorageWriter):
             is_alone=self.world_size == 1,
         )
         with paused_collector():
-            row_keys = database.keys_to_write(table, index)
+            row_keys = database.row_keys(table, index)
             key_lengths = np.fromiter(map(len, row_keys), dtype=np.uint16)
             joined_keys = b"".join(row_keys)
             del row_keys

@@ -162,15 +162,14 @@ class ZarrFolderWriter(StorageWriter):
     codec_name: str | None = None
 
     @abstractmethod
-    def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
-        """The files that say what the tensor's arrays are."""
+    def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
+        """The files that say what the arrays of some tensors are."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
         index, table, options = plan.index, plan.table, self.options
         assert index is not None
         # Any rank can describe any array, so each takes its share, also of those without chunks.
-        keys = list(index)[self.rank :: self.world_size]
-        described = [file for key in keys for file in self.describe_array(index[key])]
+        described = [*self.describe(index, slice(self.rank, None, self.world_size))]
         names, is_whole = chunk_keys(table, index, self.names), _fill_chunks(table, index)
         paths = itertools.chain((name for name, _ in described), names)
         for folder in sorted({path.rpartition("/")[0] for path in paths}):
@@ -215,10 +214,8 @@ class ZarrFolderWriter(StorageWriter):
             self.report(int(sizes[row]))
             return written
 
-        def describe(file: FileContent) -> None:
-            file_writer.put(self.checkpoint_dir, *file, is_new=False)
-
-        in_threads(describe, described, options.threads)
+        put = partial(file_writer.put, self.checkpoint_dir, is_new=False)
+        in_threads(lambda file: put(*file), described, options.threads)
         files = [*(SealedFile.of_bytes(*file) for file in described), *shared.files]
         rows = np.setdiff1d(np.arange(len(table)), shared.rows).tolist()
         files += itertools.chain.from_iterable(in_threads(write, rows, options.threads))

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import numcodecs
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
+from dist_checkpointing.strategies.zarr_metadata import CODECS
 
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _GZIP_WINDOW: Final = 31
@@ -76,34 +77,16 @@ def _blosc_size(data: bytes) -> int:
     return int.from_bytes(data[4:8], "little")
 
 
-# The level and the other parameters matter to the writer only; any reader decodes all of them.
-_CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {
-    "zstd": {"level": 3, "checksum": False},
-    "gzip": {"level": 5},
-    "blosc": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
-}
-
-
 def make_codec(name: str | None) -> Codec | None:
     """The codec with this zarr v3 name; None for raw bytes."""
     if name is None:
         return None
-    if name not in _CONFIGURATIONS:
-        expected = ", ".join(_CONFIGURATIONS)
+    if name not in CODECS:
+        expected = ", ".join(CODECS)
         finding = Finding("unknown codec", expected=expected, found=repr(name))
         raise UnsupportedFormatError("cannot store or read chunks this way", [finding])
-    configuration = {"id": name} | _CONFIGURATIONS[name]
+    configuration = {"id": name} | CODECS[name]
     if name == "blosc":
         configuration["shuffle"] = numcodecs.Blosc.SHUFFLE
     codec: Codec = numcodecs.get_codec(configuration)
     return codec
-
-
-def codec_json(name: str | None, itemsize: int) -> list[dict[str, Any]]:
-    """The bytes-to-bytes codecs of an array's ``zarr.json``."""
-    if name is None:
-        return []
-    configuration = _CONFIGURATIONS[name]
-    if name == "blosc":
-        configuration = configuration | {"typesize": itemsize, "blocksize": 0}
-    return [{"name": name, "configuration": configuration}]

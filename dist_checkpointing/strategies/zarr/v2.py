@@ -112,18 +112,20 @@ class ZarrV2Writer(ZarrFolderWriter):
                 [Finding("array of another program", key, remedy=remedy) for key in foreign],
             )
 
-    def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
-        content = {
-            "chunks": list(tensor.grid.chunk_shape),
-            "compressor": None,
-            "dtype": tensor.dtype.zarr_v2,
-            "fill_value": None,
-            "filters": None,
-            "order": "C",
-            "shape": list(tensor.global_shape),
-            "zarr_format": 2,
-        }
-        yield f"{tensor.key}/{_METADATA_NAME}", json.dumps(content, indent=4).encode()
+    def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
+        for key in index.keys_column[rows]:
+            tensor = index[key]
+            content = {
+                "chunks": list(tensor.grid.chunk_shape),
+                "compressor": None,
+                "dtype": tensor.dtype.zarr_v2,
+                "fill_value": None,
+                "filters": None,
+                "order": "C",
+                "shape": list(tensor.global_shape),
+                "zarr_format": 2,
+            }
+            yield f"{key}/{_METADATA_NAME}", json.dumps(content, indent=4).encode()
 
     def finish(self, metadata: Index, results: Iterable[Iterable[WriteResult]]) -> None:
         """Nothing to add: each array describes itself."""

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,14 +24,12 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.file_names import disk_name
-from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
 from dist_checkpointing.format.leftovers import (
     noted_removal,
 )
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping.tensor_memory import DTYPES, DType
+from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult
 from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
@@ -42,11 +39,11 @@ from dist_checkpointing.strategies.zarr.chunk_files import (
     ZarrFolderReader,
     ZarrFolderWriter,
 )
-from dist_checkpointing.strategies.zarr.compression import codec_json, make_codec
+from dist_checkpointing.strategies.zarr.compression import make_codec
 from dist_checkpointing.strategies.zarr_metadata import (
     METADATA_NAME,
-    array_json,
     group_json,
+    node_texts,
     nodes_of,
     parse,
 )
@@ -133,23 +130,12 @@ _MAX_METADATA_BYTES = 1 << 32
 
 def _root_json(index: Index) -> bytes:
     """Consolidated metadata: everything about every array in one file."""
-    nodes = {
-        path: content
-        for key in index
-        for path, content in nodes_of(
-            index[key], codec_json(index.codec, index.dtype_of(key).itemsize)
-        ).items()
-    }
+    nodes: dict[str, Any] = {}
+    for key in index:
+        nodes |= nodes_of(index[key], index.codec)
     consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
     root = group_json({}) | {"consolidated_metadata": consolidated}
     return json.dumps(root, separators=(",", ":")).encode()
-
-
-@lru_cache(maxsize=1024)
-def _plain_node(shape: Ints, chunk_shape: Ints, dtype: DType, codec: str | None) -> bytes:
-    # Thousands of tensors share a few shapes.
-    node = array_json(shape, chunk_shape, dtype, codec_json(codec, dtype.itemsize))
-    return json.dumps(node, indent=2).encode()
 
 
 class ZarrV3Reader(ZarrFolderReader):
@@ -180,18 +166,9 @@ class ZarrV3Writer(ZarrFolderWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         return [*super().created_names(index, world_size=world_size), METADATA_NAME]
 
-    def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
-        name = disk_name(tensor.key)
-        if tensor.chunk_shape is not None and name == tensor.key:
-            data = _plain_node(
-                tensor.global_shape, tensor.chunk_shape, tensor.dtype, self.codec_name
-            )
-            yield f"{name}/{METADATA_NAME}", data
-            return
-        codecs = codec_json(self.codec_name, tensor.dtype.itemsize)
-        for path, content in nodes_of(tensor, codecs).items():
-            data = json.dumps(content, indent=2).encode()
-            yield f"{path}/{METADATA_NAME}", data
+    def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
+        for name, text in node_texts(index, self.codec_name, 2, rows):
+            yield name, text.encode()
 
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
@@ -208,7 +185,10 @@ class ZarrV3Writer(ZarrFolderWriter):
 def rebuild_index(checkpoint_dir: Location) -> Index:
     """The index, from the consolidated metadata that is written for other tools."""
     path = checkpoint_dir / METADATA_NAME
-    try:
+    message = f"{INDEX_NAME} is missing and cannot be rebuilt"
+    if not location.is_file(path):
+        raise CorruptCheckpointError(message, [Finding("missing", path=str(path))])
+    with local_folder.parsing(message, path):
         root = location.read_json(path, _MAX_METADATA_BYTES)
         nodes = root["consolidated_metadata"]["metadata"]
         going = {
@@ -226,19 +206,6 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         index = replace(Index.of(tensors), codec=codecs.pop() if codecs else None)
         make_codec(index.codec)
         return Index.from_json(index.to_json(), str(path))  # which checks every number in it
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        IndexError,
-    ) as error:
-        finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
-        message = f"{INDEX_NAME} is missing and cannot be rebuilt"
-        raise CorruptCheckpointError(message, [finding]) from error
 
 
 def _codec_name(node: Mapping[str, Any]) -> str | None:
