@@ -319,9 +319,13 @@ class Filler:
     def read(self, row: int, file: OpenFile, start: int) -> int:
         """Fill a row from its chunk in a long enough file; returns the bytes of the row."""
         destination, dtype = self._destinations.acquire(row), self.dtype(row)
+        target, begin = tensor_memory.fillable(destination, dtype.torch), int(self._starts[row])
+        if target is not None and begin >= 0 and target.flags.c_contiguous:
+            file.read_into(target, start + begin)
+            self._destinations.filled(row, destination)
+            return int(self.num_bytes[row])
         # What is staged may have to be gathered from rows that are read whole: both need memory.
-        is_staged = tensor_memory.fillable(destination, dtype.torch) is None
-        most_bytes = max(1, self._most_bytes // 2) if is_staged else self._most_bytes
+        most_bytes = max(1, self._most_bytes // 2) if target is None else self._most_bytes
         most_copied = None if self._maps_files else most_bytes
 
         def read_part(window: Window, target: Array) -> None:

@@ -53,7 +53,7 @@ def chunk_keys(
     else:
         offsets, flat_starts = table.chunk_offsets, stored_ranges(table, index)[:, 0]
     keys, names, width = table.keys, table.names, offsets.shape[1]
-    used = np.unique(keys)
+    used = np.flatnonzero(np.bincount(keys, minlength=len(names)))
     used_names = [names[number] for number in used.tolist()]
     _, chunk_shapes = index.shapes_of(used_names)
     chunks = np.ones((len(names), width), dtype=np.int64)

@@ -135,11 +135,9 @@ def merged_values(
 ) -> tuple[list[bytes], list[str], Extents, list[bytes]]:
     """The values of all ranks and the descriptions of all arrays, see ``write_tree``."""
     texts: dict[str, int] = {}
-    names = []
-    numbers = []
-    for path, text in node_texts(index):
-        names.append(path.encode())
-        numbers.append(texts.setdefault(text, len(texts)))
+    nodes = list(node_texts(index))
+    names = [path.encode() for path, _ in nodes]
+    numbers = [texts.setdefault(text, len(texts)) for _, text in nodes]
     number = np.array(numbers, dtype=np.int64)
     columns = [(np.full_like(number, INLINE), number, np.zeros_like(number))]
     number_of: dict[str, int] = {}
