@@ -7,6 +7,7 @@ import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,7 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.format import Box
 from dist_checkpointing.interop import TorchState
-from dist_checkpointing.strategies.deepspeed import STAND_INS
-from dist_checkpointing.strategies.safe_pickle import deserialize_file
-from dist_checkpointing.tools.convert import convert, open_source
+from dist_checkpointing.tools import convert as tool
 from make_deepspeed import Net
 from samples import GOLDEN, Run
 
@@ -26,6 +25,11 @@ NAMES = ["zero1", "zero2", "zero3", "universal2", "universal3"]
 STEP = "global_step3"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 UNUSED = ["scale", "frozen.bias", "frozen.weight", "head.weight"]
+STAND_INS: list[Any] = [
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (SimpleNamespace, "deepspeed.utils.tensor_fragment.fragment_address"),
+]
 ALL = pytest.mark.parametrize("name", NAMES)
 
 
@@ -49,23 +53,22 @@ def written(name: str, tmp_path: Path) -> Path:
 
 
 def edit(file: Path, change: Callable[[Any], None]) -> None:
-    content = deserialize_file(file, maps_file=False, stand_ins=STAND_INS)
-    zero = content.get("optimizer_state_dict", {})
-    zero.update({"zero_stage": int(zero["zero_stage"])} if zero else {})
+    with torch.serialization.safe_globals(STAND_INS):
+        content = torch.load(file)
     change(content)
     torch.save(content, file)
 
 
 def refused(path: Path, error: type[dc.CheckpointingException]) -> str:
     with pytest.raises(error) as caught:
-        convert(path, path.parent / "out")
+        tool.convert(path, path.parent / "out")
     assert not (path.parent / "out").exists()
     return str(caught.value)
 
 
 @ALL
 def test_every_value_is_that_of_deepspeed(tmp_path: Path, name: str) -> None:
-    convert(FOLDER / name, tmp_path / "out")
+    tool.convert(FOLDER / name, tmp_path / "out")
     opened = dc.Checkpoint.open(tmp_path / "out")
     loaded = dc.load_plain_tensors(tmp_path / "out")
     tensors = {key: loaded[key] for key in opened}
@@ -87,7 +90,7 @@ def test_every_value_is_that_of_deepspeed(tmp_path: Path, name: str) -> None:
 
 @ALL
 def test_a_training_goes_on_from_it(tmp_path: Path, name: str) -> None:
-    convert(FOLDER / name, tmp_path / "out")
+    tool.convert(FOLDER / name, tmp_path / "out")
     model = Net()
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
@@ -111,7 +114,7 @@ def test_a_training_goes_on_from_it(tmp_path: Path, name: str) -> None:
 
 @ALL
 def test_every_box_can_be_read(name: str) -> None:
-    source = open_source(FOLDER / name)
+    source = tool.open_source(FOLDER / name)
     for key in ("model.embed.weight", "optimizer.state.body.weight.exp_avg_sq"):
         full = expected(name)[key]
         ranges = [
@@ -130,7 +133,7 @@ def test_every_box_can_be_read(name: str) -> None:
 
 
 def test_the_folder_above_is_that_of_the_latest_step(tmp_path: Path) -> None:
-    assert open_source(FOLDER / "zero3").path == FOLDER / "zero3" / STEP
+    assert tool.open_source(FOLDER / "zero3").path == FOLDER / "zero3" / STEP
     path = written("zero3", tmp_path)
     (path / "latest").write_text("../zero3/global_step9")
     assert "metadata.json" in refused(path, dc.CheckpointingException)
@@ -146,7 +149,7 @@ def test_the_steps_of_deepspeeds_optimizers(tmp_path: Path) -> None:
 
     for rank in (0, 1):
         edit(path / STEP / OPTIM.format(rank), count_in_groups)
-    convert(path, tmp_path / "out")
+    tool.convert(path, tmp_path / "out")
     opened = dc.Checkpoint.open(tmp_path / "out")
     tensors = dc.load_plain_tensors(tmp_path / "out")
     assert torch.equal(tensors["optimizer.state.body.bias.step"], torch.tensor(3.0))
@@ -163,7 +166,7 @@ def test_elastic_checkpoints(tmp_path: Path) -> None:
 
     for rank in (0, 1):
         edit(path / STEP / OPTIM.format(rank), without_padding)
-    source = open_source(path)
+    source = tool.open_source(path)
     for key, value in expected("zero2").items():
         (found,) = source.read([(key, Box.whole(tuple(value.shape)))])
         assert torch.equal(found.to(value.dtype), value)
@@ -277,7 +280,7 @@ def test_without_zero_the_file_of_the_model_is_converted(tmp_path: Path) -> None
         file.unlink()
     model = path / STEP / "mp_rank_00_model_states.pt"
     assert "Convert its *_model_states.pt" in refused(path, dc.UnsupportedFormatError)
-    convert(model, tmp_path / "out")
+    tool.convert(model, tmp_path / "out")
     assert "module.frozen.weight" in dc.Checkpoint.open(tmp_path / "out")
 
 
@@ -299,6 +302,6 @@ def test_commands_open_it_or_name_it(name: str, dckpt: Run) -> None:
 
 
 def test_it_is_the_same_as_what_is_converted(tmp_path: Path, dckpt: Run) -> None:
-    convert(FOLDER / "zero3", tmp_path / "out")
+    tool.convert(FOLDER / "zero3", tmp_path / "out")
     finished = dckpt("diff", FOLDER / "zero3", tmp_path / "out")
     assert finished.code == 0, finished.out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dist_checkpointing import CorruptCheckpointError
-from dist_checkpointing.interop.torch_dcp.reader import DCP_KEYS_NAME, DCPKeys, dcp_names_in
-from dist_checkpointing.storage import Durability
+from dist_checkpointing import load_common_state_dict, save
+from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
+from tiers import examples
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 scalars = st.none() | st.integers() | st.text(max_size=3) | st.tuples(st.integers())
 tensors = st.just(torch.zeros(1))
@@ -45,25 +52,23 @@ def without_tensors(value: Any) -> Any:
     return ... if isinstance(value, torch.Tensor) else value
 
 
-@given(nests(scalars | tensors))
-def test_what_dcp_flattens_is_nested_as_it_was(state: dict[str, Any]) -> None:
+@examples(40)
+@given(nests(scalars | tensors), st.booleans())
+def test_names_and_paths_are_those_of_dcp(state: dict[str, Any], by_dcp: bool) -> None:
     flat, mappings = flatten_state_dict(state)
-    values = {name: v for name, v in flat.items() if not isinstance(v, torch.Tensor)}
-    keys = DCPKeys.of(flat, values, [], mappings)
-    nested = keys.nest(values)
+    names = {name for name, value in flat.items() if isinstance(value, torch.Tensor)}
     expected = without_tensors(state)
-    assert nested == ({} if expected is ... else expected)
-    assert keys.values_in(nested) == values
-
-
-@given(nests(scalars | tensors))
-def test_names_are_those_that_dcp_gives(state: dict[str, Any]) -> None:
-    flat, mappings = flatten_state_dict(state)
-    expected = {name: v for name, v in flat.items() if not isinstance(v, torch.Tensor)}
-    common = without_tensors(state)
-    found = dcp_names_in({} if common is ... else common, flat.keys() - expected.keys())
-    assert {name: value for name, (_, value) in found.items()} == expected
-    assert {name: path for name, (path, _) in found.items()} == {n: mappings[n] for n in expected}
+    with tempfile.TemporaryDirectory() as folder:
+        if by_dcp:
+            dcp_save(state, storage_writer=DCPWriter(folder, ("zarr", 2)))
+        else:
+            save(shard_state_dict(state), folder, ("zarr", 2))
+            mappings |= {name: (name,) for name in names}
+        found = DCPReader(folder).read_metadata()
+        assert load_common_state_dict(folder) == ({} if expected is ... else expected)
+    described = found.state_dict_metadata
+    assert names == {n for n, d in described.items() if isinstance(d, TensorStorageMetadata)}
+    assert found.planner_data == mappings
 
 
 @pytest.mark.parametrize(
@@ -78,16 +83,12 @@ def test_names_are_those_that_dcp_gives(state: dict[str, Any]) -> None:
         {"a": (), "b.c": (1.5,)},
     ],
 )
-def test_paths_that_do_not_fit_leave_names_at_the_top(planner_data: Any) -> None:
-    keys = DCPKeys.of(["a", "b.c"], ["a", "b.c"], [], planner_data)
-    assert keys.nest({"a": 1, "b.c": 2}) == {"a": 1, "b.c": 2}
+def test_paths_that_do_not_fit_leave_names_at_the_top(planner_data: Any, tmp_path: Path) -> None:
+    class Planner(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Metadata]:
+            plans, metadata = super().create_global_plan(all_plans)
+            return plans, replace(metadata, planner_data=planner_data)
 
-
-def test_the_file(tmp_path: Path) -> None:
-    assert DCPKeys.read(tmp_path) is None
-    keys = DCPKeys({"a.0.b": ("a", 0, "b"), "w": ("w",)}, ("a.0.b",), ("a.0.b",))
-    keys.write(tmp_path, Durability.PAGE_CACHE)
-    assert DCPKeys.read(tmp_path) == keys
-    (tmp_path / DCP_KEYS_NAME).write_text('{"format": "dist_checkpointing.dcp_keys"}')
-    with pytest.raises(CorruptCheckpointError, match="names cannot be read"):
-        DCPKeys.read(tmp_path)
+    state = {"a": 1, "b.c": 2}
+    dcp_save(state, storage_writer=DCPWriter(tmp_path, ("zarr", 2)), planner=Planner())
+    assert load_common_state_dict(tmp_path) == state
