@@ -13,6 +13,9 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +97,13 @@ class DCPKeys:
         """The values at their paths; in lists, None replaces a tensor."""
         return nested({path: values.get(name, ABSENT) for name, path in self.paths.items()})
 
-    def values_in(self, common: Any) -> dict[str, Any]:
-        """The inverse of ``nest``.
+    def values_in(self, common: Any) -> list[tuple[str, Any]]:
+        """Name and value of what ``nest`` has nested.
 
         Raises:
             KeyError, IndexError, TypeError: if a value is missing.
         """
-        found = {}
-        for name in self.values:
-            value = common
-            for step in self.paths[name]:
-                value = value[step]
-            found[name] = value
-        return found
+        return [(name, reduce(getitem, self.paths[name], common)) for name in self.values]
 
     def write(self, folder: Path, durability: local_folder.Durability) -> None:
         """Write the file, atomically."""
@@ -143,35 +140,18 @@ class DCPKeys:
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 
-def dcp_names_in(
+def dcp_paths_in(
     common: Mapping[Any, Any], tensors: Iterable[str]
-) -> dict[str, tuple[KeyPath, Any]]:
-    """Path and value of everything in common state, by the name that DCP would give it.
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Path that DCP would give it, and value, of everything in common state.
 
     Args:
         common: common state of a checkpoint that DCP has not written.
         tensors: keys of its tensors. A list that held one counts as flattened; None replaces the
             tensor there.
-
-    Raises:
-        UnsupportedFormatError: if two values have one name.
     """
-    above: set[str] = set()
-    for key in tensors:
-        parts = key.split(".")
-        above.update(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    found: dict[str, tuple[KeyPath, Any]] = {}
-    findings = []
-    for path, value in _walk(common, (), above):
-        name = ".".join(map(str, path))
-        if name in found:
-            places = f"{found[name][0]} and {path}"
-            remedy = "Load it with dist_checkpointing.load, which distinguishes them."
-            findings.append(Finding("two values have this name", name, None, places, remedy=remedy))
-        found[name] = path, value
-    if findings:
-        raise UnsupportedFormatError("in DCP, a name belongs to one value", findings)
-    return found
+    parts = (key.split(".") for key in tensors)
+    return _walk(common, (), {name for own in parts for name in accumulate(own, "{}.{}".format)})
 
 
 def _walk(value: Any, path: KeyPath, above: set[str]) -> Iterator[tuple[KeyPath, Any]]:
@@ -293,57 +273,52 @@ class DCPReader(dcp_storage.StorageReader):
         self._found = found
         self._reader = as_planned(sharded).make_reader(self._folder)
         self._index = self._reader.read_metadata()
-        state = common.load_common(self._folder)
-        paths = self._name_values(state)
+        named, paths = self._named_values(common.load_common(self._folder))
         with_objects = sharded if handles_objects(sharded) else common
         self._objects = {
             leaf.unique_key: leaf
             for leaf in with_objects.load_sharded_metadata(self._folder).values()
             if isinstance(leaf, ShardedObject)
         }
-        self._refuse_clashes()
-        described: dict[str, Any] = {key: _described(self._index, key) for key in self._index}
-        for name in (*self._values, *self._objects):
-            described[name] = dcp_metadata.BytesStorageMetadata()
-        return dcp_metadata.Metadata(
-            described, planner_data={name: paths.get(name, (name,)) for name in described}
-        )
-
-    def _refuse_clashes(self) -> None:
-        counts = Counter([*self._index, *self._values, *self._objects])
+        self._values = dict(named)
+        counts = Counter([*self._index, *(name for name, _ in named), *self._objects])
+        problem, path = "several tensors, values or objects have this name", str(self.path)
+        remedy = "Load it with dist_checkpointing.load, which distinguishes them."
         findings = [
-            Finding(
-                "both a tensor and another value or object have this name",
-                name,
-                path=str(self.path),
-                remedy="Load it with dist_checkpointing.load, which distinguishes them.",
-            )
+            Finding(problem, name, path=path, remedy=remedy)
             for name, count in counts.items()
             if count > 1
         ]
         if findings:
             raise UnsupportedFormatError("in DCP, a name belongs to one value", findings)
+        described: dict[str, Any] = {key: _described(self._index, key) for key in self._index}
+        described |= {
+            name: dcp_metadata.BytesStorageMetadata() for name in (*self._values, *self._objects)
+        }
+        return dcp_metadata.Metadata(
+            described, planner_data={name: paths.get(name, (name,)) for name in described}
+        )
 
-    def _name_values(self, state: dict[str, Any]) -> Mapping[str, KeyPath]:
-        """Set the values of common state; returns the known paths."""
+    def _named_values(
+        self, state: dict[str, Any]
+    ) -> tuple[list[tuple[str, Any]], Mapping[str, KeyPath]]:
+        """Names and values of everything in common state, and the known paths."""
         keys = DCPKeys.read(self._folder)
         if keys is None:
-            named = dcp_names_in(state, self._index)
-            self._values = {name: value for name, (_, value) in named.items()}
             self._raw = frozenset()
-            return {name: path for name, (path, _) in named.items()}
+            found = [(".".join(map(str, p)), p, v) for p, v in dcp_paths_in(state, self._index)]
+            return [(name, v) for name, _, v in found], {name: path for name, path, _ in found}
+        self._raw = frozenset(keys.raw)
         try:
-            self._values, self._raw = keys.values_in(state), frozenset(keys.raw)
-            odd = sorted(name for name in self._raw if not isinstance(self._values[name], bytes))
+            named = keys.values_in(state)
+            odd = sorted(n for n, v in named if n in self._raw and not isinstance(v, bytes))
             if odd:
                 raise TypeError(f"{odd} are not bytes")
         except (KeyError, IndexError, TypeError) as error:
-            finding = Finding(
-                f"{DCP_KEYS_NAME} does not fit the common state: {error!r}",
-                path=str(self.path),
-            )
+            problem = f"{DCP_KEYS_NAME} does not fit the common state: {error!r}"
+            finding = Finding(problem, path=str(self.path))
             raise CorruptCheckpointError("the checkpoint contradicts itself", [finding]) from error
-        return keys.paths
+        return named, keys.paths
 
     def set_up_storage_reader(
         self, metadata: dcp_metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
