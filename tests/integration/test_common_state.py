@@ -162,6 +162,7 @@ VALUES: dict[str, Any] = {
     "numpy column-major array": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     "numpy 0-d array": np.array(1.5),
     "numpy empty array": np.empty((0, 2)),
+    "numpy large array": np.zeros((200, 300), dtype=bool),
     "numpy text array": np.array(["a", "bcd"]),
     "numpy structured array": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     "numpy datetime array": np.array(["2024-02-29"], dtype="datetime64[D]"),
@@ -179,6 +180,10 @@ VALUES: dict[str, Any] = {
     },
     "scheduler state": {"last_epoch": 5, "_last_lr": [0.1], "milestones": collections.Counter([3])},
     "ids": {1: "int", "1": "text", (1, "a"): "tuple", None: "none", 1.5: "float", b"b": "bytes"},
+    "long text": "ü" * 10_000,
+    "long bytes": [b"abc" * 3_000, bytearray(b"x" * 300)],
+    "long int": 1 << 2_000,
+    "long range": range(10**12),
     "nested deep": [[[[[[[[[["bottom"], 1], {2: []}]]]]]]]],
 }
 
