@@ -2,6 +2,16 @@
 
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.run_folder import RunRecord, StepRecord, read_record
 from dist_checkpointing.manager.save_log import JsonLinesLog, SavedStep, TensorBoardLog
 
-__all__ = ["CheckpointManager", "JsonLinesLog", "Retention", "SavedStep", "TensorBoardLog"]
+__all__ = [
+    "CheckpointManager",
+    "JsonLinesLog",
+    "Retention",
+    "RunRecord",
+    "SavedStep",
+    "StepRecord",
+    "TensorBoardLog",
+    "read_record",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -27,11 +28,10 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format import Attempt
 from dist_checkpointing.format.file_names import is_of_optimizer
-from dist_checkpointing.manager.run_folder import read_record, write_record
 from dist_checkpointing.testing import run_ranks
+from faults import failing, full_disk, path_of, replaced
 from states import ALONE, shard, trained
 
 state = partial(trained, key="model.w")
@@ -226,18 +226,11 @@ def test_what_the_manager_did_not_write_is_never_deleted(tmp_path: Path) -> None
     assert manager.steps() == [1, 4, 5]
 
 
-def test_a_failed_save_leaves_the_last_one_latest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = Attempt.commit
+def is_commit_of_step_2(_: object, target: object) -> bool:
+    return path_of(target).parts[-2:] == ("step-00000002", "metadata.json")
 
-    def fail(self: Attempt, *args: Any) -> None:
-        if self.folder.name.endswith("2"):
-            raise OSError(5, "Input/output error")
-        commit(self, *args)
 
-    monkeypatch.setattr(Attempt, "commit", fail)
-
+def test_a_failed_save_leaves_the_last_one_latest(tmp_path: Path) -> None:
     def one(comm: Comm) -> None:
         manager = CheckpointManager(tmp_path, comm=comm, retention=Retention(keep_last=1))
         manager.save(1, state(1, comm))
@@ -249,7 +242,8 @@ def test_a_failed_save_leaves_the_last_one_latest(
         manager.async_save(3, state(3, comm))
         manager.close()
 
-    run_ranks(2, one)
+    with failing("os.replace", at=is_commit_of_step_2):
+        run_ranks(2, one)
     # The first one stays beyond keep_last: loading it has verified it.
     manager = CheckpointManager(tmp_path)
     assert manager.steps() == [1, 3]
@@ -257,51 +251,38 @@ def test_a_failed_save_leaves_the_last_one_latest(
 
 
 @pytest.mark.parametrize("on_error", ["warn", "retry"])
-def test_training_goes_on(
-    tmp_path: Path, on_error: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    commit, left = Attempt.commit, [1]
-
-    def fail(self: Attempt, *args: Any) -> None:
-        if self.folder.name.endswith("2") and left[0]:
-            left[0] -= 1
-            raise OSError(5, "Input/output error")
-        commit(self, *args)
-
-    monkeypatch.setattr(Attempt, "commit", fail)
-    with CheckpointManager(tmp_path, on_error=on_error) as manager:
+def test_training_goes_on(tmp_path: Path, on_error: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        failing("os.replace", times=1, at=is_commit_of_step_2),
+        CheckpointManager(tmp_path, on_error=on_error) as manager,
+    ):
         for step in (1, 2, 3):
             manager.async_save(step, state(step))
     assert manager.steps() == ([1, 3] if on_error == "warn" else [1, 2, 3])
     assert any("Input/output error" in text for text in caplog.messages)
 
 
-def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(tmp_path: Path) -> None:
     """Whatever a crash cuts off, the pointer names a checkpoint, and it is a whole one."""
-    from dist_checkpointing.manager import run_folder as imported
-
-    module: Any = imported
     manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
     manager.save(1, state(1))
     seen: list[str] = []
-    commit, write, remove = Attempt.commit, module.write_record, module.remove_checkpoint
 
-    def note(name: str, work: Any) -> Any:
-        def noted(*args: Any) -> None:
-            if name != "pointer" or args[0].latest == 2:
-                seen.append(name)
-            work(*args)
+    def replacing(real: Any, source: Path, target: Path) -> None:
+        if target.name == "metadata.json":
+            seen.append("commit")
+        elif target.name == "manager.json" and "pointer" not in seen:
+            seen.extend(["pointer"] * (json.loads(source.read_text())["latest"] == 2))
+        real(source, target)
 
-        return noted
+    def deleting(real: Any, path: Any, *arguments: Any, **options: Any) -> None:
+        if path_of(path) == manager.folder(1) / "metadata.json":
+            seen.append("delete")
+        real(path, *arguments, **options)
 
-    monkeypatch.setattr(Attempt, "commit", note("commit", commit))
-    monkeypatch.setattr(module, "write_record", note("pointer", write))
-    monkeypatch.setattr(module, "remove_checkpoint", note("delete", remove))
-    manager.save(2, state(2))
-    assert seen[:3] == ["commit", "pointer", "delete"]
-    assert seen.count("delete") == 1
+    with replaced("os.replace", replacing), replaced("os.unlink", deleting):
+        manager.save(2, state(2))
+    assert seen == ["commit", "pointer", "delete"]
 
 
 def test_a_lost_pointer(tmp_path: Path) -> None:
@@ -326,40 +307,25 @@ def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
     assert manager.steps() == [1, 3]
 
 
-def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    real = os.statvfs(tmp_path)
-
-    class Full:
-        f_blocks, f_bavail, f_frsize = real.f_blocks, 1, 16
-
-    monkeypatch.setattr(os, "statvfs", lambda _: Full)
-    with pytest.raises(CheckpointingException, match=r"not enough free space(.|\n)*64 bytes"):
+    problem = r"not enough free space(.|\n)*64 bytes"
+    with full_disk(), pytest.raises(CheckpointingException, match=problem):
         manager.async_save(1, state(1))
     assert not manager.folder(1).exists()
-    monkeypatch.undo()
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(CheckpointingException, match="may not write"):
+    unwritable = replaced("os.access", lambda *_: False)
+    with unwritable, pytest.raises(CheckpointingException, match="may not write"):
         manager.save(1, state(1))
     assert not manager.folder(1).exists()
 
 
-def test_a_save_with_a_base_is_not_asked_for_room_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_with_a_base_is_not_asked_for_room_for_all(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, incremental=True)
-    real = os.statvfs(tmp_path)
-
-    class Full:
-        f_blocks, f_bavail, f_frsize = real.f_blocks, 1, 16
-
-    monkeypatch.setattr(os, "statvfs", lambda _: Full)
-    with pytest.raises(CheckpointingException, match="not enough free space"):
+    with full_disk(), pytest.raises(CheckpointingException, match="not enough free space"):
         manager.save(1, state(1))
-    monkeypatch.undo()
     manager.save(1, state(1))
-    monkeypatch.setattr(os, "statvfs", lambda _: Full)
-    manager.save(2, state(1))
+    with full_disk():
+        manager.save(2, state(1))
     assert manager.steps() == [1, 2]
 
 
@@ -387,8 +353,9 @@ def test_a_save_in_flight_is_not_deleted(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
     manager.save(1, state(1))
     live = Attempt.begin(manager.folder(2), ["w"])
-    record = read_record(tmp_path)
-    write_record(record.with_step(2, record.steps[1]), tmp_path, local_folder.Durability.FSYNC)
+    record = json.loads((tmp_path / "manager.json").read_text())
+    record["steps"]["2"] = record["steps"]["1"]
+    (tmp_path / "manager.json").write_text(json.dumps(record))
     manager.save(3, state(3))
     assert manager.folder(2).exists()
     live.release()

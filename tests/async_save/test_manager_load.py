@@ -24,7 +24,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import SEAL_NAME
 from dist_checkpointing.format.leftovers import leftovers
-from dist_checkpointing.manager.run_folder import read_record
+from dist_checkpointing.manager import read_record
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import (
     LoadShardedStrategy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -29,45 +30,29 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.filesystem import locks
-from dist_checkpointing.manager import latest_valid
-from dist_checkpointing.manager.run_folder import (
-    RunFolder,
-    RunRecord,
-    StepRecord,
-    read_record,
-    write_record,
-)
-from dist_checkpointing.storage import Durability
+from dist_checkpointing.filesystem import LOCK_NAME
+from dist_checkpointing.manager import RunRecord, StepRecord, latest_valid, read_record
 from dist_checkpointing.testing import run_ranks
+from faults import LOOKS, ended_before_the_pointer, failing, path_of, replaced
 from states import BACKEND, BACKENDS, trained
 
 state = partial(trained, shape=(200, 300))
 
 
-def killed_before_the_pointer(
-    root: Path, step: int, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> None:
+def killed_before_the_pointer(root: Path, step: int) -> None:
     """Save a step; the process ends after the commit and before anything else."""
-    with monkeypatch.context() as patched:
-
-        def end(*_: Any) -> None:
-            raise SystemExit
-
-        patched.setattr(RunFolder, "committed", end)
-        with pytest.raises(SystemExit):
-            CheckpointManager(root, **options).save(step, state(step))
+    manager = CheckpointManager(root)
+    with ended_before_the_pointer(manager.folder(step)):
+        manager.save(step, state(step))
 
 
 # The pointer.
 
 
-def test_a_pointer_that_is_behind_is_brought_up_to_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pointer_that_is_behind_is_brought_up_to_date(tmp_path: Path) -> None:
     retention = Retention(keep_last=1)
     CheckpointManager(tmp_path, retention=retention).save(1, state(1))
-    killed_before_the_pointer(tmp_path, 2, monkeypatch)
+    killed_before_the_pointer(tmp_path, 2)
     assert read_record(tmp_path).latest == 1
     manager = CheckpointManager(tmp_path, retention=retention)
     latest = manager.latest()
@@ -77,10 +62,8 @@ def test_a_pointer_that_is_behind_is_brought_up_to_date(
     assert read_record(tmp_path) == RunRecord(3, {3: read_record(tmp_path).steps[3]})
 
 
-def test_it_is_written_down_when_the_next_save_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed_before_the_pointer(tmp_path, 2, monkeypatch)
+def test_it_is_written_down_when_the_next_save_begins(tmp_path: Path) -> None:
+    killed_before_the_pointer(tmp_path, 2)
     known = read_record(tmp_path).steps[2]
     assert known.attempt is None
     assert known.begun is not None
@@ -91,20 +74,18 @@ def test_it_is_written_down_when_the_next_save_begins(
     assert read_record(tmp_path).steps[2] == StepRecord(known.begun)
 
 
-def test_a_step_that_lies_behind_others_is_the_latest_if_it_was_saved_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_lies_behind_others_is_the_latest_if_it_was_saved_last(tmp_path: Path) -> None:
     """Training has gone back."""
     with CheckpointManager(tmp_path) as manager:
         for step in (10, 20, 30):
             manager.save(step, state(step))
-    killed_before_the_pointer(tmp_path, 15, monkeypatch)
+    killed_before_the_pointer(tmp_path, 15)
     assert CheckpointManager(tmp_path).latest() == 15
 
 
-def test_deleting_knows_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_knows_it_too(tmp_path: Path) -> None:
     CheckpointManager(tmp_path).save(1, state(1))
-    killed_before_the_pointer(tmp_path, 2, monkeypatch)
+    killed_before_the_pointer(tmp_path, 2)
     manager = CheckpointManager(tmp_path)
     manager.delete(2)
     assert manager.latest() == 1
@@ -117,18 +98,18 @@ def test_a_record_of_an_older_version(tmp_path: Path) -> None:
     for step in (1, 2):
         manager.save(step, state(step))
     save(state(3), manager.folder(3))
-    old = read_record(tmp_path).with_step(3, StepRecord())
-    write_record(old, tmp_path, Durability.FSYNC)
-    assert "begun" not in (tmp_path / "manager.json").read_text()
+    record = json.loads((tmp_path / "manager.json").read_text())
+    record["steps"]["3"] = {"attempt": None, "verified": False, "stripped": False}
+    (tmp_path / "manager.json").write_text(json.dumps(record))
     assert manager.latest() == 3
     manager.save(4, state(4))
     assert manager.steps() == [3, 4], "nobody knows whose it is"
 
 
 def test_a_checkpoint_of_somebody_else_in_a_folder_that_was_begun_is_not_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    killed_before_the_pointer(tmp_path, 1, monkeypatch)
+    killed_before_the_pointer(tmp_path, 1)
     manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
     (manager.folder(1) / "metadata.json").unlink()  # before the commit, after all
     save(state(7), manager.folder(1))
@@ -138,35 +119,29 @@ def test_a_checkpoint_of_somebody_else_in_a_folder_that_was_begun_is_not_ours(
     assert load_plain_tensors(manager.folder(1))["step"] == 7
 
 
-def test_a_save_that_failed_is_not_the_latest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_failed_is_not_the_latest(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, state(1))
-    with monkeypatch.context() as patched:
-        patched.setattr("dist_checkpointing.format.commit.asdict", lambda _: 1 / 0)
-        with pytest.raises(RankFailedError):
-            manager.save(2, state(2))
+    is_commit: Any = lambda _, target: path_of(target).name == "metadata.json"  # noqa: E731
+    with failing("os.replace", at=is_commit), pytest.raises(RankFailedError):
+        manager.save(2, state(2))
     assert manager.latest() == 1
     manager.save(2, state(2))
     assert manager.latest() == 2
 
 
 @BACKEND
-@pytest.mark.parametrize("place", [(Path, "rmdir"), (locks, "_unlink")], ids=str)
+@pytest.mark.parametrize("name", ["os.rmdir", "os.unlink"])
 def test_a_removal_that_stops_before_its_last_step_is_brought_to_its_end(
-    tmp_path: Path, backend: Any, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, backend: Any, name: str
 ) -> None:
     """All that named the checkpoint is gone by then: nothing but its folder is left."""
-
-    def failing(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     manager = CheckpointManager(tmp_path, backend, retention=Retention(keep_last=1))
     manager.save(1, state(1))
-    with monkeypatch.context() as patched:
-        patched.setattr(*place, failing)
+    last = (manager.folder(1), Path(LOCK_NAME))
+    with failing(name, at=lambda path, **_: path_of(path) in last) as calls:
         manager.save(2, state(2))
+    assert calls
     assert manager.folder(1).exists()
     manager.save(3, state(3))
     assert not manager.folder(1).exists()
@@ -174,18 +149,16 @@ def test_a_removal_that_stops_before_its_last_step_is_brought_to_its_end(
     assert sorted(read_record(tmp_path).steps) == [3]
 
 
-def test_a_removal_that_stops_before_it_is_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_that_stops_before_it_is_written_down(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
     manager.save(1, state(1))
 
-    def failing(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def is_note(_: object, target: object) -> bool:
+        return path_of(target).name == "manager.json" and not manager.folder(1).exists()
 
-    with monkeypatch.context() as patched:
-        patched.setattr(RunRecord, "without_step", failing)
+    with failing("os.replace", at=is_note) as calls:
         manager.save(2, state(2))
+    assert calls
     assert not manager.folder(1).exists()
     manager.save(3, state(3))
     assert sorted(read_record(tmp_path).steps) == [3]
@@ -225,31 +198,6 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def at_each_call(
-    monkeypatch: pytest.MonkeyPatch, code: int, folder: Path, last_call: int
-) -> list[str]:
-    """Let the n-th system call that looks at the folder fail; the calls so far."""
-    calls: list[str] = []
-
-    def failing(name: str, real: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            about = arguments[0]
-            if isinstance(about, int):
-                about = str(Path(f"/proc/self/fd/{about}").readlink())
-            if str(about).startswith(str(folder)):
-                calls.append(f"{name} {about}")
-                if len(calls) == last_call:
-                    raise OSError(code, os.strerror(code), str(about))
-            return real(*arguments, **options)
-
-        return call
-
-    for name in ("open", "stat", "scandir", "preadv", "pread", "listdir"):
-        monkeypatch.setattr(os, name, failing(name, getattr(os, name)))
-    monkeypatch.setattr("io.open", failing("io.open", open))
-    return calls
-
-
 @pytest.mark.parametrize(
     ("backend", "code", "check"),
     [
@@ -263,7 +211,7 @@ def at_each_call(
     ],
 )
 def test_no_error_of_the_system_is_damage_at_whatever_call(
-    tmp_path: Path, backend: Any, code: int, check: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, backend: Any, code: int, check: Any
 ) -> None:
     with CheckpointManager(tmp_path, backend) as manager:
         for step in (1, 2):
@@ -271,13 +219,16 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
     folder = manager.folder(2)
     before = files_in(folder)
     last_call, raised = 0, 0
+
+    def is_below(subject: object, *_: object, **__: object) -> bool:
+        return path_of(subject).is_relative_to(folder)
+
     while True:
         last_call += 1
         manager = CheckpointManager(tmp_path, backend)
         found = None
-        with monkeypatch.context() as patched:
-            calls = at_each_call(patched, code, folder, last_call)
-            text = None
+        text = None
+        with failing(*LOOKS, "io.open", code=code, nth=last_call, times=1, at=is_below) as calls:
             try:
                 if check == "load":
                     found = manager.load(state(-1))["step"]
@@ -352,9 +303,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage
 # Room for a step that was damaged.
 
 
-def test_a_damaged_step_stays_until_the_new_one_has_claimed_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_step_stays_until_the_new_one_has_claimed_its_folder(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, "zarr")
     for step in (1, 2):
         manager.save(step, state(step))
@@ -366,8 +315,7 @@ def test_a_damaged_step_stays_until_the_new_one_has_claimed_its_folder(
         manager.save(2, {"w": [*state(3).values()], "v": [*state(3).values()]})
     assert files_in(manager.folder(2)) == before
     # No room.
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "access", lambda *_: False)
+    with replaced("os.access", lambda *_: False):
         with pytest.raises(CheckpointingException, match="may not write"):
             manager.save(2, state(2))
         with pytest.raises(CheckpointingException, match="may not write"):

@@ -7,8 +7,7 @@ import pytest
 
 from dist_checkpointing import ObjectPath
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException
-from dist_checkpointing.format.commit import read_commit
-from dist_checkpointing.format.removal import remove_from_store
+from dist_checkpointing.format import read_commit, remove_checkpoint
 from faults import kill_points
 from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy
 from s3_servers import Server
@@ -24,7 +23,7 @@ def test_a_checkpoint_lives_and_ends(server: Server) -> None:
     second = save(location, overwrite=True)
     assert loaded(location) == second
     assert location.store.list_folder((location / "data").prefix)[0] == [second]
-    remove_from_store(location)
+    remove_checkpoint(location)
     assert names(location) == []
 
 

@@ -54,6 +54,7 @@ def replaced(name: str, act: Act) -> Iterator[None]:
 def failing(
     *names: str,
     code: int = errno.EIO,
+    error: BaseException | None = None,
     nth: int = 1,
     times: int | None = None,
     at: Callable[..., object] = lambda *_, **__: True,
@@ -62,7 +63,8 @@ def failing(
 
     Args:
         names: the functions, such as ``os.fsync``.
-        code: number of the error.
+        code: number of the OSError.
+        error: what is raised instead of an OSError.
         nth: number of the first call that fails, from 1.
         times: how many calls fail; None for all.
         at: called with the arguments of each call; one that it does not say yes to is not counted.
@@ -76,7 +78,7 @@ def failing(
         if at(*arguments, **options):
             calls.append(arguments[0])
             if nth <= len(calls) < nth + (len(calls) if times is None else times):
-                raise OSError(code, os.strerror(code), str(arguments[0]))
+                raise error or OSError(code, os.strerror(code), str(arguments[0]))
         return real(*arguments, **options)
 
     with ExitStack() as stack:
@@ -97,6 +99,17 @@ def killed(name: str, nth: int = 1) -> Iterator[None]:
         return real(*arguments, **options)
 
     with replaced(name, act):
+        yield
+
+
+@contextmanager
+def ended_before_the_pointer(step: Path) -> Iterator[None]:
+    """End the process after the commit of a step, before the record of its run is replaced."""
+
+    def is_pointer(_: object, target: object) -> bool:
+        return path_of(target).name == "manager.json" and (step / "metadata.json").exists()
+
+    with pytest.raises(SystemExit), failing("os.replace", error=SystemExit(), at=is_pointer):
         yield
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import json
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 
 from dist_checkpointing.errors import CheckpointExistsError
 from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, Holder, Kind, locks
+from faults import before_first, failing, killed, replaced, strange_flock
 from tiers import share
 
 # From Python 3.12 on; the children do nothing that needs another thread.
@@ -25,22 +26,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 NO_FLOCK = [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK]
 
 
-def forget_flock(monkeypatch: pytest.MonkeyPatch, code: int = errno.ENOSYS) -> None:
-    """From now on the file systems have none."""
-
-    def flock(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(locks, "_without_flock", set())
-
-
 @pytest.fixture(params=["flock", "file"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kind:
-    found = Kind(request.param)
-    if found is Kind.FILE:
-        forget_flock(monkeypatch)
-    return found
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    chosen = Kind(request.param)
+    with strange_flock(errno.ENOSYS) if chosen is Kind.FILE else nullcontext():
+        yield chosen
+
+
+@pytest.fixture
+def no_flock() -> Iterator[None]:
+    with strange_flock(errno.ENOSYS):
+        yield
 
 
 def num_descriptors() -> int:
@@ -141,54 +137,31 @@ def test_what_a_forked_process_does_with_it_is_not_its_own(tmp_path: Path, kind:
     assert not [*tmp_path.iterdir()], kind
 
 
-def test_an_exclusive_lock_needs_a_descriptor_for_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exclusive_lock_needs_a_descriptor_for_writing(tmp_path: Path) -> None:
     """As on NFS."""
-    real = fcntl.flock
-
-    def flock(file: int, operation: int) -> None:
-        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
-        if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        real(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    for _ in range(2):
-        FolderLock.acquire(tmp_path).release()
+    with strange_flock(None):
+        for _ in range(2):
+            FolderLock.acquire(tmp_path).release()
 
 
-def test_a_file_that_was_deleted_meanwhile_is_not_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_deleted_meanwhile_is_not_the_lock(tmp_path: Path) -> None:
     """A process opens it, its holder deletes it and ends, a third one makes a new one."""
-    real, others = fcntl.flock, []
+    others = []
 
-    def flock(file: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", real)
+    def acquire(*_: Any) -> None:
         (tmp_path / LOCK_NAME).unlink()
         others.append(FolderLock.acquire(tmp_path))
-        real(file, operation)
 
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(CheckpointExistsError):
+    with before_first("fcntl.flock", acquire), pytest.raises(CheckpointExistsError):
         FolderLock.acquire(tmp_path)
     others[0].release()
     FolderLock.acquire(tmp_path).release()
 
 
-def test_a_stale_handle_is_opened_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = fcntl.flock
-
-    def flock(*_: Any) -> None:
-        monkeypatch.setattr(fcntl, "flock", real)
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+def test_a_stale_handle_is_opened_once_more(tmp_path: Path) -> None:
     before = num_descriptors()
-    FolderLock.acquire(tmp_path).release()
+    with failing("fcntl.flock", code=errno.ESTALE, times=1):
+        FolderLock.acquire(tmp_path).release()
     assert num_descriptors() == before
     assert not [*tmp_path.iterdir()]
 
@@ -212,26 +185,20 @@ def test_a_lock_that_a_forked_process_keeps_says_so(tmp_path: Path) -> None:
     os.close(read)
 
 
-@pytest.mark.parametrize("name", ["unlink", "flock", "close"])
+@pytest.mark.parametrize("name", ["os.unlink", "fcntl.flock", "os.close"])
 def test_what_fails_once_the_work_is_done_is_logged(
-    tmp_path: Path,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else a save that is committed would be told to have failed."""
+    """Else a save that is committed would be said to have failed."""
     before = num_descriptors()
     lock = FolderLock.acquire(tmp_path)
-    place: Any = fcntl if name == "flock" else os
-    real = getattr(place, name)
 
-    def failing(*arguments: Any, **options: Any) -> None:
-        if name == "close":
+    def fail(real: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        if name == "os.close":
             real(*arguments, **options)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with monkeypatch.context() as patched:
-        patched.setattr(place, name, failing)
+    with replaced(name, fail):
         lock.release()
     assert not lock.is_held
     assert num_descriptors() == before
@@ -241,20 +208,19 @@ def test_what_fails_once_the_work_is_done_is_logged(
 
 @pytest.mark.parametrize("code", NO_FLOCK, ids=errno.errorcode.get)
 def test_without_flock_it_is_said_once(
-    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forget_flock(monkeypatch, code)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        FolderLock.acquire(tmp_path / name).release()
+    with strange_flock(code):
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            FolderLock.acquire(tmp_path / name).release()
     assert [text for text in caplog.messages if "no flock" in text] == caplog.messages
     assert len(caplog.messages) == 1
 
 
-def test_other_errors_of_flock_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_flock(monkeypatch, errno.EIO)
+def test_other_errors_of_flock_are_raised(tmp_path: Path) -> None:
     before = num_descriptors()
-    with pytest.raises(OSError, match="Input/output"):
+    with strange_flock(errno.EIO), pytest.raises(OSError, match="Input/output"):
         FolderLock.acquire(tmp_path)
     assert num_descriptors() == before
 
@@ -287,14 +253,14 @@ def test_a_later_process_of_the_same_id_is_another_one(tmp_path: Path, kind: Kin
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": -1}', b"[" * 30_000])
-def test_a_lock_file_that_names_nobody(
-    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_that_names_nobody(tmp_path: Path, content: bytes) -> None:
     (tmp_path / LOCK_NAME).write_bytes(content)
     FolderLock.acquire(tmp_path).release()  # nobody has the flock
-    forget_flock(monkeypatch)
     (tmp_path / LOCK_NAME).write_bytes(content)
-    with pytest.raises(CheckpointExistsError, match="If no such process is left, delete"):
+    with (
+        strange_flock(errno.ENOSYS),
+        pytest.raises(CheckpointExistsError, match="If no such process is left, delete"),
+    ):
         FolderLock.acquire(tmp_path)
 
 
@@ -324,10 +290,8 @@ def test_a_link_is_not_followed(tmp_path: Path, kind: Kind) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
-def test_many_take_it_over_at_once_and_one_gets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget_flock(monkeypatch)
+@pytest.mark.usefixtures("no_flock")
+def test_many_take_it_over_at_once_and_one_gets_it(tmp_path: Path) -> None:
     logging.getLogger(locks.__name__).setLevel(logging.ERROR)
     for number in range(share(20)):
         folder = tmp_path / str(number)
@@ -366,78 +330,57 @@ def test_many_take_it_over_at_once_and_one_gets_it(
         assert not [*folder.iterdir()]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("owner", "name"), [(os, "rename"), (Holder, "to_json")], ids=str)
-def test_killed_while_it_takes_over(
-    tmp_path: Path, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget_flock(monkeypatch)
-    stale = put(tmp_path, started=1)
-
-    def stop(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
+def killed_as_it_acquires(folder: Path, name: str, nth: int) -> None:
+    """A process takes the lock, and is killed at the nth call of a function."""
     child = os.fork()
     if child == 0:
         try:
-            monkeypatch.setattr(owner, name, stop)
-            FolderLock.acquire(tmp_path)
+            with killed(name, nth):
+                FolderLock.acquire(folder)
         finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("no_flock")
+@pytest.mark.parametrize("name", ["os.rename", "os.pwrite"])
+def test_killed_while_it_takes_over(tmp_path: Path, name: str) -> None:
+    stale = put(tmp_path, started=1)
+    killed_as_it_acquires(tmp_path, name, 1)
     left = {path.name for path in tmp_path.iterdir()} - {LOCK_NAME}
     assert left
-    assert (f"{LOCK_NAME}.{stale.token}" in left) == (name == "rename")
+    assert (f"{LOCK_NAME}.{stale.token}" in left) == (name == "os.rename")
     FolderLock.acquire(tmp_path).release()
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["_write", "_unlink", "_clear_claims"])
-def test_killed_while_it_creates_the_file(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_flock")
+@pytest.mark.parametrize("name", ["os.pwrite", "os.link", "os.unlink", "os.listdir"])
+def test_killed_while_it_creates_the_file(tmp_path: Path, name: str) -> None:
     """The file names its holder from the first moment, so it is taken over."""
-    forget_flock(monkeypatch)
     FolderLock.acquire(tmp_path).release()  # from now on it is known that there is no flock
-
-    def work() -> None:
-        def die(*_: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(locks, name, die)
-        FolderLock.acquire(tmp_path)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    killed_as_it_acquires(tmp_path, name, 1)
     with FolderLock.acquire(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EEXIST])
-def test_file_systems_with_other_links(
-    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_flock")
+def test_file_systems_with_other_links(tmp_path: Path, code: int) -> None:
     """Some have none, and some make one and say that it was there."""
-    forget_flock(monkeypatch)
-    link = os.link
 
-    def strange(*arguments: Any, **options: Any) -> None:
+    def strange(link: Callable[..., None], *arguments: Any, **options: Any) -> None:
         if code == errno.EEXIST:
             link(*arguments, **options)
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "link", strange)
-    for _ in range(2):
-        with FolderLock.acquire(tmp_path):
-            with pytest.raises(CheckpointExistsError, match=f"process {os.getpid()}"):
-                FolderLock.acquire(tmp_path)
-            assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
-        assert not [*tmp_path.iterdir()]
+    with replaced("os.link", strange):
+        for _ in range(2):
+            with FolderLock.acquire(tmp_path):
+                with pytest.raises(CheckpointExistsError, match=f"process {os.getpid()}"):
+                    FolderLock.acquire(tmp_path)
+                assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+            assert not [*tmp_path.iterdir()]

@@ -21,7 +21,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import Holder, Kind, object_store_locks
 from dist_checkpointing.filesystem.object_store_locks import Claim
-from dist_checkpointing.format.commit import StoreAttempt, read_commit
+from dist_checkpointing.format import StoreAttempt, read_commit
 from dist_checkpointing.format.removal import remove_from_store
 from faults import calls_to_the_store, kill_points, store_down, store_requests, without_waiting
 from store_saves import CONFIG, OTHER_CONFIG, PERIOD, begin, loaded, names, put, save
@@ -65,12 +65,12 @@ def test_a_save_is_a_checkpoint_once_it_has_committed(location: ObjectPath) -> N
 
 
 def test_the_four_fields_are_the_last_thing_that_is_written(location: ObjectPath) -> None:
-    calls: list[tuple[str, str]] = []
+    puts: list[str] = []
     attempt = begin(location)
     put(attempt.folder / "x.bin", b"1")
-    with calls_to_the_store(lambda *call: calls.append(call)):
+    with calls_to_the_store(lambda name, key: name.startswith("put") and puts.append(key)):
         attempt.commit(CONFIG)
-    assert [key for name, key in calls if name.startswith("put")] == [
+    assert puts == [
         f"{location.key}/.dckpt/commits/1.json",
         f"{attempt.folder.key}/metadata.json",
         f"{location.key}/metadata.json",
