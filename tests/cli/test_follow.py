@@ -12,31 +12,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dist_checkpointing import CheckpointManager, save
 from dist_checkpointing.filesystem import FolderLock, holder_of
-from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.tools import ls as following
+from faults import commits_waiting
 from samples import Run
 from states import at_step
 
 ROOT = Path(__file__).parents[2]
-
-
-def holding_commits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on saves wait before their commit until the result is called."""
-    may_commit = threading.Event()
-    own = SaveJob.commit
-
-    def waiting(self: SaveJob, *arguments: Any) -> Any:
-        assert may_commit.wait(60)
-        return own(self, *arguments)
-
-    monkeypatch.setattr(SaveJob, "commit", waiting)
-    return may_commit.set
 
 
 def while_saving(work: Callable[[], object], folder: Path) -> threading.Thread:
@@ -63,11 +49,12 @@ def test_a_save_until_its_commit(
     tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "c"
-    let_go = holding_commits(monkeypatch)
-    thread = while_saving(lambda: save(at_step(1), folder), folder)
-    after(3, let_go, monkeypatch)
-    finished = dckpt("ls", folder, "--follow")
-    thread.join()
+    may_commit = threading.Event()
+    with commits_waiting(may_commit):
+        thread = while_saving(lambda: save(at_step(1), folder), folder)
+        after(3, may_commit.set, monkeypatch)
+        finished = dckpt("ls", folder, "--follow")
+        thread.join()
     assert (finished.code, finished.err) == (0, "")
     begun, ended = finished.out.splitlines()
     assert begun == f"c: being saved by process {os.getpid()} on {os.uname().nodename}"
@@ -81,27 +68,28 @@ def test_the_saves_of_a_run_until_ctrl_c(
     root = tmp_path / "run"
     with CheckpointManager(root) as manager:
         manager.save(1, at_step(1))
-    let_go = holding_commits(monkeypatch)
 
     def train() -> None:
         with CheckpointManager(root) as manager:
             manager.save(2, at_step(2))
 
-    thread = while_saving(train, root / "step-00000002")
+    may_commit = threading.Event()
+    with commits_waiting(may_commit):
+        thread = while_saving(train, root / "step-00000002")
 
-    calls = iter(range(4))
+        calls = iter(range(4))
 
-    def then() -> None:
-        let_go()
-        thread.join()
-        call = next(calls)
-        if call == 1:
-            save(at_step(3), root / "step-00000003")  # begins and ends between two looks
-        elif call == 3:
-            raise KeyboardInterrupt
+        def then() -> None:
+            may_commit.set()
+            thread.join()
+            call = next(calls)
+            if call == 1:
+                save(at_step(3), root / "step-00000003")  # begins and ends between two looks
+            elif call == 3:
+                raise KeyboardInterrupt
 
-    after(3, then, monkeypatch)
-    finished = dckpt("ls", root, "--follow")
+        after(3, then, monkeypatch)
+        finished = dckpt("ls", root, "--follow")
     assert (finished.code, finished.err) == (130, "")
     assert finished.out.startswith(f"{root}\nSTEP ")
     title, begun, second, third = finished.out.splitlines()[-4:]
@@ -117,11 +105,17 @@ def test_a_save_that_is_killed(tmp_path: Path, dckpt: Run) -> None:
     code = f"""
 import time
 from dist_checkpointing import save
-from dist_checkpointing.filesystem.locks import FolderLock, holder_of
-from dist_checkpointing.serialization.save_steps import SaveJob
+from faults import replaced
 from states import at_step
-SaveJob.commit = lambda self, comm: (print("written", flush=True), time.sleep(60))
-save(at_step(1), {str(folder)!r})
+
+def wait(real, source, target):
+    if target.name == "metadata.json":
+        print("written", flush=True)
+        time.sleep(60)
+    real(source, target)
+
+with replaced("os.replace", wait):
+    save(at_step(1), {str(folder)!r})
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'shared'}"}
     with subprocess.Popen(
@@ -201,11 +195,12 @@ def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run, name: str) -> None:
 
 def test_a_save_as_json(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "c"
-    let_go = holding_commits(monkeypatch)
-    thread = while_saving(lambda: save(at_step(1), folder), folder)
-    after(3, let_go, monkeypatch)
-    finished = dckpt("ls", folder, "--follow", "--json")
-    thread.join()
+    may_commit = threading.Event()
+    with commits_waiting(may_commit):
+        thread = while_saving(lambda: save(at_step(1), folder), folder)
+        after(3, may_commit.set, monkeypatch)
+        finished = dckpt("ls", folder, "--follow", "--json")
+        thread.join()
     found = json.loads(finished.out)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert (found["step"], found["state"], found["path"]) == ("c", "whole", str(folder))

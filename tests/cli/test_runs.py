@@ -153,7 +153,7 @@ def test_a_lock_that_a_killed_save_left_is_not_a_save(tmp_path: Path, dckpt: Run
     code = f"""
 import os, signal
 from pathlib import Path
-from dist_checkpointing.filesystem.locks import FolderLock
+from dist_checkpointing.filesystem import FolderLock
 lock = FolderLock.acquire(Path({str(folder)!r}))
 os.kill(os.getpid(), {int(signal.SIGKILL)})
 """

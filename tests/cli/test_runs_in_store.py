@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -11,12 +12,10 @@ from typing import Any
 import pytest
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.filesystem import Holder, Kind, ObjectPath, object_store_locks
-from dist_checkpointing.filesystem.object_store_locks import Claim
+from dist_checkpointing.filesystem import Holder, Kind, ObjectPath
 from dist_checkpointing.format import StoreAttempt
-from dist_checkpointing.serialization.save_steps import SaveJob
 from dist_checkpointing.tools import ls as following
-from faults import counted_requests
+from faults import commits_waiting, counted_requests
 from samples import Run
 from states import at_step, trained
 from stores import data_url, new_url, put
@@ -89,7 +88,8 @@ def test_every_state_of_a_step(dckpt: Run) -> None:
     # Of another machine, and without a heartbeat for longer than three of its periods.
     mine = Holder.current(Kind.FILE)
     theirs = Holder(mine.token, mine.kind, "elsewhere", "", "", mine.pid, mine.started)
-    put(silent, ".dckpt/claims/9.json", Claim(9, theirs, 1e-9).to_json())
+    claim = {"period": 1e-9, "holder": json.loads(theirs.to_json())}
+    put(silent, ".dckpt/claims/9.json", json.dumps(claim).encode())
     put(ObjectPath.of(url), "step-00000007/notes.txt", b"mine")
     put(ObjectPath.of(url), "step-00000008/.dckpt/claims/1.json", b"garbage")
     lost = ObjectPath.of(data_url(f"{url}/step-00000002")) / "common.pt"
@@ -119,11 +119,6 @@ def test_a_folder_of_a_store_that_is_no_run(dckpt: Run) -> None:
 def test_following_a_save_into_a_store(dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     url = run_of(1)
     may_commit, looks, more_looks = threading.Event(), iter(range(3)), iter(range(3))
-    own = SaveJob.commit
-
-    def waiting(self: SaveJob, *arguments: Any) -> Any:
-        assert may_commit.wait(60)
-        return own(self, *arguments)
 
     def pause() -> None:
         time.sleep(0.01)
@@ -132,15 +127,16 @@ def test_following_a_save_into_a_store(dckpt: Run, monkeypatch: pytest.MonkeyPat
             if not saver.is_alive() and next(more_looks, None) is None:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(SaveJob, "commit", waiting)
     monkeypatch.setattr(following, "_pause", pause)
     step = f"{url}/step-00000002"
+    claims = ObjectPath.of(step) / ".dckpt/claims"
     saver = threading.Thread(target=save, args=(at_step(2), step))
-    saver.start()
-    while not object_store_locks.numbers_in(ObjectPath.of(step))[0]:
-        assert saver.is_alive()
-    followed = dckpt("ls", url, "--follow")
-    saver.join()
+    with commits_waiting(may_commit):
+        saver.start()
+        while not claims.store.list_folder(claims.prefix)[1]:
+            assert saver.is_alive()
+        followed = dckpt("ls", url, "--follow")
+        saver.join()
     assert (followed.code, followed.err) == (130, "")
     title, begun, ended = followed.out.splitlines()[-3:]
     assert title == f"{url}: waiting for saves; Ctrl-C ends"

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 import dist_checkpointing as dc
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions
-from dist_checkpointing.interop.torch_dcp import DCPReader
+from dist_checkpointing.interop import DCPReader
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy
 from dist_checkpointing.testing import assert_same_bits
 from faults import counted_requests, store_requests
 from s3_proxy import Fault, Proxy, proxy_before

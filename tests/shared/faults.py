@@ -114,6 +114,18 @@ def ended_before_the_pointer(step: Path) -> Iterator[None]:
 
 
 @contextmanager
+def commits_waiting(gate: threading.Event) -> Iterator[None]:
+    """Saves wait at a gate before their commit, on a disk and in a store."""
+
+    def act(real: Act, source: object, target: object) -> None:
+        assert path_of(target).name != "metadata.json" or gate.wait(60)
+        real(source, target)
+
+    with replaced("os.replace", act), store_waiting(gate, "/.dckpt/commits/"):
+        yield
+
+
+@contextmanager
 def before_first(name: str, work: Callable[..., object]) -> Iterator[list[Any]]:
     """Do something once, before the first call of a function, with its arguments."""
     done: list[Any] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dist_checkpointing import ObjectPath
-from dist_checkpointing.format.commit import DATA, data_folder
+from dist_checkpointing.format import data_folder
 from samples import Sample
 
 Url = TypeVar("Url", str, ObjectPath)
@@ -32,8 +32,8 @@ def put(url: str | ObjectPath, name: str, data: bytes) -> None:
 def data_url(url: str | ObjectPath) -> str:
     """Where the files of a checkpoint are, of which nothing else was left."""
     place = _place(url)
-    (attempt,) = place.store.list_folder((place / DATA).prefix)[0]
-    return f"{url}/{DATA}/{attempt}"
+    (attempt,) = place.store.list_folder((place / "data").prefix)[0]
+    return f"{url}/data/{attempt}"
 
 
 def copied_up(folder: Path, url: Url) -> Url:
@@ -41,7 +41,7 @@ def copied_up(folder: Path, url: Url) -> Url:
     attempt = uuid.uuid4().hex
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            put(url, f"{DATA}/{attempt}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+            put(url, f"data/{attempt}/{path.relative_to(folder).as_posix()}", path.read_bytes())
     config = (folder / "metadata.json").read_bytes()
     commit = {"attempt": attempt, "config": json.loads(config), "seal": ""}
     put(url, ".dckpt/commits/1.json", json.dumps(commit).encode())
