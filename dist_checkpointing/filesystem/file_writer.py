@@ -71,7 +71,7 @@ class NewFile(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """Let go of a file that is not complete."""
+        """Close a file that is not complete."""
 
 
 def create(path: Location, *, makes_room: bool = False) -> NewFile:

@@ -7,16 +7,12 @@ frees the bytes with the last one. Nothing may write into a file that has severa
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-_FICLONE: Final = 0x40049409
-"""Number of the Linux call by which a file gets the blocks of another one, copied when written."""
 _NO_LINK: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
     | {errno.ENOTSUP}
@@ -52,7 +48,7 @@ def share_file(source: Path, target: Path) -> int | None:
 
 
 def _copy(source: Path, target: Path) -> bool:
-    """Make a copy that shares blocks, or that the kernel makes; whether that is possible."""
+    """Let the kernel make a copy, which shares blocks if the file system can; whether it did."""
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         read = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -61,7 +57,7 @@ def _copy(source: Path, target: Path) -> bool:
     try:
         write = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            is_done = _clone(read, write) or copy_range(read, 0, os.fstat(read).st_size, write)
+            is_done = copy_range(read, 0, os.fstat(read).st_size, write)
             if is_done:
                 os.fsync(write)
         finally:
@@ -71,17 +67,7 @@ def _copy(source: Path, target: Path) -> bool:
         return is_done
     finally:
         os.close(read)
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-
-
-def _clone(read: int, write: int) -> bool:
-    """Let a file share the blocks of another one; whether the file system can do that."""
-    try:
-        fcntl.ioctl(write, _FICLONE, read)
-    except OSError:
-        return False
-    return True
+        temporary.unlink(missing_ok=True)
 
 
 def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:

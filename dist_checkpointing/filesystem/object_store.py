@@ -68,12 +68,12 @@ class ObjectStoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object as the store tells it.
+    """An object as the store describes it.
 
     Attributes:
         key: Name of the object in the bucket.
         num_bytes: Its size.
-        etag: Changes whenever the object is written; None if the store tells none.
+        etag: Changes whenever the object is written; None if the store gives none.
         modified: When it was written, in seconds since 1970 by the clock of the store.
     """
 
@@ -432,7 +432,7 @@ def _retried(path: ObjectPath, request: Callable[[], T]) -> T:
 
 
 def require_conditions(folder: ObjectPath) -> None:
-    """Refuse a store that replaces an object although it was told to put it only if absent.
+    """Refuse a store that replaces an object that it should put only if absent.
 
     One object is put below the folder and deleted, once for each bucket in a process.
 

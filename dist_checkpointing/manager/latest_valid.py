@@ -41,15 +41,15 @@ def judge(comm: Comm, step: int, work: Callable[[], None]) -> None:
 
     Collective. Any other exception on a rank becomes a RankFailedError.
     """
-    verdicts = comm.exchange(f"verifying step {step}", lambda: _verdict(work))
-    found = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
-    damaged = {r: e for r, e in found.items() if isinstance(e, CorruptCheckpointError)}
-    if found:
-        failures = {rank: Failure.of(error) for rank, error in (damaged or found).items()}
+    errors = comm.exchange(f"verifying step {step}", lambda: _error_of(work))
+    of_ranks = {rank: error for rank, error in enumerate(errors) if error is not None}
+    damage = {r: e for r, e in of_ranks.items() if isinstance(e, CorruptCheckpointError)}
+    if of_ranks:
+        failures = {rank: Failure.of(error) for rank, error in (damage or of_ranks).items()}
         raise merge_failures(f"verifying step {step}", failures, comm.world_size)
 
 
-def _verdict(work: Callable[[], None]) -> CheckpointingException | None:
+def _error_of(work: Callable[[], None]) -> CheckpointingException | None:
     """The error that ``work`` finds in a checkpoint; other exceptions are raised."""
     try:
         work()
@@ -64,9 +64,9 @@ def check_structure(folder: Location) -> None:
     """Read all metadata of a checkpoint, and its common state."""
     read_config(folder)
     folder = data_folder(folder)
-    found = open_checkpoint(folder)
-    found.common.load_common(folder)
-    found.sharded.load_tensors_metadata(folder)
+    opened = open_checkpoint(folder)
+    opened.common.load_common(folder)
+    opened.sharded.load_tensors_metadata(folder)
 
 
 def check_sealed_files(folder: Location, rank: int, world_size: int) -> None:
@@ -95,7 +95,7 @@ def is_verifiable(folder: Location, strategy: Selection[LoadShardedStrategy]) ->
         try:
             open_checkpoint(data_folder(folder), strategy)
         except UnsupportedFormatError:
-            return True  # the load itself tells the caller
+            return True  # the load itself raises that
     return any(read_table(path).parts() for path in checksum_files(data_folder(folder)))
 
 
@@ -169,16 +169,14 @@ class ValidSteps:
 
     def verify(self, step: int) -> None:
         """See ``CheckpointManager.verify``."""
-        rank, world_size = self._comm.rank, self._comm.world_size
+        share = {"rank": self._comm.rank, "world_size": self._comm.world_size}
         folder = self._run.prepare_read(step, near=False)
         judge(
             self._comm,
             step,
-            lambda: verify_checkpoint(
-                folder, rank=rank, world_size=world_size, trusted=self._trusted
-            ),
+            lambda: verify_checkpoint(folder, trusted=self._trusted, **share),
         )
-        self._note_valid(step, is_valid=rank == 0)
+        self._note_valid(step, is_valid=self._comm.rank == 0)
 
     def load_newest(
         self, template: ShardedStateDict | ShardedStateful, options: Mapping[str, Any]
@@ -193,8 +191,8 @@ class ValidSteps:
             try:
                 folder = self._run.prepare_read(step)
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
-                looking = partial(is_verifiable, folder, given[0])
-                verify = comm.from_rank0(f"looking for checksums of step {step}", looking)
+                what = f"looking for checksums of step {step}"
+                verify = comm.from_rank0(what, partial(is_verifiable, folder, given[0]))
                 if not verify:
                     self.verify(step)  # as far as that goes
             except CheckpointingException as error:

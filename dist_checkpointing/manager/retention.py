@@ -74,8 +74,8 @@ class Retention:
         """
         if self.optimizer_prefix is None:
             return optimizer_prefixes(keys)
-        found = any(key.startswith(self.optimizer_prefix) for key in keys)
-        return [self.optimizer_prefix] if found else []
+        is_there = any(key.startswith(self.optimizer_prefix) for key in keys)
+        return [self.optimizer_prefix] if is_there else []
 
     def best_steps(self, metrics: Mapping[int, float]) -> list[int]:
         """The steps by their metrics, best first; of equal ones the newest first."""

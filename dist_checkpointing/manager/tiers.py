@@ -7,6 +7,7 @@ import math
 import os
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -21,6 +22,7 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
 from dist_checkpointing.format.commit import data_folder, is_committed
@@ -54,12 +56,10 @@ class NearStore(ObjectStore):
 
     def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
         size = self._size(key)
-        if size is not None:
-            check_size(size)
-            data = self._read(key, 0, size)
-            if data is not None:
-                return data
-        return ObjectStore.get(self, key, check_size)
+        if size is None:
+            return ObjectStore.get(self, key, check_size)
+        check_size(size)
+        return self._read(key, 0, size) or ObjectStore.get(self, key)
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         size, step = self._size(key), self.options.part_bytes
@@ -70,10 +70,8 @@ class NearStore(ObjectStore):
 
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
         size = self._size(key)
-        if size is not None and offset < size:
-            data = self._read(key, offset, min(num_bytes, size - offset))
-            if data is not None:
-                return memoryview(data), size
+        if size is not None and (data := self._read(key, offset, min(num_bytes, size - offset))):
+            return memoryview(data), size
         return ObjectStore.get_range(self, key, offset, num_bytes)
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -85,23 +83,21 @@ class NearStore(ObjectStore):
 
     def _size(self, key: str) -> int | None:
         """Bytes of an object that is in the folder too; None if it is not."""
-        if not key.startswith(self.prefix):
-            return None
-        size = self.sizes.get(key.removeprefix(self.prefix))
-        try:
-            is_same = size is not None and self._path(key).stat().st_size == size
-        except OSError:
-            return None
-        return size if is_same else None
+        if key.startswith(self.prefix):
+            with suppress(OSError):
+                size = self.sizes.get(key.removeprefix(self.prefix))
+                return size if location.size_of(self._path(key)) == size else None
+        return None
 
-    def _read(self, key: str, offset: int, num_bytes: int) -> bytes | None:
+    def _read(self, key: str, offset: int, num_bytes: int) -> bytes:
+        """Bytes of the file; none if they cannot be read there."""
         try:
             with self._path(key).open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), num_bytes, offset)
+                data = os.pread(file.fileno(), max(num_bytes, 0), offset)
         except OSError as error:
             logger.warning("%s is read from the store: %s", self._path(key), error)
-            return None
-        return data if len(data) == num_bytes else None
+            return b""
+        return data if len(data) == num_bytes else b""
 
 
 class Run:
@@ -237,8 +233,8 @@ class Run:
             return stored
         sizes = {file.name: file.num_bytes for file in seal.files.values()}
         near = NearStore(data.store.url, data.store.options, data.prefix, local, sizes)
-        place: Any = stored
-        return cast("Path", replace(place, store=near))
+        home: Any = stored
+        return cast("Path", replace(home, store=near))
 
     def prepare_read(self, step: int, *, near: bool = True) -> Path:
         """Where a step can be read by all ranks; copies it into the store if it must. Collective.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, local_folder, locks
+from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, local_folder
 from dist_checkpointing.format import Attempt, remove_checkpoint
 from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import TorchDistSaveShardedStrategy
 from dist_checkpointing.strategies.torch_dist import writer
 from dist_checkpointing.testing import run_ranks
+from faults import before_first, strange_flock
 from scripts import run_fresh
 from states import BACKEND, BACKENDS, assert_at_step, shard, trained
 
@@ -33,33 +33,25 @@ def assert_sound(folder: Path, step: int) -> None:
     assert_at_step(folder, step)
 
 
-def refuse_flock(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+@pytest.fixture
+def how(request: pytest.FixtureRequest) -> Iterator[None]:
     """``flock`` as on NFS (EBADF for a descriptor that is only read), or not at all."""
-    real = fcntl.flock
-
-    def flock(file: int, operation: int) -> None:
-        if how != "EBADF":
-            code = getattr(errno, how)
-            raise OSError(code, os.strerror(code))
-        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
-        if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        real(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(locks, "_without_flock", set())
+    with strange_flock(None if request.param == "EBADF" else getattr(errno, request.param)):
+        yield
 
 
 # File systems.
 
 
 @pytest.mark.parametrize(
-    ("how", "backend"), [*zip(["ENOSYS", "EOPNOTSUPP", "ENOLCK", "EBADF"], BACKENDS, strict=True)]
+    ("how", "backend"),
+    [*zip(["ENOSYS", "EOPNOTSUPP", "ENOLCK", "EBADF"], BACKENDS, strict=True)],
+    indirect=["how"],
 )
+@pytest.mark.usefixtures("how")
 def test_saves_overwrites_removals_and_retention_where_flock_is_not_what_it_is_elsewhere(
-    tmp_path: Path, how: str, backend: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, backend: Any
 ) -> None:
-    refuse_flock(monkeypatch, how)
     folder = tmp_path / "c"
     dc.save(trained(1), folder, backend)
     dc.save(trained(2), folder, backend, overwrite=True)
@@ -76,11 +68,9 @@ def test_saves_overwrites_removals_and_retention_where_flock_is_not_what_it_is_e
     manager.close()
 
 
-@pytest.mark.parametrize("how", ["ENOSYS", "EBADF"])
-def test_a_save_and_a_removal_keep_each_other_out(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_flock(monkeypatch, how)
+@pytest.mark.parametrize("how", ["ENOSYS", "EBADF"], indirect=True)
+@pytest.mark.usefixtures("how")
+def test_a_save_and_a_removal_keep_each_other_out(tmp_path: Path) -> None:
     dc.save(trained(1), tmp_path, "zarr")
     calls: list[Callable[[], Any]] = [
         lambda: dc.save(trained(2), tmp_path, "zarr", overwrite=True),
@@ -158,18 +148,11 @@ def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backen
 
 
 def test_a_checkpoint_that_is_committed_while_a_save_waits_for_its_turn_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """It was not there at the first look."""
-    real = FolderLock.acquire
-
-    def acquire(folder: Path) -> FolderLock:
-        monkeypatch.setattr(FolderLock, "acquire", real)
-        dc.save(trained(1), folder, "zarr")
-        return real(folder)
-
-    monkeypatch.setattr(FolderLock, "acquire", acquire)
-    with pytest.raises(dc.CheckpointExistsError, match="committed checkpoint"):
+    other = before_first("fcntl.flock", lambda *_: dc.save(trained(1), tmp_path, "zarr"))
+    with other, pytest.raises(dc.CheckpointExistsError, match="committed checkpoint"):
         dc.save(trained(2), tmp_path, "zarr")
     assert_sound(tmp_path, 1)
 

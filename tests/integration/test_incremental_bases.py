@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -27,6 +26,7 @@ from dist_checkpointing.strategies import (
     ZarrSaveShardedStrategy,
 )
 from dist_checkpointing.testing import assert_same_bits, run_ranks
+from faults import before_first, without_links
 from states import between, wholes
 
 STRATEGIES = (TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy)
@@ -155,25 +155,11 @@ def test_padded_and_compressed_chunks_are_compared_too(tmp_path: Path) -> None:
 
 
 @SHARING
-def test_without_links_the_kernel_copies(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_links(*_: object, **__: object) -> None:
-        raise OSError(errno.EXDEV, "another device")
-
-    copied: list[int] = []
-    real = os.copy_file_range
-
-    def copy(*arguments: int) -> int:
-        copied.append(real(*arguments))
-        return copied[-1]
-
-    monkeypatch.setattr(os, "link", no_links)
-    monkeypatch.setattr(os, "copy_file_range", copy)
-    monkeypatch.setattr(hard_links, "_clone", lambda *_: False)
+def test_without_links_the_kernel_copies(strategy: Any, tmp_path: Path) -> None:
     tensors = model()
     save(wholes(tensors), tmp_path / "1", strategy())
-    save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
+    with without_links(kernel_copies=True) as copied:
+        save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
     assert num_shared(tmp_path / "2") == 0
     assert sum(copied) == sum(tensor.nbytes for tensor in tensors.values())
     assert not list(tmp_path.rglob("*.tmp"))
@@ -185,31 +171,22 @@ def test_without_links_the_kernel_copies(
     not REFLINKS, reason="DIST_CHECKPOINTING_TEST_REFLINKS names no folder on btrfs or xfs"
 )
 @SHARING
-def test_without_links_files_share_their_blocks(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_files_share_their_blocks(strategy: Any) -> None:
     """On a real file system with reflinks: a copy takes no room, and outlives the base."""
-
-    def no_links(*_: object, **__: object) -> None:
-        raise OSError(errno.EXDEV, "another device")
-
-    def no_copy(*_: object) -> int:
-        raise AssertionError("bytes are copied")
 
     def free_bytes() -> int:
         os.sync()
         room = os.statvfs(REFLINKS)
         return room.f_bfree * room.f_frsize
 
-    monkeypatch.setattr(os, "link", no_links)
-    monkeypatch.setattr(os, "copy_file_range", no_copy)
     tensors = {f"w{number}": torch.randn(1024, 1024) for number in range(8)}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     with tempfile.TemporaryDirectory(dir=REFLINKS) as name:
         folder = Path(name)
         save(wholes(tensors), folder / "1", strategy())
         before = free_bytes()
-        save(wholes(tensors), folder / "2", strategy(), base=folder / "1")
+        with without_links(kernel_copies=True):
+            save(wholes(tensors), folder / "2", strategy(), base=folder / "1")
         assert before - free_bytes() < num_bytes // 4
         assert num_shared(folder / "2") == 0
         assert len(data_files(folder / "2")) == len(data_files(folder / "1"))
@@ -221,17 +198,12 @@ def test_without_links_files_share_their_blocks(
 
 @SHARING
 def test_where_nothing_can_be_shared_all_is_written_and_said_once(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    strategy: Any, tmp_path: Path, caplog: Any
 ) -> None:
-    def impossible(*_: object, **__: object) -> int:
-        raise OSError(errno.EXDEV, "another device")
-
-    monkeypatch.setattr(os, "link", impossible)
-    monkeypatch.setattr(os, "copy_file_range", impossible)
-    monkeypatch.setattr(hard_links, "_clone", lambda *_: False)
     tensors = model()
     save(wholes(tensors), tmp_path / "1", strategy())
-    save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
+    with without_links(kernel_copies=False):
+        save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
     assert_holds(tmp_path / "2", tensors)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
@@ -255,24 +227,17 @@ def test_a_base_that_is_deleted_before_it_is_shared(strategy: Any, tmp_path: Pat
 
 
 @SHARING
-def test_a_base_that_is_saved_again_while_it_is_shared(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_that_is_saved_again_while_it_is_shared(strategy: Any, tmp_path: Path) -> None:
     """Chunk files of zarr have the same names in every save: another one's must not come in."""
     tensors = model()
     others = {key: tensor + 1 for key, tensor in tensors.items()}
     save(wholes(tensors), tmp_path / "1", strategy())
-    link = os.link
-    calls: list[int] = []
 
-    def link_after_a_save(*arguments: Any, **options: Any) -> None:
-        if not calls:
-            calls.append(1)
-            save(wholes(others), tmp_path / "1", strategy(), overwrite=True)
-        link(*arguments, **options)
+    def save_others(*_: Any) -> None:
+        save(wholes(others), tmp_path / "1", strategy(), overwrite=True)
 
-    monkeypatch.setattr(os, "link", link_after_a_save)
-    save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
+    with before_first("os.link", save_others) as calls:
+        save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
     assert calls
     assert_holds(tmp_path / "2", tensors)
     assert_holds(tmp_path / "1", others)
