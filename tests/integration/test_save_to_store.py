@@ -20,11 +20,12 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import ObjectPath, ObjectStore, file_writer
+from dist_checkpointing.filesystem import ObjectPath, file_writer
 from dist_checkpointing.format import SealedFile, data_folder, read_seal
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import DataFiles, TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from faults import store_down, store_requests
 from s3_proxy import Fault, proxy_before
 from stores import new_url
 
@@ -81,25 +82,17 @@ def test_a_checkpoint_comes_back_from_s3_and_from_a_copy_on_a_disk(
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-def test_what_is_put_is_sealed_and_not_listed(
-    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_what_is_put_is_sealed_and_not_listed(s3_place: ObjectPath, backend: str) -> None:
     """The store answers for every put: a save neither lists its own files nor reads them again."""
     asked: list[tuple[str, str]] = []
 
-    def noting(name: str) -> Callable[..., Any]:
-        own = getattr(ObjectStore, name)
-
-        def request(store: ObjectStore, key: str, *args: Any, **kwargs: Any) -> Any:
+    def noting(name: str, key: str, go: Callable[[], Any]) -> Any:
+        if not name.startswith(("put", "delete")):
             asked.append((name, key))
-            return own(store, key, *args, **kwargs)
+        return go()
 
-        return request
-
-    for name in ("get", "get_range", "head", "list_below", "list_folder", "blocks"):
-        monkeypatch.setattr(ObjectStore, name, noting(name))
-    dc.save(big_state(), s3_place, backend)
-    monkeypatch.undo()
+    with store_requests(noting):
+        dc.save(big_state(), s3_place, backend)
     folder = data_folder(s3_place)
     assert isinstance(folder, ObjectPath)
     of_data = [(name, key) for name, key in asked if key.startswith(folder.key)]
@@ -166,28 +159,14 @@ def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4, 7, 10, 13, 19, 28])
-def test_a_save_that_is_cut_off_leaves_no_checkpoint(
-    nth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_is_cut_off_leaves_no_checkpoint(nth: int) -> None:
     """Whichever put fails: there is no checkpoint, or a whole one, and the next save works."""
-    url, left = new_url(), [nth]
-
-    def breaking(name: str) -> Callable[..., Any]:
-        own = getattr(ObjectStore, name)
-
-        def request(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                raise OSError(5, "the server is on fire", args[1])
-            return own(*args, **kwargs)
-
-        return request
-
-    with monkeypatch.context() as patch:
-        for name in ("put", "put_parts"):
-            patch.setattr(ObjectStore, name, breaking(name))
-        with suppress(dc.RankFailedError):
-            run_ranks(2, lambda c: dc.save(sharded(c.rank, 2, BIG), url, comm=c))
+    url = new_url()
+    with (
+        store_down(nth, 1, at=lambda name, _: name.startswith("put")),
+        suppress(dc.RankFailedError),
+    ):
+        run_ranks(2, lambda c: dc.save(sharded(c.rank, 2, BIG), url, comm=c))
     template = {"rows": dc.ShardedTensor.from_rank_offsets("rows", torch.zeros_like(BIG))}
     try:
         assert torch.equal(dc.load(template, url, verify=True)["rows"], BIG)
