@@ -21,7 +21,6 @@ from dist_checkpointing.planning import (
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.shard_table import describe
 from states import shard
 
 KEYS = st.text(min_size=1, max_size=8)
@@ -82,7 +81,9 @@ def test_what_a_leaf_looks_like_as_an_item() -> None:
         "f", torch.zeros(5, dtype=torch.int8), (3, 4), (1, 1, 2), flattened_range=slice(2, 7)
     )
     cell = ShardedObject("o", {}, (2, 3), (1, 2))
-    one, two, three = SavePlan(describe([tensor, flat, cell], 4)).items
+    planner, state = DefaultSavePlanner(), dict[Any, Any](enumerate([tensor, flat, cell]))
+    planner.configure_planner(state, is_coordinator=False, rank=4)
+    one, two, three = planner.build_local_plan().items
     assert one == WriteItem(
         MetadataIndex("w", (1, 6, 0), 0),
         WriteItemType.TENSOR,

@@ -1,0 +1,209 @@
+"""Who writes what, and how it is cut, is what the plain rules of ``reference_plans`` say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+from dist_checkpointing.format import Box, Index
+from dist_checkpointing.planning import (
+    BalancedSavePlanner,
+    DefaultSavePlanner,
+    RowBlockLayout,
+    SavePlan,
+    WholeShardLayout,
+    distribute_shards_to_ranks,
+)
+from reference_plans import cut_tensors, planned_by_leaf, seen, shared_out
+
+Layout = RowBlockLayout | WholeShardLayout
+Candidates = Callable[[Sequence[int], int], Sequence[int]]
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> tuple[dict[str, list[int]], dict[str, int], int, set[str]]:
+    num_ranks = draw(st.integers(1, 12))
+    some_ranks = st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks)
+    holders = draw(st.dictionaries(st.text("abc", max_size=4), some_ranks, max_size=40))
+    sizes = {shard: draw(st.integers(0, 20)) for shard in holders}
+    cross = {shard for shard in holders if draw(st.booleans())}
+    return holders, sizes, num_ranks, cross
+
+
+class TestDistribute:
+    @given(shards())
+    def test_is_the_plain_scan(
+        self, case: tuple[dict[str, list[int]], dict[str, int], int, set[str]]
+    ) -> None:
+        result, expected = distribute_shards_to_ranks(*case), shared_out(*case)
+        assert list(result.items()) == list(expected.items())
+
+
+# --- small worlds against the plain rule ----------------------------------------------------------
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[list[ShardedTensor | ShardedObject]]:
+    """What ranks hold: each part of each tensor on some of them, one of which is to write it."""
+    ranks: list[list[ShardedTensor | ShardedObject]] = [[] for _ in range(draw(st.integers(1, 5)))]
+    for key in draw(st.lists(st.sampled_from("abcdef"), unique=True, min_size=1)):
+        for part in draw(cut_tensors(key)):
+            holders = draw(st.permutations(range(len(ranks))))
+            for replica_id, rank in enumerate(holders[: draw(st.integers(1, len(ranks)))]):
+                ranks[rank].append(replace(part, replica_id=replica_id))
+                ranks[rank][-1].init_data("meta")  # type: ignore[union-attr]
+    return [[*own, ShardedObject("o", 1, (len(ranks),), (n,))] for n, own in enumerate(ranks)]
+
+
+def planned(
+    planner: DefaultSavePlanner, ranks: Sequence[Sequence[Any]], layout: Layout | None = None
+) -> tuple[list[SavePlan], Index]:
+    """The final plans of all ranks, and the index."""
+    local = []
+    for rank, leaves in enumerate(ranks):
+        state: Any = dict(enumerate(leaves))
+        planner.configure_planner(state, rank == 0, rank, layout=layout or RowBlockLayout())
+        local.append(planner.build_local_plan())
+    plans, index = planner.build_global_plan(local)
+    return [planner.finalize_plan(plan) for plan in plans], index
+
+
+GROUPS = [0, 1, 0, 1, 1]
+PLANNERS: dict[str, tuple[Callable[[int], DefaultSavePlanner], Candidates]] = {
+    "main": (lambda _: DefaultSavePlanner(), lambda _, main: [main]),
+    "redundant": (lambda _: BalancedSavePlanner(remove_redundancy=False), lambda _, main: [main]),
+    "balanced": (lambda _: BalancedSavePlanner(), lambda holders, _: holders),
+    "lowest": (
+        lambda _: BalancedSavePlanner(save_to_minimum_rank=True),
+        lambda holders, _: [min(holders)],
+    ),
+    "groups": (
+        lambda count: BalancedSavePlanner(groups=GROUPS[:count]),
+        lambda holders, main: [rank for rank in holders if GROUPS[rank] == GROUPS[main]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@given(worlds(), st.integers(1, 200))
+def test_who_writes_what_is_what_the_rule_says(
+    name: str, ranks: list[list[Any]], most_bytes: int
+) -> None:
+    make, candidates = PLANNERS[name]
+    layout = RowBlockLayout(most_bytes)
+    plans, index = planned(make(len(ranks)), ranks, layout)
+    expected, expected_index = planned_by_leaf(ranks, layout, candidates)
+    assert seen(index) == seen(expected_index)
+    for plan, writes in zip(plans, expected, strict=True):
+        assert len(plan.items) == len(writes)
+        for item in plan.items:
+            key, cell, part = item.index.fqn, item.index.offset, item.tensor_data
+            box = Box(cell or (), (1,)) if part is None else part.chunk
+            assert (key, box, None if part is None else part.flat_range) in writes
+
+
+@given(worlds(), st.integers(1, 4))
+def test_whole_shards_share_a_divisor_or_an_axis(ranks: list[list[Any]], most: int) -> None:
+    plans, index = planned(DefaultSavePlanner(), ranks, WholeShardLayout(most))
+    written: dict[str, list[Box]] = {}
+    for item in (item for plan in plans for item in plan.items):
+        if item.tensor_data is not None:
+            written.setdefault(item.index.fqn, []).append(item.tensor_data.chunk)
+    for key, boxes in written.items():
+        for axis, full in enumerate(index[key].global_shape):
+            pairs = [(box.offset[axis], box.shape[axis]) for box in boxes]
+            largest = max(extent for _, extent in pairs)
+            divisor = math.gcd(*({o for o, _ in pairs} | {o + e for o, e in pairs}) - {full})
+            expected = divisor if divisor * most >= largest else full
+            if all(o % largest == 0 and e == min(largest, full - o) for o, e in pairs):
+                expected = largest
+            assert (index[key].chunk_shape or ())[axis] == expected
+
+
+def test_a_plan_with_fewer_axes_than_the_index_is_cut() -> None:
+    ranks = [[ShardedTensor.from_rank_offsets("cube", torch.zeros(4, 4, 4, dtype=torch.int8))]]
+    ranks.append([ShardedTensor.from_rank_offsets("row", torch.zeros(9, dtype=torch.int8))])
+    planner, local = DefaultSavePlanner(), []
+    for rank, leaves in enumerate(ranks):
+        state: Any = dict(enumerate(leaves))
+        planner.configure_planner(state, rank == 0, rank, layout=RowBlockLayout(4))
+        local.append(planner.build_local_plan())
+    _, index = planner.build_global_plan(local)
+    for plan, count in zip(local, (16, 3), strict=True):
+        assert len(planner.finalize_plan(replace(plan, index=index)).items) == count
+
+
+# --- real models --------------------------------------------------------------------------------
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def transformer(layers: int, hidden: int, **widths: tuple[int, int]) -> Shapes:
+    shapes: Shapes = {"embed": (128256, hidden), "positions": (1024, hidden)}
+    for layer in range(layers):
+        shapes |= {f"{layer}.{name}": shape for name, shape in widths.items()}
+        shapes |= {f"{layer}.norm": (hidden,)}
+    return shapes
+
+
+MODELS = {
+    "GPT-2 XL": (transformer(48, 1600, attn=(4800, 1600), fc=(6400, 1600), out=(1600, 6400)), 1),
+    "Llama 3 8B": (transformer(32, 4096, q=(4096, 4096), kv=(2048, 4096), up=(14336, 4096)), 4),
+}
+
+
+def replicated(shapes: Shapes, replicas: int, tensor_parallel: int) -> list[list[ShardedTensor]]:
+    """What each rank holds, cut along axis 0 where that can be."""
+    ranks = []
+    for rank in range(replicas * tensor_parallel):
+        replica, position = divmod(rank, tensor_parallel)
+        leaves = []
+        for key, shape in shapes.items():
+            cut = shape[0] % tensor_parallel == 0
+            rows = shape[0] // tensor_parallel if cut else shape[0]
+            data = torch.empty((rows, *shape[1:]), dtype=torch.bfloat16, device="meta")
+            grid = [(0, position, tensor_parallel)] if cut else []
+            replica_id = (0 if cut else position, replica)
+            leaves.append(ShardedTensor.from_rank_offsets(key, data, *grid, replica_id=replica_id))
+        ranks.append(leaves)
+    return ranks
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_eight_replicas_of_a_real_model(model: str) -> None:
+    shapes, tensor_parallel = MODELS[model]
+    plans, _ = planned(BalancedSavePlanner(), replicated(shapes, 8, tensor_parallel))
+    loads = [plan.num_bytes for plan in plans]
+    assert sum(loads) == sum(2 * math.prod(shape) for shape in shapes.values())
+    assert max(loads) <= 1.05 * sum(loads) / len(loads)
+
+
+def test_one_large_tensor_is_written_by_all_its_holders() -> None:
+    plans, _ = planned(BalancedSavePlanner(), replicated({"w": (4096, 4096)}, 8, 1))
+    assert [plan.num_bytes for plan in plans] == [2 * 4096 * 4096 // 8] * 8
+
+
+def test_a_layout_of_whole_shards_is_not_cut() -> None:
+    ranks = replicated({"w": (4096, 4096), "v": (4096, 4096)}, 4, 1)
+    plans, _ = planned(BalancedSavePlanner(), ranks, WholeShardLayout())
+    assert [[item.index.fqn for item in plan.items] for plan in plans] == [["v"], ["w"], [], []]
+
+
+def test_chunks_are_not_made_smaller_than_balance_asks_for() -> None:
+    ranks = replicated({f"w{i}": (4096, 1024) for i in range(64)}, 8, 1)
+    plans, index = planned(BalancedSavePlanner(), ranks)
+    assert {tuple(shape or ()) for shape in index.chunk_shape_column} == {(4096, 1024)}
+    assert {len(plan.items) for plan in plans} == {8}
+
+
+def test_groups_of_another_world_are_refused() -> None:
+    with pytest.raises(CheckpointingException, match="expected 2; found 3"):
+        planned(BalancedSavePlanner(groups=[0, 1, 0]), replicated({"w": (64,)}, 2, 1))
