@@ -31,7 +31,7 @@ if typing.TYPE_CHECKING:
     from dist_checkpointing.planning.recipe import Recipe
     from dist_checkpointing.planning.replica_check import ReplicaCheck
     from dist_checkpointing.planning.save_plan import PlanCache
-    from dist_checkpointing.serialization.async_save import AsyncSaver, async_save
+    from dist_checkpointing.serialization.async_save import AsyncSaver, SaveHandle, async_save
     from dist_checkpointing.serialization.fingerprint_of_state import fingerprint
     from dist_checkpointing.serialization.load import load
     from dist_checkpointing.serialization.load_metadata import (
@@ -43,7 +43,6 @@ if typing.TYPE_CHECKING:
         remove_sharded_tensors,
     )
     from dist_checkpointing.serialization.save import save
-    from dist_checkpointing.serialization.save_handle import SaveHandle
     from dist_checkpointing.storage.staging import StagingBuffers
     from dist_checkpointing.validation.strictness import StrictHandling
 
@@ -117,7 +116,7 @@ _NAMES_BY_MODULE = {
     "planning.save_plan": ("PlanCache",),
     "planning.recipe": ("Recipe",),
     "planning.replica_check": ("ReplicaCheck",),
-    "serialization.async_save": ("AsyncSaver", "async_save"),
+    "serialization.async_save": ("AsyncSaver", "SaveHandle", "async_save"),
     "serialization.fingerprint_of_state": ("fingerprint",),
     "serialization.load": ("load",),
     "serialization.load_metadata": (
@@ -129,7 +128,6 @@ _NAMES_BY_MODULE = {
         "remove_sharded_tensors",
     ),
     "serialization.save": ("save",),
-    "serialization.save_handle": ("SaveHandle",),
     "storage.staging": ("StagingBuffers",),
     "validation.strictness": ("StrictHandling",),
 }

@@ -20,8 +20,11 @@ from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader, set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.base import LoadCommonStrategy, handles_objects
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    PlannedLoadStrategy,
+    handles_objects,
+)
 from dist_checkpointing.strategies.selection import common_reader, open_checkpoint
 
 _FEW = 4

@@ -23,10 +23,9 @@ from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
-from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize
+from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize, SaveHandle
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_steps import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.incremental import require_sharing_strategy
@@ -195,14 +194,14 @@ class CheckpointManager:
         watch = Stopwatch()
         number, options = self._begin(step, metric, options)
         has_base = options["base"] is not None
-        handle = self._saver.save_with_hooks(
-            self._run.hooks(step, number, watch.note_bytes, has_base=has_base),
+        handle = self._saver.save(
             state,
             self._run.folder(step),
             self._strategy,
             step=step,
             capture=capture,
             on_committed=lambda: self._committed(step, number, watch),
+            hooks=self._run.hooks(step, number, watch.note_bytes, has_base=has_base),
             **options,
         )
         watch.stop_blocking()

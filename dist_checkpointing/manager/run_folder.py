@@ -31,7 +31,7 @@ from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import call_hooks
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
-from dist_checkpointing.serialization.save_steps import SaveHooks
+from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.storage.options import Durability
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -245,8 +245,8 @@ class RunFolder:
     ) -> SaveHooks:
         """What a save of a step calls before and after it has claimed the folder."""
 
-        def check(index: Index | None) -> None:
-            stored = () if index is None else (index[key] for key in index)
+        def check(index: Index) -> None:
+            stored = (index[key] for key in index)
             num_bytes = sum(tensor.num_bytes for tensor in stored)
             note_bytes(num_bytes)
             # How much a base leaves to write is known when its parts have been compared.

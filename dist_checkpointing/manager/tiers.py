@@ -32,7 +32,7 @@ from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.tier_copies import Drain, PartCopier, StoreCopier, after_rank0
-from dist_checkpointing.serialization.save_steps import Disks, SaveHooks
+from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
 

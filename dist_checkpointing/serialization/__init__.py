@@ -1,7 +1,7 @@
 """Save, load, save behind a training, and the small readers."""
 
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
-from dist_checkpointing.serialization.async_save import AsyncSaver, async_save
+from dist_checkpointing.serialization.async_save import AsyncSaver, SaveHandle, async_save
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.load_metadata import (
     get_default_load_sharded_strategy,
@@ -17,7 +17,6 @@ from dist_checkpointing.serialization.load_metadata import (
 )
 from dist_checkpointing.serialization.load_recipe import preview_recipe
 from dist_checkpointing.serialization.save import save
-from dist_checkpointing.serialization.save_handle import SaveHandle
 
 __all__ = [
     "AsyncSaver",

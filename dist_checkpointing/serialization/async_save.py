@@ -1,4 +1,4 @@
-"""``async_save`` and AsyncSaver: capture, then write and commit behind the training; retries.
+"""``async_save``, AsyncSaver and SaveHandle: capture, then write and commit behind the training.
 
 ``save`` is cut after the plan. To capture and to write concerns this rank alone and may run in any
 thread; to finish takes all ranks.
@@ -6,40 +6,230 @@ thread; to finish takes all ranks.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from functools import wraps
 from os import PathLike
 from typing import Any, Final, Literal, Self, TypeVar, Unpack, cast
+
+import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException, RankFailedError
 from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.save_plan import PlanCache
-from dist_checkpointing.serialization.save import planned_job
-from dist_checkpointing.serialization.save_handle import SaveHandle
+from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.serialization.save_steps import (
     AsyncSaveOptions,
-    SaveHooks,
+    JobOptions,
     SaveJob,
-    SaveOptions,
     require_known,
 )
 from dist_checkpointing.storage.progress import Meter, Progress, chosen_callback
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
-from dist_checkpointing.threads import Ownership
+from dist_checkpointing.threads import Ownership, run_in_background
 
 logger: logging.Logger = logging.getLogger(__name__)
 Finalize = Literal["background", "caller"]
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class _Captured(threading.Event):
+    """An event that nobody waits for where it cannot come."""
+
+    def __init__(self, owner: Ownership) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._owner.require()
+        return super().wait(timeout)
+
+
+class SaveHandle:
+    """A save that goes on behind the training. Any thread may ask, but no forked process.
+
+    Its saver makes it and calls ``report``, ``run`` and ``finish``. One object a rank. ``await
+    handle`` is ``handle.result()`` without blocking the event loop (with ``finalize="caller"``, it
+    blocks for the commit).
+
+    Attributes:
+        checkpoint_dir: Folder of the checkpoint.
+        step: Step that the caller named.
+        captured: Set once the state has been copied (or could not be, which ``result`` raises):
+            ``captured.wait()`` before anything may change it.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, async_save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> handle = async_save(state, "ckpt", capture="background")
+        >>> handle.captured.wait()  # before the state changes
+        True
+        >>> handle.result()
+        >>> handle.done()
+        True
+    """
+
+    def __init__(self, checkpoint_dir: Location, step: int | None, comm: Comm) -> None:
+        self.checkpoint_dir = checkpoint_dir
+        self.step = step
+        self._owner = Ownership("the asynchronous save")
+        self.captured: threading.Event = _Captured(self._owner)
+        self._progress = Progress("planning", 0, 0, 0)
+        self._outcome: Future[None] = Future()
+        self._comm = comm
+        self._finish: Callable[[Comm], None] | None = None
+        self._forgotten: weakref.finalize[..., SaveHandle] | None = None
+        self._is_raised = False
+        self._finishing = threading.Lock()
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is, on this rank."""
+        return self._progress
+
+    def done(self) -> bool:
+        """Whether ``result`` would return (or raise) at once; not collective.
+
+        With ``finalize="caller"``: whether this rank has written its part, so that ``result`` only
+        has to wait for the other ranks and the commit.
+        """
+        self._owner.require()
+        return self._outcome.done()
+
+    def result(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the checkpoint to be committed. Collective with ``finalize="caller"`` only.
+
+        Raises:
+            TimeoutError: if this rank is not through in time; the save goes on, and a later call
+                may succeed.
+            CheckpointingException: if it failed on any rank, the same on all of them, with the
+                tracebacks (nothing was committed then); or in a forked process.
+        """
+        self._owner.require()
+        failure = self._outcome.exception(timeout_seconds)
+        with self._finishing:
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                if self._forgotten is not None:
+                    self._forgotten.detach()
+                try:
+                    finish(self._comm)
+                except BaseException as error:
+                    self._outcome = Future()
+                    self._outcome.set_exception(error)
+                    self._is_raised = True
+                    raise
+        if failure is not None:
+            self._is_raised = True
+            raise failure
+
+    def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
+        """Like ``result``, but return the error, or None, instead of raising it.
+
+        Raises:
+            TimeoutError: see ``result``.
+        """
+        if not self.wait(timeout_seconds):
+            raise TimeoutError(f"the save into {self.checkpoint_dir} goes on")
+        try:
+            self.result()
+        except Exception as error:  # noqa: BLE001 - it is the answer
+            return error
+        return None
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until ``done()`` is True, however the save ends; return whether it is by then.
+
+        Not collective.
+        """
+        self._owner.require()
+        return bool(wait_for([self._outcome], timeout_seconds).done)
+
+    def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
+        """Call ``callback(handle)`` when ``done()`` becomes True, or now if it is.
+
+        It is called in the thread that saves; what it raises is logged.
+
+        Example:
+            >>> handle = async_save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, "a")
+            >>> ended = []
+            >>> handle.add_done_callback(lambda handle: ended.append(handle.exception()))
+            >>> handle.result()
+            >>> ended
+            [None]
+        """
+        self._owner.require()
+        self._outcome.add_done_callback(lambda _: callback(self))
+
+    def __await__(self) -> Generator[Any, None, None]:
+        self._owner.require()
+        with suppress(Exception):  # ``result`` raises it
+            # Shielded, so that a task that is cancelled does not cancel the save.
+            yield from asyncio.shield(asyncio.wrap_future(self._outcome)).__await__()
+        self.result()
+
+    def fence(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the next ``optimizer.step()`` wait until the state has been captured."""
+
+        def wait(*_: object) -> None:
+            if self._owner.is_here:  # a forked process has a copy of the state
+                self.captured.wait()
+            hook.remove()
+
+        hook = optimizer.register_step_pre_hook(wait)
+
+    def report(self, progress: Progress) -> None:
+        """Remember how far the save is."""
+        self._progress = progress
+
+    def run(self, work: Callable[[], None], finish: Callable[[Comm], None] | None = None) -> None:
+        """Let a thread do this rank's work.
+
+        Args:
+            work: what is done behind the training.
+            finish: called by ``result`` or ``finish``, on all ranks, once the work is done.
+        """
+        if finish is not None:
+            self._finish = finish
+            self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.checkpoint_dir)
+        self._outcome = run_in_background(work, f"async-save-{self.checkpoint_dir.name}")
+
+    def finish(self, comm: Comm) -> None:
+        """Finish what nobody has finished, or raise what nobody has seen. Collective.
+
+        Raises:
+            CheckpointingException: what failed on any rank, on all of them, unless ``result`` has
+                raised it on all.
+        """
+        if self._finish is not None:
+            self.result()
+            return
+        with comm.agreed("the save before"):
+            self._owner.require()
+            self._outcome.exception()  # only to wait
+            with self._finishing:  # another thread may be at it
+                error = self._outcome.exception()
+            if error is not None and not self._is_raised:
+                raise error
+
+
+def _warn_of_forgotten(folder: Location) -> None:
+    logger.warning("%s was written and never committed: nobody asked for its result", folder)
 
 
 def _one_at_a_time(method: Method) -> Method:
@@ -109,6 +299,7 @@ class AsyncSaver:
         self._owner = Ownership("the saver")
         self._lock = threading.RLock()
 
+    @_one_at_a_time
     def save(
         self,
         sharded_state_dict: ShardedStateDict | ShardedStateful,
@@ -117,9 +308,10 @@ class AsyncSaver:
         common_strategy: Selection[SaveCommonStrategy] = None,
         *,
         on_committed: Callable[[], None] | None = None,
+        hooks: SaveHooks | None = None,
         **options: Unpack[AsyncSaveOptions],
     ) -> SaveHandle:
-        """``async_save`` with a hook that runs on rank 0.
+        """``async_save`` with a hook that runs on rank 0; ``hooks`` is for the rest of the library.
 
         ``on_committed`` is called in the thread that finalizes, once the checkpoint is there; its
         error is the save's, but the checkpoint stays.
@@ -127,29 +319,6 @@ class AsyncSaver:
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
-        return self.save_with_hooks(
-            SaveHooks(),
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded_strategy,
-            common_strategy,
-            on_committed=on_committed,
-            **options,
-        )
-
-    @_one_at_a_time
-    def save_with_hooks(
-        self,
-        hooks: SaveHooks,
-        sharded_state_dict: ShardedStateDict | ShardedStateful,
-        checkpoint_dir: str | PathLike[str],
-        sharded_strategy: Selection[SaveShardedStrategy] = None,
-        common_strategy: Selection[SaveCommonStrategy] = None,
-        *,
-        on_committed: Callable[[], None] | None = None,
-        **options: Unpack[AsyncSaveOptions],
-    ) -> SaveHandle:
-        """``save``, for the rest of the library; see there."""
         require_known("AsyncSaver.save", options)
         step, rank = options.pop("step", None), self._comm.rank
         progress = chosen_callback(options.pop("progress", None), "asynchronous save", rank)
@@ -167,19 +336,16 @@ class AsyncSaver:
             if progress is not None:
                 progress(state)
 
-        shared: SaveOptions = options  # the rest of them
-        job = planned_job(
-            sharded_state_dict,
-            checkpoint_dir,
-            comm,
-            Meter("asynchronous save", comm.rank, report),
-            hooks,
-            sharded_strategy=sharded_strategy,
-            common_strategy=common_strategy,
-            plan_cache=self._plan_cache,
-            **shared,
-        )
+        shared = {
+            **options,  # the rest of them
+            "sharded_strategy": sharded_strategy,
+            "common_strategy": common_strategy,
+            "plan_cache": self._plan_cache,
+        }
+        meter = Meter("asynchronous save", rank, report)
+        job = SaveJob(rank, meter, hooks or SaveHooks(), cast("JobOptions", shared))
         job.step = step
+        job.plan(sharded_state_dict, checkpoint_dir, comm)
         try:
             # What is made durable in the background need not be waited for here.
             job.claim(comm, durable=self._background_comm is None)
@@ -187,7 +353,7 @@ class AsyncSaver:
             with comm.agreed("copying the state"):
                 job.acquire_buffers(self._buffers, comm)
                 if self._background_comm is None:
-                    job.check_claim()
+                    job.folder.check(rank)
                 if capture == "copy":
                     job.capture()
                 else:
@@ -199,7 +365,7 @@ class AsyncSaver:
             self._start(job, handle, detector, on_committed)
         except BaseException as error:
             job.release_buffers()
-            job.give_up(error)
+            job.folder.give_up(error)
             raise
         self._last = handle
         return handle
@@ -317,11 +483,11 @@ def _write_and_finish(job: SaveJob, comm: Comm, retries: int) -> None:
             if tries_left < retries:
                 job.start_over(comm)
             else:
-                job.make_durable(comm)
+                job.folder.make_durable(comm)
             job.write_behind()
             job.finish(comm)
         except CheckpointingException as error:
-            job.give_up(error)
+            job.folder.give_up(error)
             is_silent = isinstance(error, RankFailedError) and error.silent_ranks
             if not tries_left or is_silent:
                 raise

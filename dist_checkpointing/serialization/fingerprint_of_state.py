@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.comm.defaults import chosen_comm
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, read_index
@@ -110,8 +110,8 @@ def fingerprint(
 def verify_restored(
     shards: Sequence[ShardedTensor],
     folder: Location,
-    index: Index | None,
-    make_reader: Callable[[], StorageReader] | None,
+    index: Index,
+    make_reader: Callable[[], StorageReader],
     comm: Comm,
 ) -> None:
     """Compare what lies in memory after a load with the fingerprints of the save. Collective.
@@ -124,25 +124,22 @@ def verify_restored(
     Args:
         shards: Of this rank, filled.
         folder: Folder of the checkpoint.
-        index: Index of the checkpoint, with the keys of this rank; None for strategies that are not
-            made of a reader.
-        make_reader: Makes a reader of the checkpoint; None likewise.
+        index: Index of the checkpoint, with the keys of this rank.
+        make_reader: Makes a reader of the checkpoint.
         comm: Ranks that have loaded together.
 
     Raises:
         CorruptCheckpointError: naming every tensor that is not what was saved.
-        UnsupportedFormatError: for a strategy that is not made of a reader.
     """
-    with comm.agreed("looking for fingerprints"):
-        if index is None or make_reader is None:
-            problem = "the strategy of the checkpoint has no index to compare with"
-            finding = Finding(problem, path=str(folder), remedy="Leave verify='restored' out.")
-            raise UnsupportedFormatError("what is restored cannot be verified", [finding])
-    assert index is not None
-    assert make_reader is not None
 
     def describe_local() -> tuple[dict[str, ShardTable], set[str]]:
-        return {"shards": describe(shards, comm.rank)}, _differing_keys(index, shards)
+        differing = set()
+        for shard in shards:
+            stored = index.get(shard.key)
+            kind = (tensor_memory.from_torch(shard.dtype).name, tuple(shard.global_shape))
+            if stored is None or (stored.dtype.name, stored.global_shape) != kind:
+                differing.add(shard.key)
+        return {"shards": describe(shards, comm.rank)}, differing
 
     exchanged = exchange_tables(comm, "describing what was restored", describe_local)
     with comm.agreed("looking for what can be compared"):
@@ -185,8 +182,26 @@ def verify_restored(
                 findings.append(_differs(copies, part, (int(parts.ranks[part]), comm.rank)))
     with comm.agreed("comparing fingerprints"):
         if comm.rank == 0:
-            findings += _other_than_saved(_fingerprints(parts, totals), kept)
-            _warn_of_others(sorted({*parts.key_column} - counted), folder)
+            remedy = "Load with verify=True, which tells whether the stored data is damaged."
+            findings += [
+                Finding(
+                    "what lies in memory is not what was saved",
+                    key,
+                    expected=kept[key],
+                    found=found,
+                    remedy=remedy,
+                )
+                for key, found in _fingerprints(parts, totals).items()
+                if found != kept[key]
+            ]
+            if others := sorted({*parts.key_column} - counted):
+                logger.warning(
+                    "%s: %d tensors are not compared with what was saved, because the ranks do not"
+                    " hold all of them in the stored dtype and shape: %s",
+                    folder,
+                    len(others),
+                    ", ".join(others[:10]) + (", ..." if len(others) > 10 else ""),
+                )
         if findings:
             raise CorruptCheckpointError("what was restored is not what was saved", findings)
 
@@ -199,17 +214,6 @@ def _fingerprints(table: ShardTable, sums: Mapping[str, Sums]) -> dict[str, str]
         if key in sums:
             fingerprints[key] = fingerprint_of(sums[key], table.dtype(row), table.global_shape(row))
     return fingerprints
-
-
-def _differing_keys(index: Index, shards: Sequence[ShardedTensor]) -> set[str]:
-    """Keys whose shards have another dtype or global shape than what is stored."""
-    keys = set()
-    for shard in shards:
-        stored = index.get(shard.key)
-        kind = (tensor_memory.from_torch(shard.dtype).name, tuple(shard.global_shape))
-        if stored is None or (stored.dtype.name, stored.global_shape) != kind:
-            keys.add(shard.key)
-    return keys
 
 
 def _counted(copies: Copies, differing: set[str]) -> Bools:
@@ -262,29 +266,3 @@ def _differs(copies: Copies, part: int, ranks: tuple[int, ...]) -> Finding:
     problem = "copies of one part differ in memory after the load"
     box = str(copies.parts.box(part))
     return Finding(problem, copies.parts.key(part), found=box, ranks=ranks)
-
-
-def _other_than_saved(
-    fingerprints: Mapping[str, str], kept: Mapping[str, str]
-) -> Iterator[Finding]:
-    for key, found in fingerprints.items():
-        if found != kept[key]:
-            yield Finding(
-                "what lies in memory is not what was saved",
-                key,
-                expected=kept[key],
-                found=found,
-                remedy="Load with verify=True, which tells whether the stored data is damaged.",
-            )
-
-
-def _warn_of_others(keys: Sequence[str], folder: Location) -> None:
-    if keys:
-        named = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
-        logger.warning(
-            "%s: %d tensors are not compared with what was saved, because the ranks do not hold all"
-            " of them in the stored dtype and shape: %s",
-            folder,
-            len(keys),
-            named,
-        )

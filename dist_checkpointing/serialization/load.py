@@ -211,7 +211,7 @@ def load(
     with comm.agreed("comparing template and checkpoint"), paused_collector():
         wanted = filled = WantedTable(_without_keys(parts.tensors, unexpected))
         objects = _without_keys(parts.objects, unexpected)
-        user_planner = getattr(opened.strategies.sharded, "planner", None) is not None
+        user_planner = opened.strategies.sharded.planner is not None
         with nullcontext() if made is None else made.checking(wanted.tensors, objects):
             alike = compare(
                 wanted,

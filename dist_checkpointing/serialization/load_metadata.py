@@ -269,4 +269,4 @@ def get_default_load_sharded_strategy(
         strategy: LoadShardedStrategy = select_strategy(StrategyAction.LOAD_SHARDED, None)
         return strategy
     found = open_checkpoint(data_folder(checkpoint_dir)).sharded
-    return found.strategy if isinstance(found, ForeignLoadStrategy) else found
+    return found.base_strategy if isinstance(found, ForeignLoadStrategy) else found

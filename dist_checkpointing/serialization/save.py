@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from os import PathLike
 from typing import Any, Unpack
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
-from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
-from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
-from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts
-from dist_checkpointing.planning.shard_table import ShardTable
-from dist_checkpointing.planning.table_exchange import exchange_tables
+from dist_checkpointing.planning.save_plan import PlanCache
+from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.serialization.save_steps import (
     JobOptions,
-    SaveHooks,
     SaveJob,
-    UnplannedSaveJob,
     require_known,
 )
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
-    AsyncSaveShardedStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
-from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import Selection, select_strategy
-from dist_checkpointing.threads import paused_collector
+from dist_checkpointing.strategies.selection import Selection
 
 
 def save(
@@ -172,16 +163,8 @@ def save_with_hooks(
     """
     require_known("save", options, JobOptions.__optional_keys__)
     comm = chosen_comm(comm)
-    meter = Meter("save", comm.rank, progress)
-    job = planned_job(
-        sharded_state_dict,
-        checkpoint_dir,
-        comm,
-        meter,
-        hooks,
-        is_async=async_sharded_save,
-        **options,
-    )  # 1 to 7
+    job = SaveJob(comm.rank, Meter("save", comm.rank, progress), hooks, options)
+    job.plan(sharded_state_dict, checkpoint_dir, comm, is_async=async_sharded_save)  # 1 to 7
     try:
         job.claim(comm, durable=True)  # 8
         if async_sharded_save:
@@ -189,44 +172,6 @@ def save_with_hooks(
         job.write(comm)  # 9, 10
         job.commit(comm)  # 11, 12
     except BaseException as error:
-        job.give_up(error)
+        job.folder.give_up(error)
         raise
     return None
-
-
-def planned_job(
-    state: ShardedStateDict | ShardedStateful,
-    folder: str | PathLike[str],
-    comm: Comm,
-    meter: Meter,
-    hooks: SaveHooks,
-    *,
-    is_async: bool = False,
-    **options: Unpack[JobOptions],
-) -> SaveJob:
-    """Split, refuse, exchange and plan. Collective; touches no file. ``claim`` must follow.
-
-    With ``is_async``, strategies are refused that cannot write later.
-
-    Raises:
-        CheckpointingException: see ``save``.
-    """
-    jobs: list[SaveJob] = []
-
-    @paused_collector()
-    def facts_of_rank() -> tuple[Mapping[str, ShardTable], RankFacts]:
-        selection = options.get("sharded_strategy")
-        strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
-        kind = SaveJob if isinstance(strategy, PlannedSaveStrategy) else UnplannedSaveJob
-        job = kind(strategy, state_dict, folder, comm.rank, meter, hooks, options)
-        if is_async and not isinstance(strategy, AsyncSaveShardedStrategy):
-            message = f"Cannot apply async_save to non-async strategy {strategy}"
-            raise CheckpointingException(message)
-        jobs.append(job)
-        return job.facts_of_rank(comm)
-
-    with meter.phase("planning"):
-        state_dict = as_state_dict(state, comm)
-        exchanged = exchange_tables(comm, PLANNING, facts_of_rank, RankFacts.number)
-        jobs[0].agree_on_plan(exchanged, comm)
-    return jobs[0]

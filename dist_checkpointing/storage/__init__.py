@@ -1,7 +1,7 @@
 """Plans in, bytes out: what a backend implements, and what drives it."""
 
 from dist_checkpointing.planning import Metadata
-from dist_checkpointing.storage.driver import read, write, write_plan
+from dist_checkpointing.storage.driver import read, write_plan
 from dist_checkpointing.storage.interface import (
     ChunkPlace,
     StorageReader,
@@ -36,6 +36,5 @@ __all__ = [
     "WriteResults",
     "done",
     "read",
-    "write",
     "write_plan",
 ]

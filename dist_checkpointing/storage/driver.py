@@ -6,12 +6,12 @@ state dicts (the planner answers for them) nor of commits (the driver's caller m
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import location
@@ -33,7 +33,6 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import (
-    Int64s,
     PackedTable,
     ShardTable,
     concatenate,
@@ -86,23 +85,9 @@ Finished = tuple[Sequence[SealedFile], Mapping[str, tuple[str, str]]]
 """What rank 0 knows of a save whose data is complete: all files that the ranks have reported, and
 the name of each table of checksums with the first and the last key in it."""
 
+_PREPARING: Final = "preparing to read"
 PlanReader = Callable[[LoadPlan, LoadPlanner, StorageReader, Index, Comm], None]
 """``read_plan``, or what has the same effect when all ranks call it."""
-
-
-def write(
-    plan: SavePlan, index: Index, planner: SavePlanner, writer: StorageWriter, comm: Comm
-) -> None:
-    """Drive a writer through a planned save. Collective; every rank raises alike.
-
-    Durable when it returns, but not committed. The planner answers for the data of the plan.
-    """
-
-    def write_local() -> Written:
-        return write_plan(prepare_write(plan, writer, comm), planner, writer, comm.rank)
-
-    of_ranks = gather_written(write_local, writer, comm)
-    finish_durably(index, of_ranks, writer, comm)
 
 
 def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan:
@@ -137,6 +122,8 @@ def gather_written(
             written = replace(written, writer_results=())
         return written if comm.world_size == 1 else written.packed()
 
+    if writer.is_opaque:
+        return comm.exchange("writing", result_of_rank, lambda written: written.save)
     return comm.to_rank0("writing", result_of_rank)
 
 
@@ -155,10 +142,11 @@ def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter)
     return files, _write_tables(of_ranks, writer, files)
 
 
-def finish_durably(
-    index: Index, of_ranks: Sequence[Written], writer: StorageWriter, comm: Comm
+def finish(
+    write_local: Callable[[], Written], index: Index, writer: StorageWriter, comm: Comm
 ) -> None:
-    """Write what describes the whole, durably, without a commit. Collective."""
+    """Write everything, with what describes the whole, durably, without a commit. Collective."""
+    of_ranks = gather_written(write_local, writer, comm)
     with comm.agreed("finishing the write"):
         if comm.rank == 0:
             files, _ = finish_all(index, of_ranks, writer)
@@ -174,9 +162,9 @@ def _write_tables(
     """Write the checksums of all ranks, sorted by key; add to ``files``."""
     tables_of_ranks, position = [], 0
     for rank, written in enumerate(of_ranks):
-        if written.table is not None:
-            table = written.table
-            table = PackedTable(table, rank).unpacked() if isinstance(table, bytes) else table
+        table = written.table
+        table = PackedTable(table, rank).unpacked() if isinstance(table, bytes) else table
+        if table is not None:
             sources = np.arange(position, position + len(table), dtype=np.int32)
             tables_of_ranks.append(replace(table, sources=sources))
             position += len(table)
@@ -185,9 +173,6 @@ def _write_tables(
     catalog = concatenate(tables_of_ranks)
     checksums = np.frombuffer(b"".join(w.checksums for w in of_ranks), dtype="<u8")
     high = np.frombuffer(b"".join(w.high_digests for w in of_ranks), dtype="<u8")
-    folder, durability = writer.checkpoint_dir, writer.options.durability
-    location.make_folder(folder / CHECKSUMS_NAME)
-    tables = {}
     columns = ChecksumColumns(
         catalog.names,
         catalog.keys,
@@ -199,6 +184,9 @@ def _write_tables(
         catalog.flat,
         checksums[catalog.sources],
     )
+    folder, durability = writer.checkpoint_dir, writer.options.durability
+    location.make_folder(folder / CHECKSUMS_NAME)
+    tables = {}
     uppers = high[catalog.sources] if len(high) == len(checksums) else None
     for contents, keys in make_tables(columns, uppers):
         for name, data in contents.items():
@@ -213,51 +201,32 @@ def _write_tables(
 def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int) -> Written:
     """Write what one rank has to write, durably. Not collective."""
     summing = SummingPlanner(planner, plan) if writer.takes_fingerprints else None
-    results = result_of(writer.write_data(plan, summing or planner))
-    rows, checksums = _checksums(results, len(plan.table))
-    table, high, with_files = None, b"", results
-    if len(rows):
+    given = result_of(writer.write_data(plan, summing or planner))
+    for_finish: tuple[WriteResult, ...] = ()
+    if not isinstance(given, WriteResults):
+        results, for_finish = WriteResults.of(given, plan), results_for_finish(given, plan)
+    elif (results := given).storage_data is not None:
+        for_finish = (results.rest,)
+    rows, table, checksums, high = results.checked_rows, None, b"", b""
+    if results.checksums is not None and len(rows):
         table = plan.table if len(rows) == len(plan.table) else plan.table.take(rows)
         table = replace(table, ranks=np.full(len(table), rank, dtype=np.int32), holders=None)
-    if isinstance(results, WriteResults):
-        with_files = [results.rest]
-        if len(rows) and results.uppers is not None:
+        checksums = results.checksums[rows].astype("<u8").tobytes()
+        if results.uppers is not None:
             high = results.uppers[rows].astype("<u8").tobytes()
-    # Several items may share a file: the last size counts, which is the largest.
-    files: dict[str, SealedFile] = {}
-    for file in itertools.chain.from_iterable(result.files for result in with_files):
-        known = files.get(file.name)
-        if known is None or known.num_bytes <= file.num_bytes:
-            files[file.name] = file
-    return Written(
-        results_for_finish(results, plan),
-        table,
-        checksums.astype("<u8").tobytes(),
-        high,
-        b"" if summing is None else summing.packed(),
-        tuple(files.values()),
-    )
-
-
-def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.NDArray[np.uint64]]:
-    """The rows of a plan that have a checksum, and their checksums."""
-    if isinstance(results, WriteResults):
-        if results.checksums is None:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
-        checked = results.checked
-        rows = np.arange(count) if checked is None else np.flatnonzero(checked)
-        return rows, results.checksums[rows]
-    found = [
-        (row, result.checksum)
-        for row, result in enumerate(results[:count])
-        if result.checksum is not None
-    ]
-    rows = np.array([row for row, _ in found], dtype=np.int64)
-    return rows, np.array([checksum for _, checksum in found], dtype=np.uint64)
+    sums = b"" if summing is None else summing.packed()
+    # Several items may share a file.
+    return Written(for_finish, table, checksums, high, sums, tuple(dict.fromkeys(results.files)))
 
 
 def read_plan(
-    plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, index: Index, comm: Comm
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    reader: StorageReader,
+    index: Index,
+    comm: Comm,
+    *,
+    is_prepared: bool = False,
 ) -> None:
     """Read the plans of all ranks, each rank its own. Collective.
 
@@ -267,25 +236,23 @@ def read_plan(
         reader: of this rank.
         index: what the checkpoint holds.
         comm: the ranks that load together.
+        is_prepared: whether ``prepare_read`` has been called.
     """
-    with comm.agreed("preparing to read"):
-        plan = _prepare_read(plan, reader, index, comm)
-    _read_prepared(plan, planner, reader, comm)
-
-
-def _prepare_read(plan: LoadPlan, reader: StorageReader, index: Index, comm: Comm) -> LoadPlan:
-    set_up_reader(reader, index, rank=comm.rank, world_size=comm.world_size)
-    return reader.prepare_local_plan(plan)
-
-
-def _read_prepared(plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, comm: Comm) -> None:
+    if not is_prepared:
+        with comm.agreed(_PREPARING):
+            plan = prepare_read(plan, reader, index, comm)
     if type(reader).prepare_global_plan is not StorageReader.prepare_global_plan:
         plans = comm.all_gather(plan)
-        plan = comm.from_rank0("preparing to read", lambda: reader.prepare_global_plan(plans))[
-            comm.rank
-        ]
+        prepared = comm.from_rank0(_PREPARING, lambda: reader.prepare_global_plan(plans))
+        plan = prepared[comm.rank]
     with comm.agreed("reading"):
         result_of(reader.read_data(plan, planner))
+
+
+def prepare_read(plan: LoadPlan, reader: StorageReader, index: Index, comm: Comm) -> LoadPlan:
+    """Let the reader get ready and change this rank's plan, and return that. Not collective."""
+    set_up_reader(reader, index, rank=comm.rank, world_size=comm.world_size)
+    return reader.prepare_local_plan(plan)
 
 
 def _crowded(wanted: WantedTable, index: Index) -> list[StatedSize]:
@@ -329,29 +296,21 @@ def read(
     wanted = leaves if isinstance(leaves, WantedTable) else WantedTable(leaves)
     with comm.agreed("planning the load"), paused_collector():
         reader.require_stored(_crowded(wanted, index), index)
+        given: tuple[Any, Index] = (wanted, index)
         if planner is None:
             planner = DefaultLoadPlanner()
-            planner.configure_planner(wanted, index)
         else:
-            call_hook(
-                planner.configure_planner,
-                # A planner of a user may do with them what one does with a dict.
-                dict(wanted.leaves),
-                Metadata.from_index(index),
-                is_coordinator=comm.rank == 0,
-                rank=comm.rank,
-            )
+            # A planner of a user may do with them what one does with a dict.
+            given = (dict(wanted.leaves), Metadata.from_index(index))
+        call_hook(planner.configure_planner, *given, is_coordinator=comm.rank == 0, rank=comm.rank)
         plan = planner.build_local_plan()
         is_global = type(planner).build_global_plan is not LoadPlanner.build_global_plan
         if not is_global:
             plan = planner.finalize_plan(plan).placed(index, wanted.rows)
         # So that ranks wait for each other once and not twice.
-        is_prepared = plan_reader is read_plan and not is_global
-        if is_prepared:
-            plan = _prepare_read(plan, reader, index, comm)
-    if is_prepared:
-        _read_prepared(plan, planner, reader, comm)
-        return
+        if plan_reader is read_plan and not is_global:
+            plan = prepare_read(plan, reader, index, comm)
+            plan_reader = partial(read_plan, is_prepared=True)
     if is_global:
         plans = comm.all_gather(plan)
         with comm.agreed("planning the load"):

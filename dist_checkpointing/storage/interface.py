@@ -4,14 +4,15 @@ third party may return in place of a part table.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -70,11 +71,11 @@ class WriteResult:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WriteResults(Sequence[WriteResult]):
+class WriteResults:
     """What a writer did with all rows of a plan, as columns.
 
-    As a sequence it has a result for each row, in order, made when asked for, and one more behind
-    them if there are ``storage_data`` or ``files``.
+    It iterates over a result for each row, in order, and one more behind them if there are
+    ``storage_data`` or ``files``.
 
     Attributes:
         table: The rows.
@@ -95,51 +96,46 @@ class WriteResults(Sequence[WriteResult]):
     storage_data: object = None
     uppers: npt.NDArray[np.uint64] | None = None
 
-    @property
-    def has_rest(self) -> bool:
-        """Whether there is one more result behind those of the rows."""
-        return self.storage_data is not None or bool(self.files)
-
-    def __len__(self) -> int:
-        return len(self.table) + self.has_rest
-
-    @overload
-    def __getitem__(self, row: int) -> WriteResult: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[WriteResult]: ...
-    def __getitem__(self, row: int | slice) -> WriteResult | list[WriteResult]:
-        if isinstance(row, slice):
-            return [self[position] for position in range(len(self))[row]]
-        row = range(len(self))[row]
-        if row == len(self.table):
-            return self.rest
-        checksum = None
-        if self.checksums is not None and (self.checked is None or self.checked[row]):
-            checksum = int(self.checksums[row])
-        index = MetadataIndex(
-            self.table.key(row), self.table.box(row).offset, int(self.table.sources[row])
+    @classmethod
+    def of(cls, results: Sequence[WriteResult], plan: SavePlan) -> WriteResults:
+        """The columns of a list of results, the first of which are those of the plan's items."""
+        rows = results[: len(plan.table)]
+        return cls(
+            plan.table.take(slice(0, len(rows))),
+            np.array([result.size_in_bytes for result in rows], dtype=np.int64),
+            np.array([result.checksum or 0 for result in rows], dtype=np.uint64),
+            np.array([result.checksum is not None for result in rows], dtype=np.bool_),
+            tuple(itertools.chain.from_iterable(result.files for result in results)),
         )
-        return WriteResult(index, int(self.num_bytes[row]), None, checksum)
+
+    @property
+    def checked_rows(self) -> Int64s:
+        """The rows that have a checksum."""
+        if self.checksums is None:
+            return np.empty(0, dtype=np.int64)
+        return np.arange(len(self.table)) if self.checked is None else np.flatnonzero(self.checked)
+
+    def __iter__(self) -> Iterator[WriteResult]:
+        checked = set(self.checked_rows.tolist())
+        for row, (num_bytes, source) in enumerate(
+            zip(self.num_bytes.tolist(), self.table.sources.tolist(), strict=True)
+        ):
+            index = MetadataIndex(self.table.key(row), self.table.box(row).offset, source)
+            checksum = None
+            if self.checksums is not None and row in checked:
+                checksum = int(self.checksums[row])
+            yield WriteResult(index, num_bytes, None, checksum)
+        if self.storage_data is not None or self.files:
+            yield replace(self.rest, files=self.files)
 
     @property
     def rest(self) -> WriteResult:
-        """The result behind those of the rows."""
-        num_bytes = int(self.num_bytes.sum())
-        return WriteResult(MetadataIndex(""), num_bytes, self.storage_data, None, self.files)
+        """What ``finish`` gets."""
+        return WriteResult(MetadataIndex(""), int(self.num_bytes.sum()), self.storage_data)
 
 
 def results_for_finish(results: Sequence[WriteResult], plan: SavePlan) -> tuple[WriteResult, ...]:
-    """The results of one rank, each under the index by which a reader asks for the chunk.
-
-    Of columns it is only the result that concerns all rows, if it says anything.
-
-    Args:
-        results: what ``write_data`` gave, in any order.
-        plan: what was written.
-    """
-    if isinstance(results, WriteResults):
-        rest = results.rest
-        return () if rest.storage_data is None else (replace(rest, files=()),)
+    """The results of the items of a plan, each under the index by which a reader asks for it."""
     # Parts of one flattened range have the same index in a plan, and different ones as stored.
     stored: dict[MetadataIndex, deque[MetadataIndex]] = defaultdict(deque)
     if results:
@@ -210,6 +206,9 @@ class StorageWriter(ABC):
             is whole without the base, and reports 128-bit digests.
         uses_object_stores: Whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
             through ``filesystem.store`` and ``filesystem.new_files``.
+        is_opaque: Whether it neither names nor reports what it writes, so that everything in the
+            folder is sealed. ``write_data`` may talk to the other ranks, which are all there.
+        finalize_fns: Functions to call on every rank, in order, when all ranks have written.
         takes_fingerprints: Whether the values are summed as they are written.
         options: Knobs of the I/O.
         report: Function to call with the number of bytes that have been written since the last
@@ -225,6 +224,8 @@ class StorageWriter(ABC):
     keeps_fingerprints: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
     uses_object_stores: ClassVar[bool] = False
+    is_opaque: ClassVar[bool] = False
+    finalize_fns: Sequence[Callable[[], None]] = ()
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir

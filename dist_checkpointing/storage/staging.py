@@ -15,6 +15,7 @@ import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.geometry import Box, split_rows
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
 from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
 
@@ -337,6 +338,16 @@ def detached_copy(value: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and not leaf.is_leaf:
             memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return copy.deepcopy(value, memo)
+
+
+def copied_objects(leaves: Mapping[Any, ShardedBase]) -> dict[Any, ShardedBase]:
+    """Copies of leaves with copies of the objects that will be written, and without tensors."""
+    result: dict[Any, ShardedBase] = {}
+    for path, leaf in leaves.items():
+        copied = result[path] = leaf.without_data()
+        if not isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
+            copied.data = detached_copy(leaf.data)
+    return result
 
 
 class ChangeDetector:

@@ -24,6 +24,12 @@ if typing.TYPE_CHECKING:
     from dist_checkpointing.strategies.base import LoadShardedStrategy as LoadShardedStrategy
     from dist_checkpointing.strategies.base import LoadStrategyBase as LoadStrategyBase
     from dist_checkpointing.strategies.base import PathOrStr as PathOrStr
+    from dist_checkpointing.strategies.base import (
+        PlannedLoadStrategy as PlannedLoadStrategy,
+    )
+    from dist_checkpointing.strategies.base import (
+        PlannedSaveStrategy as PlannedSaveStrategy,
+    )
     from dist_checkpointing.strategies.base import SaveCommonStrategy as SaveCommonStrategy
     from dist_checkpointing.strategies.base import SaveShardedStrategy as SaveShardedStrategy
     from dist_checkpointing.strategies.base import SaveStrategyBase as SaveStrategyBase
@@ -45,12 +51,6 @@ if typing.TYPE_CHECKING:
     )
     from dist_checkpointing.strategies.fully_parallel import (
         FullyParallelSaveStrategyWrapper as FullyParallelSaveStrategyWrapper,
-    )
-    from dist_checkpointing.strategies.planned_strategies import (
-        PlannedLoadStrategy as PlannedLoadStrategy,
-    )
-    from dist_checkpointing.strategies.planned_strategies import (
-        PlannedSaveStrategy as PlannedSaveStrategy,
     )
     from dist_checkpointing.strategies.registry import StrategyAction as StrategyAction
     from dist_checkpointing.strategies.registry import available_strategies as available_strategies
@@ -104,6 +104,8 @@ _NAMES_BY_MODULE = {
         "LoadShardedStrategy",
         "LoadStrategyBase",
         "PathOrStr",
+        "PlannedLoadStrategy",
+        "PlannedSaveStrategy",
         "SaveCommonStrategy",
         "SaveShardedStrategy",
         "SaveStrategyBase",
@@ -112,7 +114,6 @@ _NAMES_BY_MODULE = {
     "common": ("TorchCommonLoadStrategy", "TorchCommonSaveStrategy"),
     "data_files": ("DataFiles",),
     "fully_parallel": ("FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"),
-    "planned_strategies": ("PlannedLoadStrategy", "PlannedSaveStrategy"),
     "registry": (
         "StrategyAction",
         "available_strategies",

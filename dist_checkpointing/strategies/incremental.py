@@ -54,9 +54,8 @@ from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter
 from dist_checkpointing.storage.options import BaseCheck, Checksum, StorageOptions
 from dist_checkpointing.storage.staging import HostBlocks
-from dist_checkpointing.strategies.base import SaveShardedStrategy
+from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.selection import Selection, select_strategy
@@ -80,17 +79,15 @@ def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: 
     require_local(folder, "an incremental save")
     strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
     writer = strategy.make_writer(Path()) if isinstance(strategy, PlannedSaveStrategy) else None
-    require_sharing(strategy, writer)
+    require_sharing(writer, f"{strategy.backend} {strategy.version}")
 
 
-def require_sharing(
-    strategy: SaveShardedStrategy, writer: StorageWriter | None, split: str | None = None
-) -> None:
+def require_sharing(writer: StorageWriter | None, form: str, split: str | None = None) -> None:
     """Refuse a base for a strategy that cannot share files with it, or that is not on one disk.
 
     Args:
-        strategy: of the save.
-        writer: its writer, if it has one.
+        writer: of the save, if its strategy has one.
+        form: backend and version, for messages.
         split: name of a checkpoint whose ranks do not share a disk; None for others.
 
     Raises:
@@ -108,7 +105,7 @@ def require_sharing(
         finding = Finding(
             "checkpoints of this format do not share files",
             expected="the backend tensorstore or zarr",
-            found=f"{strategy.backend} {strategy.version}",
+            found=form,
             remedy="Save without a base, or with one of these backends.",
         )
     elif writer.options.checksum is Checksum.NONE:

@@ -25,8 +25,8 @@ from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     handles_objects,
+    share_index,
 )
-from dist_checkpointing.strategies.planned_strategies import share_index
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Iterator
 from enum import Enum
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -47,18 +46,12 @@ _BUILT_IN = {
     ),
 }
 
-_KINDS = {
-    StrategyAction.LOAD_COMMON: "LoadCommonStrategy",
-    StrategyAction.LOAD_SHARDED: "LoadShardedStrategy",
-    StrategyAction.SAVE_COMMON: "SaveCommonStrategy",
-    StrategyAction.SAVE_SHARDED: "SaveShardedStrategy",
-}
-
 
 def kind_of(action: StrategyAction) -> type[Any]:
     """The class that all strategies for an action derive from."""
     # At the time of the call: that module imports this one.
-    kind: type[Any] = getattr(importlib.import_module(f"{_PACKAGE}.base"), _KINDS[action])
+    name = "".join(word.capitalize() for word in action.value.split("_"))
+    kind: type[Any] = getattr(importlib.import_module(f"{_PACKAGE}.base"), f"{name}Strategy")
     return kind
 
 
@@ -126,12 +119,6 @@ def register_default_strategy(
     default_strategies[action.value][backend, version] = strategy
 
 
-def _entries() -> Iterator[EntryPoint]:
-    for name, value in _BUILT_IN.items():
-        yield EntryPoint(name, value, ENTRY_POINT_GROUP)
-    yield from entry_points(group=ENTRY_POINT_GROUP)
-
-
 def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:
     """Each (backend, version) that is available for an action. None of them is imported.
 
@@ -141,8 +128,8 @@ def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:
         True
     """
     found = set(default_strategies[action.value])
-    for entry in _entries():
-        wanted, _, rest = entry.name.partition(".")
+    for name in (*_BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))):
+        wanted, _, rest = name.partition(".")
         backend, _, version = rest.rpartition(".")
         if wanted == action.value and backend and version.isdecimal():
             found.add((backend, int(version)))
@@ -166,9 +153,9 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     if registered is not None:
         return registered
     wanted = (action.value, backend, version)
-    for entry in _entries():
-        if entry.name != f"{action.value}.{backend}.{version}":
-            continue
+    name = f"{action.value}.{backend}.{version}"
+    entries = [EntryPoint(name, _BUILT_IN[name], ENTRY_POINT_GROUP)] if name in _BUILT_IN else []
+    for entry in entries or entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             make = entry.load()
         except (ImportError, AttributeError) as error:
@@ -176,7 +163,19 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
                 f"Cannot import a default strategy for: {wanted}. Error: {error}. "
                 f"Hint: install the package that provides {entry.value!r} and what it needs"
             ) from error
-        return _made(make, wanted, entry.value)
+        try:
+            return make()
+        except CheckpointingException:
+            raise
+        except Exception as error:
+            # A class that lacks an abstract method, for example, which the text names.
+            finding = Finding(
+                f"{type(error).__name__}: {error}",
+                found=entry.value,
+                remedy="Repair the package that provides it.",
+            )
+            message = f"cannot make the strategy for {wanted}"
+            raise CheckpointingException(message, [finding]) from error
     available = available_strategies(action)
     names = sorted({name for name, _ in available})
     finding = Finding(
@@ -187,21 +186,6 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         "or call register_default_strategy.",
     )
     raise StrategyNotFoundError(f"Cannot find a default strategy for: {wanted}", [finding])
-
-
-def _made(make: Any, wanted: tuple[str, str, int], where: str) -> Any:
-    try:
-        return make()
-    except CheckpointingException:
-        raise
-    except Exception as error:
-        # A class that lacks an abstract method, for example, which the text names.
-        finding = Finding(
-            f"{type(error).__name__}: {error}",
-            found=where,
-            remedy="Repair the package that provides it.",
-        )
-        raise CheckpointingException(f"cannot make the strategy for {wanted}", [finding]) from error
 
 
 def newest_version(action: StrategyAction, backend: str) -> int:

@@ -13,13 +13,11 @@ from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
     SaveStrategyBase,
     handles_objects,
     lacks,
-)
-from dist_checkpointing.strategies.planned_strategies import (
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
 )
 from dist_checkpointing.strategies.registry import (
     StrategyAction,

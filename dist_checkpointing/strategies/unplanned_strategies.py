@@ -1,4 +1,6 @@
-"""Third-party load strategies that have only ``load``, as strategies with a reader."""
+"""Strategies of third parties that have only ``save`` or ``load``, as strategies with a writer or a
+reader.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -19,6 +22,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
 from dist_checkpointing.format.leftovers import PlannedRemoval
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -26,11 +30,141 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     tensor_memory,
 )
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
-from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner, MetadataIndex
-from dist_checkpointing.storage.interface import StorageReader, done
-from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, handles_objects
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
+from dist_checkpointing.planning import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    MetadataIndex,
+    SavePlan,
+    SavePlanner,
+)
+from dist_checkpointing.planning.coverage import main_rows
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.save_plan import PlanCache, SavePlanning
+from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.storage.interface import StorageReader, StorageWriter, WriteResult, done
+from dist_checkpointing.storage.staging import StagingBuffers, copied_objects
+from dist_checkpointing.strategies.async_calls import AsyncRequest
+from dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    PathOrStr,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+    SaveShardedStrategy,
+    handles_objects,
+)
+
+
+class _HeldLeaves(DefaultSavePlanner):
+    """Plans no more than that the shards make up each tensor: their strategy writes what it wants.
+
+    Args:
+        leaves: of this rank, nested.
+        are_copies: whether they no longer need the state dict.
+    """
+
+    def __init__(self, leaves: ShardedStateDict, *, are_copies: bool = False) -> None:
+        super().__init__()
+        self.leaves, self.are_copies = leaves, are_copies
+
+    def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
+        del num_ranks
+        return main_rows(catalog), Index.of(())
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        return plan.with_items(())
+
+
+class ForeignWriter(StorageWriter):
+    """Writes with the ``save`` of a strategy, which gets the leaves as they are nested.
+
+    It is called on every rank, also for none: it may be collective.
+    """
+
+    keeps_fingerprints = False
+    is_opaque = True
+
+    def __init__(self, strategy: SaveShardedStrategy, checkpoint_dir: Any) -> None:
+        super().__init__(checkpoint_dir)
+        self._strategy = strategy
+
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
+        del index, world_size
+        return []
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        del plan
+        assert isinstance(planner, _HeldLeaves)
+        if planner.are_copies and isinstance(self._strategy, AsyncSaveShardedStrategy):
+            # Behind the training; the rest, which may be collective, comes later.
+            request = self._strategy.async_save(planner.leaves, self.checkpoint_dir)
+            request.execute()
+            self.finalize_fns = tuple(request.finalize_fns)
+        else:
+            self._strategy.save(planner.leaves, self.checkpoint_dir)
+        return done([])
+
+    def finish(
+        self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+    ) -> Sequence[SealedFile]:
+        del metadata, results
+        return []
+
+
+class ForeignSaveStrategy(PlannedSaveStrategy):
+    """A third party's strategy that has only ``save``, as one with plans, for one save.
+
+    Args:
+        strategy: it.
+        leaves: of this rank, nested.
+        validates: whether to check that the shards of all ranks make up each tensor.
+    """
+
+    def __init__(
+        self, strategy: SaveShardedStrategy, leaves: ShardedStateDict, *, validates: bool
+    ) -> None:
+        self.writes = strategy.backend, strategy.version  # type: ignore[misc]
+        super().__init__()
+        self._strategy, self._leaves, self._validates = strategy, leaves, validates
+
+    def make_writer(self, checkpoint_dir: Any) -> StorageWriter:
+        return ForeignWriter(self._strategy, checkpoint_dir)
+
+    def planning(
+        self,
+        leaves: Leaves,
+        writer: StorageWriter,
+        comm: Comm,
+        *,
+        cache: PlanCache | None = None,
+        others: Iterable[ShardedBase] = (),
+    ) -> SavePlanning:
+        self.planner = _HeldLeaves(self._leaves)
+        checked = leaves if self._validates else {}
+        return super().planning(checked, writer, comm, cache=cache, others=others)
+
+    def stage(self, plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> SavePlanner:
+        del plan, planner
+        leaves, skeleton = flatten(self._leaves)
+        tensors = {
+            path: leaf.data for path, leaf in leaves.items() if isinstance(leaf.data, torch.Tensor)
+        }
+        copies = copied_objects(leaves)
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        for path, data in zip(tensors, buffers.fill(sizes, tensors.values()), strict=True):
+            if isinstance(leaves[path], ShardedTensor):
+                copies[path].data = data
+        return _HeldLeaves(unflatten(skeleton, copies), are_copies=True)
+
+    def request(self, checkpoint_dir: Location) -> AsyncRequest:
+        """What the strategy makes of an asynchronous save of its own."""
+        assert isinstance(self._strategy, AsyncSaveShardedStrategy)
+        return self._strategy.async_save(self._leaves, checkpoint_dir)
 
 
 class ForeignReader(StorageReader):
@@ -136,42 +270,48 @@ def _any_error(folder: Location) -> Iterator[None]:
         raise CorruptCheckpointError(message, [finding]) from error
 
 
-class ForeignLoadStrategy(PlannedLoadStrategy):
+class WrappedLoadStrategy(LoadShardedStrategy):
+    """Answers like another strategy, ``base_strategy``."""
+
+    base_strategy: LoadShardedStrategy
+
+    def trusting(self) -> Self:
+        wrapper = copy.copy(self)
+        wrapper.base_strategy = self.base_strategy.trusting()
+        return wrapper
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        self.base_strategy.check_backend_compatibility(loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        self.base_strategy.check_version_compatibility(loaded_version)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return handles_objects(self.base_strategy)
+
+    def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
+        return self.base_strategy.load_tensors_metadata(checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
+        return self.base_strategy.load_sharded_metadata(checkpoint_dir)
+
+    def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
+        self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
+        return self.base_strategy.plan_removal(checkpoint_dir, key_prefix)
+
+
+class ForeignLoadStrategy(WrappedLoadStrategy, PlannedLoadStrategy):
     """A third party's strategy that has only ``load``, as one with plans."""
 
     def __init__(self, strategy: LoadShardedStrategy) -> None:
         super().__init__()
-        self.strategy = strategy
-
-    def trusting(self) -> Self:
-        copied = copy.copy(self)
-        copied.strategy = self.strategy.trusting()
-        return copied
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        self.strategy.check_backend_compatibility(loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        self.strategy.check_version_compatibility(loaded_version)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return handles_objects(self.strategy)
+        self.base_strategy = strategy
 
     def make_reader(self, checkpoint_dir: Any) -> StorageReader:
-        return ForeignReader(self.strategy, checkpoint_dir)
-
-    def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
-        return self.strategy.load_tensors_metadata(checkpoint_dir)
-
-    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
-        return self.strategy.load_sharded_metadata(checkpoint_dir)
-
-    def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
-        self.strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
-
-    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
-        return self.strategy.plan_removal(checkpoint_dir, key_prefix)
+        return ForeignReader(self.base_strategy, checkpoint_dir)
 
 
 def as_planned(strategy: LoadShardedStrategy) -> PlannedLoadStrategy:

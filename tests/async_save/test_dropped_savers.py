@@ -122,9 +122,9 @@ def test_a_save_under_way_is_brought_to_its_end(
     before = held(store)
     may_go_on, write_own = threading.Event(), SaveJob.write_local
 
-    def wait_and_write(self: SaveJob) -> None:
+    def wait_and_write(self: SaveJob) -> Any:
         assert may_go_on.wait(30)
-        write_own(self)
+        return write_own(self)
 
     monkeypatch.setattr(SaveJob, "write_local", wait_and_write)
     saver = AsyncSaver()

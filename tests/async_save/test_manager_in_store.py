@@ -95,7 +95,7 @@ def test_what_was_never_committed_is_cleared_away(monkeypatch: pytest.MonkeyPatc
                 lambda attempt: attempt.release(),
             )
             patch.setattr(
-                "dist_checkpointing.serialization.save_steps.write_seal",
+                "dist_checkpointing.serialization.save_folder.write_seal",
                 lambda *_, **__: 1 / 0,
             )
             with pytest.raises(Exception, match="division"):

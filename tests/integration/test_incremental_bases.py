@@ -18,7 +18,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import hard_links
 from dist_checkpointing.format import CHECKSUMS_NAME, SEAL_NAME
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_steps import SaveHooks
+from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.storage import BaseCheck, StorageOptions
 from dist_checkpointing.strategies import (
     TensorStoreSaveShardedStrategy,

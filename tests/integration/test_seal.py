@@ -21,7 +21,7 @@ from dist_checkpointing.filesystem.local_folder import fsync_folder
 from dist_checkpointing.format import SEAL_NAME, Seal, read_seal, seal
 from dist_checkpointing.format import checksums as checksum_tables
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
-from dist_checkpointing.serialization import save_steps
+from dist_checkpointing.serialization import save_folder
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
@@ -318,7 +318,7 @@ def test_a_rank_that_does_not_see_the_claimed_folder(
 ) -> None:
     states = list(states_of_ranks())
     # As on a node-local disk: the same name, and another folder.
-    monkeypatch.setattr(save_steps, "is_in_attempt", lambda *_: False)
+    monkeypatch.setattr(save_folder, "is_in_attempt", lambda *_: False)
     with pytest.raises(dc.CheckpointingException, match="not save into one folder") as raised:
         run_ranks(
             2, lambda comm: dc.save(states[comm.rank], tmp_path / "c", BACKENDS[name](), comm=comm)
@@ -334,7 +334,7 @@ def test_a_folder_that_is_seen_late_is_waited_for(
     states = list(states_of_ranks())
     looks = iter(range(100))
     monkeypatch.setattr(
-        save_steps,
+        save_folder,
         "is_in_attempt",
         lambda *arguments: next(looks) > 3 and is_in_attempt(*arguments),
     )

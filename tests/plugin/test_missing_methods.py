@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from dist_checkpointing.strategies import (
     SaveShardedStrategy,
     TorchCommonSaveStrategy,
 )
-from dist_checkpointing.strategies.registry import _BUILT_IN
 from dist_checkpointing.testing import run_ranks
 from states import shard
 
@@ -134,23 +132,3 @@ def test_an_unfinished_load_strategy_is_named(tmp_path: Path) -> None:
         load({}, tmp_path / "c", ObjectsUnlisted(), strict="raise_all")
     with pytest.raises(CheckpointingException, match=text):
         load_sharded_metadata(tmp_path / "c", ObjectsUnlisted())
-
-
-def test_a_class_that_is_still_abstract_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "abstract_backend.py").write_text(
-        "from dist_checkpointing.strategies.base import SaveShardedStrategy\n"
-        "class Abstract(SaveShardedStrategy):\n"
-        "    def __init__(self):\n"
-        "        super().__init__('mine', 1)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "code"))
-    monkeypatch.setitem(_BUILT_IN, "save_sharded.mine.1", "abstract_backend:Abstract")
-    with pytest.raises(CheckpointingException) as raised:
-        save(state(), tmp_path / "c", "mine")
-    text = str(raised.value)
-    assert "cannot make the strategy for ('save_sharded', 'mine', 1)" in text
-    assert re.search("abstract class Abstract .*save", text)
-    assert not (tmp_path / "c").exists()

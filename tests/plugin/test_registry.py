@@ -258,3 +258,20 @@ def test_the_wrong_kind_is_refused_at_once(
         register_default_strategy(action, "mine", 1, strategy)
     assert said in str(raised.value)
     assert ("mine", 1) not in available_strategies(action)
+
+
+def test_a_class_that_is_still_abstract_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Install
+) -> None:
+    (tmp_path / "abstract_backend.py").write_text(
+        "from dist_checkpointing.strategies.base import SaveShardedStrategy\n"
+        "class Abstract(SaveShardedStrategy):\n"
+        "    def __init__(self):\n"
+        "        super().__init__('mine', 1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(**{"save_sharded.mine.1": "abstract_backend:Abstract"})
+    with pytest.raises(CheckpointingException, match=r"abstract class Abstract .*save") as raised:
+        save(state(), tmp_path / "c", "mine")
+    assert "cannot make the strategy for ('save_sharded', 'mine', 1)" in str(raised.value)
+    assert not (tmp_path / "c").exists()

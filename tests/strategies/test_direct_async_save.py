@@ -33,8 +33,7 @@ def saver(backend: tuple[str, int], comm: Comm) -> Any:
 
 def left_to_do(request: AsyncRequest) -> dict[str, Any]:
     """What the function that writes knows."""
-    assert request.async_fn is not None
-    return dict(inspect.getclosurevars(request.async_fn).nonlocals)
+    return dict(inspect.getclosurevars(request.async_fn_args[-1]).nonlocals)
 
 
 @BACKEND

@@ -508,23 +508,14 @@ def test_one_failing_rank_fails_all_groups(
             raise OSError(5, f"broken disk below {item.dest_index.fqn}")
 
     own = threading.local()
-    packed, boxes = passing._Packing.packed, passing._Packing._boxes
+    copy = passing._copy
 
-    def packing(self: Any, number: int) -> torch.Tensor:
-        own.is_packing = True
-        try:
-            return packed(self, number)
-        finally:
-            own.is_packing = False
-
-    def broken(self: Any, block: Any, data: torch.Tensor) -> Any:
-        step = "packing" if getattr(own, "is_packing", False) else "unpacking"
-        if own.is_bad and step == where:
+    def broken(*args: Any, packs: bool) -> None:
+        if own.is_bad and ("packing" if packs else "unpacking") == where:
             raise OSError(5, "broken memory")
-        return boxes(self, block, data)
+        copy(*args, packs=packs)
 
-    monkeypatch.setattr(passing._Packing, "packed", packing)
-    monkeypatch.setattr(passing._Packing, "_boxes", broken)
+    monkeypatch.setattr(passing, "_copy", broken)
 
     def one(comm: Comm, group: Comm) -> None:
         planner = Broken() if where == "reading" and comm.rank == bad else None

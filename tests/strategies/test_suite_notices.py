@@ -62,7 +62,7 @@ class SwapsTwoItems(Sound):
     class writer(ZarrV3Writer):  # noqa: N801
         def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
             results = super().write_data(plan, planner).result()
-            return done(results[::-1])
+            return done([*results][::-1])
 
 
 class CommitsByItself(Sound):

@@ -33,7 +33,7 @@ from dist_checkpointing.interop.megatron.strategies import get_default_strategy
 from dist_checkpointing.interop.megatron.validation import _validate_common_state_dict
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_steps import SaveHooks
+from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata

@@ -16,8 +16,8 @@ from dist_checkpointing.mapping import ShardedTensor, StateDict
 from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies import base, fully_parallel, torch_dist
-from dist_checkpointing.strategies.base import PathOrStr
-from dist_checkpointing.strategies.planned_strategies import (
+from dist_checkpointing.strategies.base import (
+    PathOrStr,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
 )

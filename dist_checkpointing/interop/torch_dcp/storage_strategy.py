@@ -40,7 +40,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter, WriteResult, done
-from dist_checkpointing.strategies.planned_strategies import (
+from dist_checkpointing.strategies.base import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
 )

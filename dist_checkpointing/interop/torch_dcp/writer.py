@@ -41,8 +41,11 @@ from dist_checkpointing.planning.save_plan import checked_plans
 from dist_checkpointing.planning.shard_table import ShardRow, table_of_rows
 from dist_checkpointing.storage.driver import Written, finish_all, write_plan
 from dist_checkpointing.storage.interface import StorageWriter, set_up_writer
-from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
+from dist_checkpointing.strategies.base import (
+    PlannedSaveStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+)
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +20,23 @@ import torch
 import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import row_bytes, split_flat_range
+from dist_checkpointing.comm.rank_failures import Outcome
+from dist_checkpointing.format.geometry import Box, row_bytes, split_flat_range
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.leftovers import PlannedRemoval
-from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
 from dist_checkpointing.planning.load_plan import ReadTable
 from dist_checkpointing.planning.replica_balancing import share_out
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.interface import StorageReader
-from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, handles_objects
+from dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    PathOrStr,
+    PlannedLoadStrategy,
+)
 from dist_checkpointing.strategies.fully_parallel.save import GivenGroup, ParallelizationGroup
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
-from dist_checkpointing.strategies.unplanned_strategies import as_planned
+from dist_checkpointing.strategies.unplanned_strategies import WrappedLoadStrategy, as_planned
 
 _ALIGNMENT_BYTES = 16
 """Tensors of any dtype may begin at such a position in a message."""
@@ -42,38 +45,13 @@ _HEAD = struct.Struct("<QQ")
 _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsize", "<i8")])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wants:
-    """What one rank wants to have in memory, row by row.
-
-    A row is the digest of what it is, its size and that of an element; rows with one digest have
-    the same bytes in memory. Passing on may take ``buffer_bytes`` on this rank. With fewer bytes
-    than ``min_shared_bytes`` that several ranks want, each reads for itself.
-    """
-
-    rows: Rows
-    buffer_bytes: int
-    min_shared_bytes: int
-
-    def pack(self) -> bytes:
-        return _HEAD.pack(self.buffer_bytes, self.min_shared_bytes) + self.rows.tobytes()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Wants:
-        return cls(np.frombuffer(data, _ROW, offset=_HEAD.size), *_HEAD.unpack_from(data))
-
-
-def _rows(identities: Iterable[Any], num_elements: Any, itemsizes: Any) -> Rows:
-    digests = b"".join(map(xxhash.xxh3_128_digest, identities))
-    rows = np.empty(len(itemsizes), dtype=_ROW)
-    rows["high"], rows["low"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2).T
-    rows["num_bytes"] = np.multiply(num_elements, itemsizes)
-    rows["itemsize"] = itemsizes
-    return rows
-
-
 def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> Rows:
-    """What the tensors of a table are: the same part of the same chunk, in memory of one dtype."""
+    """What one rank wants to have in memory: a digest of each row, its bytes and those of an
+    element.
+
+    Rows with one digest, the same part of the same chunk in memory of one dtype, have the same
+    bytes.
+    """
     dtypes = [acquire(row).dtype for row in range(len(table))]
     numbers = {dtype: _number(str(dtype)) for dtype in set(dtypes)}
     column = np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64)
@@ -81,8 +59,12 @@ def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> R
     ndims = np.maximum(table.ndim, table.window_ndim)
     scalars = [keys[table.keys], ndims, table.pieces, table.storage_starts, column]
     axes = (table.chunk_offsets, table.storage_shapes, table.storage_boxes, table.lengths)
-    identities = row_bytes(scalars, axes, ndims)
-    return _rows(identities, table.num_elements, [dtype.itemsize for dtype in dtypes])
+    digests = b"".join(map(xxhash.xxh3_128_digest, row_bytes(scalars, axes, ndims)))
+    rows = np.empty(len(table), dtype=_ROW)
+    rows["high"], rows["low"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2).T
+    rows["itemsize"] = [dtype.itemsize for dtype in dtypes]
+    rows["num_bytes"] = table.num_elements * rows["itemsize"]
+    return rows
 
 
 def _number(name: str) -> int:
@@ -110,7 +92,10 @@ class Message:
 
     source: int
     runs: tuple[ElementRun, ...]
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.runs[-1].start + self.runs[-1].num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,18 +123,25 @@ def _numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
     return units, firsts[by_appearance]
 
 
-def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
-    """How ranks that want these rows share the reads; None if it is not worth it."""
-    rows = np.concatenate([want.rows for want in wants])
-    ranks = np.repeat(np.arange(len(wants)), [len(want.rows) for want in wants])
+def share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
+    """How ranks share the reads; None if it is not worth it.
+
+    Args:
+        packed: of each rank, the memory that passing on may take there, the least bytes that
+            several ranks must want, and what it wants.
+        rank: this one.
+    """
+    wants = [np.frombuffer(data, _ROW, offset=_HEAD.size) for data in packed]
+    memories, least = zip(*map(_HEAD.unpack_from, packed), strict=True)
+    rows = np.concatenate(wants)
+    ranks = np.repeat(np.arange(len(wants)), list(map(len, wants)))
     units, firsts = _numbered(rows["high"], rows["low"])
     # A rank that wants something twice counts once.
     wanted, wanting = np.divmod(np.unique(units * len(wants) + ranks), len(wants))
     starts = np.searchsorted(wanted, np.arange(len(firsts) + 1))
     is_shared = np.diff(starts) > 1
     sizes = rows["num_bytes"][firsts]
-    least = max(want.min_shared_bytes for want in wants)
-    if not is_shared.any() or sizes[is_shared].sum() < least:
+    if not is_shared.any() or sizes[is_shared].sum() < max(least):
         return None
     loads = np.zeros(len(wants), dtype=np.int64)
     readers = wanting[share_out(wanting, starts, np.arange(len(firsts)), sizes, loads)]
@@ -160,13 +152,11 @@ def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
     copies = np.flatnonzero(row_of[mine] != np.arange(len(mine)))
     traveling = np.flatnonzero(is_shared)
     columns = (readers, row_of, sizes, rows["itemsize"][firsts])
-    most_bytes = max(1, min(want.buffer_bytes for want in wants))
+    sent = zip(*(column[traveling].tolist() for column in columns), strict=True)
     return Sharing(
         own=np.sort(row_of[(readers == rank) & (row_of >= 0)]),
         copies=tuple(zip(row_of[mine[copies]].tolist(), copies.tolist(), strict=True)),
-        messages=list(
-            _messages(zip(*(c[traveling].tolist() for c in columns), strict=True), most_bytes)
-        ),
+        messages=list(_messages(sent, max(1, min(memories)))),
     )
 
 
@@ -185,16 +175,12 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
             end = runs[-1].start + runs[-1].num_bytes if runs else 0
             start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             if runs and start + num_bytes > most_bytes:
-                yield _message(reader, runs)
+                yield Message(reader, tuple(runs))
                 runs.clear()
                 start = 0
             runs.append(ElementRun(row, first, last, start, num_bytes))
     for reader, runs in sorted(waiting.items()):
-        yield _message(reader, runs)
-
-
-def _message(source: int, runs: Sequence[ElementRun]) -> Message:
-    return Message(source, tuple(runs), runs[-1].start + runs[-1].num_bytes)
+        yield Message(reader, tuple(runs))
 
 
 Arrays = Callable[[int], torch.Tensor]
@@ -202,102 +188,63 @@ Arrays = Callable[[int], torch.Tensor]
 
 
 def pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int], None]) -> None:
-    """Fill every row that this rank wants and another rank has read. Collective."""
-    with comm.agreed("preparing to pass on what was read"):
-        packing = _Packing(sharing, arrays, comm.tensor_device, report)
-    for number, message in enumerate(sharing.messages):
-        is_own = message.source == comm.rank
-        data = packing.packed(number) if is_own else packing.room(number)
-        comm.broadcast_tensor(data, message.source)
-        if not is_own:
-            packing.unpack(number, data)
-    with comm.agreed("passing on what was read"):
-        if packing.error is not None:
-            raise packing.error
-        for row, other in sharing.copies:
-            arrays(other).copy_(arrays(row))
-
-
-class _Packing:
-    """Packs and unpacks messages; remembers the first error instead of raising it.
+    """Fill every row that this rank wants and another rank has read. Collective.
 
     A message that is one run of memory is sent from, or received into, the array itself. All others
     go through one buffer, as large as the largest of them.
     """
+    messages, device, error = sharing.messages, comm.tensor_device, None
+    with comm.agreed("preparing to pass on what was read"):
+        memories = [_memory_of(message, arrays, device) for message in messages]
+        pairs = list(zip(messages, memories, strict=True))
+        longest = max((message.num_bytes for message, memory in pairs if memory is None), default=0)
+        buffer = torch.empty(longest, dtype=torch.uint8, device=device)
+    for message, memory in pairs:
+        is_sent = message.source == comm.rank
+        data = buffer[: message.num_bytes] if memory is None else memory
+        copy_message = partial(_copy, message, arrays, data, packs=is_sent)
+        if is_sent and memory is None:
+            error = error or Outcome.of(_PASSING, copy_message).error
+        comm.broadcast_tensor(data, message.source)
+        if not is_sent:
+            if memory is None:
+                error = error or Outcome.of(_PASSING, copy_message).error
+            report(sum(run.num_bytes for run in message.runs if run.row >= 0))
+    with comm.agreed("passing on what was read"):
+        if error is not None:
+            raise error
+        for row, other in sharing.copies:
+            arrays(other).copy_(arrays(row))
 
-    def __init__(
-        self,
-        sharing: Sharing,
-        arrays: Arrays,
-        device: torch.device,
-        report: Callable[[int], None],
-    ) -> None:
-        self.error: Exception | None = None
-        self._messages = sharing.messages
-        self._arrays = arrays
-        self._report = report
-        self._runs = [self._own_run(message, device) for message in self._messages]
-        pairs = zip(self._messages, self._runs, strict=True)
-        longest = max((message.num_bytes for message, run in pairs if run is None), default=0)
-        self._buffer = torch.empty(longest, dtype=torch.uint8, device=device)
 
-    def packed(self, number: int) -> torch.Tensor:
-        """The bytes of a message that this rank sends."""
-        data = self.room(number)
-        if self._runs[number] is None:
-            with self._keeping_error():
-                for run in self._messages[number].runs:
-                    for own, values in self._boxes(run, data):
-                        values.copy_(own)
-        return data
-
-    def room(self, number: int) -> torch.Tensor:
-        """Where a message from another rank goes."""
-        run = self._runs[number]
-        return self._buffer[: self._messages[number].num_bytes] if run is None else run
-
-    def unpack(self, number: int, data: torch.Tensor) -> None:
-        """Copy what has arrived to its destinations, unless it was received there."""
-        wanted = [run for run in self._messages[number].runs if run.row >= 0]
-        with self._keeping_error():
-            if self._runs[number] is None:
-                for run in wanted:
-                    for own, values in self._boxes(run, data):
-                        own.copy_(values)
-            self._report(sum(run.num_bytes for run in wanted))
-
-    @contextmanager
-    def _keeping_error(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
-            self.error = self.error or error
-
-    def _boxes(
-        self, run: ElementRun, data: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The boxes of the own array that make up a run, and their values in a message."""
-        array = self._arrays(run.row)
+def _copy(message: Message, arrays: Arrays, data: torch.Tensor, *, packs: bool) -> None:
+    """Copy what this rank sends into a message, or what it wants out of it."""
+    for run in message.runs:
+        if run.row < 0:
+            continue
+        array = arrays(run.row)
         values = data[run.start : run.start + run.num_bytes].view(array.dtype)
-        if len(values) == array.numel():
-            yield array, values.view(array.shape)
-            return
-        for box in split_flat_range(tuple(array.shape), run.first, run.last):
-            yield array[box.slices()], values[: box.num_elements].view(box.shape)
+        boxes = [Box.whole(tuple(array.shape))]
+        if len(values) < array.numel():
+            boxes = split_flat_range(tuple(array.shape), run.first, run.last)
+        for box in boxes:
+            held, sent = array[box.slices()], values[: box.num_elements].view(box.shape)
+            (sent if packs else held).copy_(held if packs else sent)
             values = values[box.num_elements :]
 
-    def _own_run(self, message: Message, device: torch.device) -> torch.Tensor | None:
-        """The memory of this rank that is the whole message; None if there is none."""
-        (run, *others) = message.runs
-        if others or run.row < 0:
-            return None
-        own = self._arrays(run.row)
-        is_plain = own.is_contiguous() and not own.is_conj() and not own.is_neg()
-        if own.device.type != device.type or not is_plain:
-            return None
-        # A tensor of one element is contiguous whatever its strides are.
-        flat = own.as_strided((own.numel(),), (1,))
-        return flat[run.first : run.last].view(torch.uint8)
+
+def _memory_of(message: Message, arrays: Arrays, device: torch.device) -> torch.Tensor | None:
+    """The memory of this rank that is the whole message; None if there is none."""
+    (run, *others) = message.runs
+    if others or run.row < 0:
+        return None
+    array = arrays(run.row)
+    is_plain = array.is_contiguous() and not array.is_conj() and not array.is_neg()
+    if array.device.type != device.type or not is_plain:
+        return None
+    # A tensor of one element is contiguous whatever its strides are.
+    flat = array.as_strided((array.numel(),), (1,))
+    return flat[run.first : run.last].view(torch.uint8)
 
 
 MIN_SHARED_BYTES = 16 * 2**20
@@ -311,7 +258,7 @@ _SHARING = "sharing out the reads"
 _PASSING = "passing on what was read"
 
 
-class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
+class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
     """Loads with another strategy. Each byte is read by one rank of a group and passed on.
 
     What is loaded is the same as without it. Tensors are filled in place. Every rank reads its own
@@ -369,26 +316,6 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         """Who reads what, if that is kept."""
         return self._group.cache.value
 
-    @property
-    def planner(self) -> Any:
-        """The planner of the wrapped strategy, if it has one."""
-        return getattr(self.base_strategy, "planner", None)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return handles_objects(self.base_strategy)
-
-    def trusting(self) -> Self:
-        wrapper = copy.copy(self)
-        wrapper.base_strategy = self.base_strategy.trusting()
-        return wrapper
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        self.base_strategy.check_backend_compatibility(loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        self.base_strategy.check_version_compatibility(loaded_version)
-
     def for_format(self, backend: str, version: int) -> PlannedLoadStrategy:
         wrapper = copy.copy(self)
         wrapper.base_strategy = self.base_strategy.for_format(backend, version)
@@ -408,30 +335,17 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
                 return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         return self.resolved().load(sharded_state_dict, checkpoint_dir)
 
-    def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
-        return self.base_strategy.load_tensors_metadata(checkpoint_dir)
-
-    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
-        return self.base_strategy.load_sharded_metadata(checkpoint_dir)
-
-    def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
-        self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
-
-    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
-        return self.base_strategy.plan_removal(checkpoint_dir, key_prefix)
-
-    def _share(self, describe: Callable[[], Any], comm: Comm, buffer_bytes: int) -> Sharing | None:
+    def _share(self, describe: Callable[[], Rows], comm: Comm, buffer_bytes: int) -> Sharing | None:
         """Who reads what; None if each reads for itself. Collective over the group ``comm``."""
         if comm.world_size == 1:
             return None
 
-        def describe_own() -> bytes:
-            return Wants(describe(), buffer_bytes, self._min_shared_bytes).pack()
+        def wants_of_rank() -> bytes:
+            return _HEAD.pack(buffer_bytes, self._min_shared_bytes) + describe().tobytes()
 
-        def share(packed: Sequence[bytes]) -> Sharing | None:
-            return share_reads(list(map(Wants.unpack, packed)), comm.rank)
-
-        return self._group.cache.work_out(comm, _SHARING, describe_own, share)
+        return self._group.cache.work_out(
+            comm, _SHARING, wants_of_rank, lambda packed: share_reads(packed, comm.rank)
+        )
 
     def _read_plan(
         self, plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, index: Index, comm: Comm

@@ -23,10 +23,10 @@ from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     PathOrStr,
+    PlannedSaveStrategy,
     SaveShardedStrategy,
     handles_objects,
 )
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
 
 T = TypeVar("T")
 GivenGroup = dist.ProcessGroup | Comm | None

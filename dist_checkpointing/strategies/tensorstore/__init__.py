@@ -22,8 +22,8 @@ from dist_checkpointing.format.leftovers import (
     note_removal,
     noted_removal,
 )
-from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.planned_strategies import (
+from dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
 )

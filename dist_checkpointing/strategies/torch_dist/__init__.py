@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME, PlannedRemoval
 from dist_checkpointing.storage.interface import StorageWriter
-from dist_checkpointing.strategies.planned_strategies import (
+from dist_checkpointing.strategies.base import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
 )

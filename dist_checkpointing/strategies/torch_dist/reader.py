@@ -36,10 +36,9 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
-from dist_checkpointing.strategies.base import LoadCommonStrategy
+from dist_checkpointing.strategies.base import KnownFormats, LoadCommonStrategy
 from dist_checkpointing.strategies.chunk_reads import Extent, Filler, damaged, read_extent
 from dist_checkpointing.strategies.pickle_scanner import Stub, check_pickle
-from dist_checkpointing.strategies.planned_strategies import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_archives import BadRecord, Read, entries
 from dist_checkpointing.strategies.torch_dist.metadata import (

@@ -57,6 +57,7 @@ from dist_checkpointing.storage.interface import (
 )
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import StagingBuffers, is_on_gpu
+from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Filler,
@@ -71,7 +72,6 @@ from dist_checkpointing.strategies.incremental import (
     PlanDigests,
     share_parts,
 )
-from dist_checkpointing.strategies.planned_strategies import PlannedLoadStrategy
 from dist_checkpointing.strategies.zarr.compression import Codec, make_codec, unpacked
 from dist_checkpointing.strategies.zarr_metadata import ChunkNames, chunk_keys
 from dist_checkpointing.threads import in_threads

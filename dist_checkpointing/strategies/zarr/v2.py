@@ -32,7 +32,7 @@ from dist_checkpointing.format.leftovers import (
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage.interface import WriteResult
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
+from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import (
     FileContent,
     ZarrFolderLoadStrategy,

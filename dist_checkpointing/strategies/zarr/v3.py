@@ -32,7 +32,7 @@ from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
+from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import (
     FileContent,
     ZarrFolderLoadStrategy,

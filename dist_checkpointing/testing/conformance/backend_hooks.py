@@ -18,10 +18,11 @@ from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.load_metadata import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.save import save
-from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
-from dist_checkpointing.strategies.planned_strategies import (
+from dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
+    SaveShardedStrategy,
 )
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select_strategy

@@ -27,8 +27,7 @@ from dist_checkpointing.serialization import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.load_metadata import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
-from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
+from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks, failures_on, observed
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.sample_shards import (

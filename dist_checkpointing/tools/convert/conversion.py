@@ -33,7 +33,7 @@ from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.recipe import Derivation, Recipe
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_steps import SaveHooks
+from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies import safetensors_folder, torch_file

@@ -34,8 +34,7 @@ from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.planned_strategies import PlannedSaveStrategy
+from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.threads import in_threads

@@ -1,0 +1,275 @@
+"""The folder of a save: claimed, seen by all ranks, sealed and committed, or given up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from os import PathLike
+from typing import NamedTuple
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.rank_failures import Outcome
+from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import as_location, relative
+from dist_checkpointing.format import seal
+from dist_checkpointing.format.commit import (
+    Attempt,
+    CheckpointingConfig,
+    StoreAttempt,
+    begin_attempt,
+    check_distinct,
+)
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME, PARTS_NAME, is_in_attempt
+from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, write_seal
+from dist_checkpointing.storage.driver import Finished
+from dist_checkpointing.storage.options import Durability
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """The disks of a save whose ranks do not share one: each gets what its own ranks write.
+
+    Rank 0 claims, seals and commits on its own disk. The lowest rank of every other disk claims
+    the folder there for the same attempt, and notes the commit when it has happened.
+
+    Attributes:
+        destination: Name of the checkpoint, the same on all ranks, whose folders may differ.
+        leads: Whether this rank is the lowest one of its disk, which calls the hooks.
+        on_part: Called on these ranks but rank 0, once the checkpoint is committed.
+    """
+
+    destination: str
+    leads: bool
+    on_part: Callable[[], None]
+
+    def make_part_durable(self, part: Attempt | None, durability: Durability, comm: Comm) -> None:
+        """Make the names of what is on each disk durable, where rank 0 cannot do it. Collective."""
+        with comm.agreed("securing every disk"):
+            if part is not None and comm.rank and durability is Durability.FSYNC:
+                names = [name for name, _ in location.files_below(part.folder, part.folder)]
+                location.fsync_folders([part.folder / name for name in names], part.folder)
+                location.fsync_folder(part.folder)
+
+    def commit_part(
+        self, part: Attempt | None, config: CheckpointingConfig, durability: Durability, comm: Comm
+    ) -> None:
+        """Note on every disk but rank 0's that rank 0 has committed, and of what. Collective.
+
+        Nothing is removed from here on. A part on which this is not noted can still be used. The
+        attempt of this rank, if it has one, is ended.
+        """
+
+        def read() -> bytes:
+            assert part is not None
+            return location.read_bytes(part.folder / SEAL_NAME, MAX_SEAL_BYTES)
+
+        try:
+            content = comm.from_rank0("telling every disk of the commit", read)
+            if part is None or comm.rank == 0:
+                return
+            try:
+                location.write(part.folder / SEAL_NAME, content, durability)
+                part.commit(config)
+            except OSError as error:
+                logger.warning("%s: the commit is not noted on this disk: %s", part.folder, error)
+            self.on_part()
+        finally:
+            if part is not None:
+                part.release()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHooks:
+    """What code of this library adds to a save; a user has no use for it.
+
+    Attributes:
+        before_claim: Called on rank 0 with what the checkpoint will hold (nothing, for third-party
+            strategies) before the folder is touched; what it raises, all ranks raise.
+        after_claim: Called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
+            it), before anything is written; what it raises, all ranks raise.
+        disks: The disks of a save whose ranks do not share one. The folder of a rank then holds a
+            part of the checkpoint, which only CheckpointManager loads.
+    """
+
+    before_claim: Callable[[Index], None] = lambda _: None
+    after_claim: Callable[[str], None] = lambda _: None
+    disks: Disks | None = None
+
+
+class _Claim(NamedTuple):
+    """What rank 0 has claimed.
+
+    Attributes:
+        attempt: Name of the attempt.
+        folder: Absolute path of the checkpoint on rank 0.
+        data: Where its files are, relative to that.
+        config: Content of the ``metadata.json`` that will be committed.
+        creates: Relative names of the files and folders that the save makes, if other disks must
+            know them.
+    """
+
+    attempt: str
+    folder: str
+    data: str
+    config: CheckpointingConfig
+    creates: tuple[str, ...]
+
+
+class SaveFolder:
+    """The folder of one save, on one rank.
+
+    Attributes:
+        path: Absolute path of the checkpoint.
+        data: Where its files are; another one in an object store, once it is claimed.
+        destination: Name that must be the same on all ranks.
+        claimed: What rank 0 has claimed, after ``claim``.
+    """
+
+    claimed: _Claim
+
+    def __init__(self, folder: str | PathLike[str], hooks: SaveHooks, *, overwrite: bool) -> None:
+        # Whoever writes may do so when the working directory is another one.
+        self.path = self.data = as_location(folder).absolute()
+        self._hooks, self.disks, self._overwrite = hooks, hooks.disks, overwrite
+        self.destination = str(self.path) if self.disks is None else self.disks.destination
+        self._attempt: Attempt | StoreAttempt | None = None
+
+    def claim(
+        self,
+        comm: Comm,
+        planned: Outcome[Index],
+        created_names: Callable[[Index], Iterable[str]],
+        config: CheckpointingConfig,
+        durability: Durability,
+        *,
+        durable: bool,
+    ) -> None:
+        """Claim the folder, if all ranks have planned. Collective.
+
+        If not ``durable``, nobody waits for the disk here, and ``make_durable`` must follow.
+        """
+        self._config, self._durability = config, durability
+
+        def begin() -> _Claim:
+            index = planned.result
+            assert index is not None
+            self._hooks.before_claim(index)
+            names = [SEAL_NAME, *created_names(index)]
+            check_distinct(names)
+            if self.disks is not None:
+                names.append(PARTS_NAME)
+            attempt = begin_attempt(self.path, names, durability, overwrite=self._overwrite)
+            self._begun(attempt, durable=durable)
+            creates = () if self.disks is None else attempt.creates
+            data = relative(attempt.folder, self.path)
+            return _Claim(attempt.id, str(self.path), data, config, creates)
+
+        claimed = comm.from_rank0("claiming the folder", begin, after=planned)
+        if self.disks is not None:
+            with comm.agreed("claiming the folder on every disk"):
+                if self.disks.leads and comm.rank:
+                    assert planned.result is not None
+                    self._hooks.before_claim(planned.result)
+                    attempt = Attempt.begin(
+                        self.path,
+                        claimed.creates,
+                        overwrite=self._overwrite,
+                        durability=durability,
+                        name=claimed.attempt,
+                    )
+                    self._begun(attempt, durable=durable)
+        self.claimed, self.data = claimed, self.path / claimed.data
+
+    def _begun(self, attempt: Attempt | StoreAttempt, *, durable: bool) -> None:
+        self._attempt = attempt
+        self._hooks.after_claim(attempt.id)
+        if durable:
+            attempt.make_durable()
+
+    def make_durable(self, comm: Comm) -> None:
+        """Make durable what a crash must not lose, before a byte is written. Collective."""
+        with comm.agreed("claiming the folder"):
+            if self._attempt is not None:
+                self._attempt.make_durable()
+            self.check(comm.rank)
+
+    def check(self, rank: int) -> None:
+        """Refuse a rank that does not see what rank 0 has claimed, or saves otherwise."""
+        claimed = self.claimed
+        if rank == 0:
+            return
+        if self._config != claimed.config:
+            finding = Finding(
+                "ranks save in different formats",
+                expected=f"{claimed.config}, as on rank 0",
+                found=self._config,
+                ranks=(rank,),
+                remedy="Pass the same strategies on every rank.",
+            )
+            raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
+        deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
+        while not is_in_attempt(self.data, claimed.attempt):
+            if time.monotonic() > deadline:
+                finding = Finding(
+                    "this rank does not see the folder that rank 0 has claimed",
+                    expected=f"{claimed.folder}, as on rank 0",
+                    found=str(self.data.absolute()),
+                    ranks=(rank,),
+                    path=str(self.data / ATTEMPT_NAME),
+                    remedy="Save to a file system that all ranks share, under the same path.",
+                )
+                raise CheckpointingException("the ranks do not save into one folder", [finding])
+            # A network file system may show a new file a little later.
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
+
+    def commit(self, comm: Comm, finish: Callable[[], Finished], *, is_opaque: bool) -> None:
+        """Seal what all ranks have written, and turn it into a checkpoint. Collective.
+
+        Args:
+            comm: The ranks.
+            finish: Called on all ranks, and must say on rank 0 what the files are.
+            is_opaque: Whether files that it does not name belong to the checkpoint.
+        """
+        part = self._attempt if isinstance(self._attempt, Attempt) else None
+        if self.disks is not None:
+            self.disks.make_part_durable(part, self._durability, comm)
+        with comm.agreed("committing"):
+            files, tables = finish()
+            if self._attempt is not None and comm.rank == 0:
+                write_seal(
+                    self.data,
+                    self._config,
+                    files,
+                    tables=tables,
+                    created=None if is_opaque else self._attempt.creates,
+                    durability=self._durability,
+                    is_all_here=self.disks is None,
+                )
+                self._attempt.commit(self._config)
+        if self.disks is not None:
+            self._attempt = None  # nothing is removed from here on
+            self.disks.commit_part(part, self._config, self._durability, comm)
+
+    def give_up(self, error: BaseException) -> None:
+        """Clear away what was written, if all ranks have stopped; else leave it to the next save.
+
+        Args:
+            error: what ended the save. An interrupt is no agreement, and nobody knows what a rank
+                does that does not answer: they may still write, and what they wrote must stay named
+                as ours. (Should all but the last agreement have come about, a checkpoint stays.)
+        """
+        if self._attempt is None:
+            return
+        is_silent = isinstance(error, RankFailedError) and bool(error.silent_ranks)
+        if isinstance(error, CheckpointingException) and not is_silent:
+            self._attempt.abandon()
+        else:
+            self._attempt.release()
+        self._attempt = None
