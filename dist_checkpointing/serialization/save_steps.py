@@ -376,13 +376,13 @@ class SaveJob:
     def acquire_buffers(self, buffers: StagingBuffers, comm: Comm) -> None:
         """Get ready to copy. The first thing in the body of an agreement."""
         self.prepare_write(comm)
-        buffers.take()
+        buffers.acquire()
         self._buffers = buffers
 
     def release_buffers(self) -> None:
         """Free the buffers for the next save."""
         if self._buffers is not None:
-            self._buffers.give_back()
+            self._buffers.release()
             self._buffers = None
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:

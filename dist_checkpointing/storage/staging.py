@@ -218,7 +218,7 @@ class StagingBuffers:
         """Bytes that are allocated."""
         return self._memory.numel()
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Begin to use it.
 
         Raises:
@@ -232,7 +232,7 @@ class StagingBuffers:
             raise CheckpointingException("cannot stage two saves at once", [finding])
         self._is_taken = True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Let the next save use it."""
         self._launched = {}
         self._is_taken = False

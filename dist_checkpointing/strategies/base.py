@@ -456,7 +456,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         with comm.agreed("copying the state"):
             plan = driver.prepare_write(plan, writer, comm)
             buffers = StagingBuffers()
-            buffers.take()
+            buffers.acquire()
             copies = stage_plan(plan, planner, buffers)
         written: Future[driver.Written] = Future()
 

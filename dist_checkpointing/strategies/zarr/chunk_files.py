@@ -194,7 +194,7 @@ class ZarrFolderWriter(StorageWriter):
                 return data.to("cpu")
             if not hasattr(of_thread, "buffers"):
                 of_thread.buffers = StagingBuffers()
-                of_thread.buffers.take()
+                of_thread.buffers.acquire()
             copied: list[torch.Tensor] = of_thread.buffers.fill([data.nbytes], [data])
             return copied[0]
 
