@@ -306,7 +306,11 @@ def _with_memory(
 ) -> list[ShardedTensor]:
     """Copies of the leaves, all with memory to fill."""
     # Shapes of a template may be those that the checkpoint says it has.
-    large = {leaf.key for leaf in wanted.tensors if leaf.data is None and _is_large(leaf)}
+    large = {
+        leaf.key
+        for leaf in wanted.tensors
+        if leaf.data is None and math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
+    }
     if made is not None:
         large = {key for new in large for key in made.derivation.tensors[new].sources}
     large.intersection_update(opened.index)
@@ -314,10 +318,6 @@ def _with_memory(
     if isinstance(shapes, StoredTensors):
         shapes = shapes.of(wanted.keys)
     return [with_memory(leaf, shapes) for leaf in wanted.tensors]
-
-
-def _is_large(leaf: ShardedTensor) -> bool:
-    return math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
 
 
 def _rebuilt(

@@ -318,24 +318,21 @@ class KnownFormats:
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise UnsupportedFormatError if this strategy cannot read the backend."""
-        backends = sorted({backend for backend, _ in self.reads})
-        if loaded_backend not in backends:
-            raise self._incompatible("backend", backends, loaded_backend)
+        self._require("backend", sorted({backend for backend, _ in self.reads}), loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise UnsupportedFormatError if this strategy cannot read the version."""
-        versions = sorted({version for _, version in self.reads})
-        if loaded_version not in versions:
-            raise self._incompatible("version", versions, loaded_version)
+        self._require("version", sorted({version for _, version in self.reads}), loaded_version)
 
-    def _incompatible(self, what: str, known: object, found: object) -> UnsupportedFormatError:
-        finding = Finding(
-            f"{type(self).__name__} does not read this {what}",
-            expected=f"one of {known}",
-            found=found,
-            remedy=f"Leave {self.argument} out: the right one is found from the checkpoint.",
-        )
-        return UnsupportedFormatError(f"wrong strategy for this checkpoint's {what}", [finding])
+    def _require(self, what: str, known: Sequence[object], found: object) -> None:
+        if found not in known:
+            finding = Finding(
+                f"{type(self).__name__} does not read this {what}",
+                expected=f"one of {known}",
+                found=found,
+                remedy=f"Leave {self.argument} out: the right one is found from the checkpoint.",
+            )
+            raise UnsupportedFormatError(f"wrong strategy for this checkpoint's {what}", [finding])
 
 
 class PlannedSaveStrategy(AsyncSaveShardedStrategy):

@@ -35,13 +35,6 @@ Selection: TypeAlias = Union[S, str, tuple[str, int], None]  # noqa: UP007 - S |
 DEFAULT_SHARDED = ("tensorstore", 1)
 DEFAULT_COMMON = ("torch", 1)
 
-_DEFAULTS = {
-    StrategyAction.SAVE_SHARDED: DEFAULT_SHARDED,
-    StrategyAction.LOAD_SHARDED: DEFAULT_SHARDED,
-    StrategyAction.SAVE_COMMON: DEFAULT_COMMON,
-    StrategyAction.LOAD_COMMON: DEFAULT_COMMON,
-}
-
 
 def select_strategy(
     action: StrategyAction,
@@ -61,7 +54,8 @@ def select_strategy(
         is_default = default is not None and selection == default[0]
         selection = default if is_default else (selection, newest_version(action, selection))
     if selection is None:
-        selection = default or _DEFAULTS[action]
+        is_common = action in (StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON)
+        selection = default or (DEFAULT_COMMON if is_common else DEFAULT_SHARDED)
     if isinstance(selection, tuple) and list(map(type, selection)) == [str, int]:
         selection = get_default_strategy(action, *selection)
     kind = kind_of(action)
@@ -86,9 +80,8 @@ def _require_complete(strategy: Any) -> None:
         (PlannedSaveStrategy, "make_writer", "writer_type"),
         (PlannedLoadStrategy, "make_reader", "reader_type"),
     ):
-        if not isinstance(strategy, kind) or hasattr(strategy, name):
-            continue
-        if getattr(type(strategy), maker) is getattr(kind, maker):
+        is_own = getattr(type(strategy), maker, None) is not getattr(kind, maker)
+        if isinstance(strategy, kind) and not is_own and not hasattr(strategy, name):
             raise lacks(strategy, name, f"{maker} needs")
 
 
