@@ -14,6 +14,7 @@ import math
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -333,6 +334,7 @@ def _places(stored: Any, path: str) -> dict[tuple[str, Ints | None], Place]:
     return places
 
 
+@lru_cache(maxsize=1024)
 def _is_inside(file: str) -> bool:
     path = Path(file)
     return (

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from zarr.core.dtype.common import DataTypeValidationError, HasEndianness, HasItemSize
-from zarr.core.dtype.wrapper import ZDType
+from zarr.core.dtype.common import DataTypeValidationError
+from zarr.core.dtype.npy.float import BaseFloat
 from zarr.dtype import data_type_registry
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
@@ -48,11 +48,9 @@ from dist_checkpointing.strategies.zarr_metadata import (
     parse,
 )
 
-_SPECIAL = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-
 
 @dataclass(frozen=True, kw_only=True)
-class _ExtendedFloat(ZDType[Any, Any], HasEndianness, HasItemSize):
+class _ExtendedFloat(BaseFloat[Any, Any]):
     """A float of ml_dtypes.
 
     It has an endianness because TensorStore wants a "bytes" codec that declares one, and
@@ -76,37 +74,11 @@ class _ExtendedFloat(ZDType[Any, Any], HasEndianness, HasItemSize):
 
     @classmethod
     def _from_json_v2(cls, data: Any) -> Self:
-        name = data.get("name") if isinstance(data, dict) else data
-        return cls._from_json_v3(name)
-
-    @classmethod
-    def _from_json_v3(cls, data: Any) -> Self:
-        if data != cls._zarr_v3_name:
-            raise DataTypeValidationError(f"{data!r} is not {cls._zarr_v3_name!r}")
-        return cls()
+        return cls._from_json_v3(data.get("name") if isinstance(data, dict) else data)
 
     def to_json(self, zarr_format: int) -> Any:
-        if zarr_format == 2:
-            return {"name": self._zarr_v3_name, "object_codec_id": None}
-        return self._zarr_v3_name
-
-    def _check_scalar(self, data: object) -> bool:
-        return isinstance(data, int | float | np.number | np.bool_ | self.native.type)
-
-    def cast_scalar(self, data: object) -> Any:
-        return self.native.type(data)
-
-    def default_scalar(self) -> Any:
-        return self.native.type(0)
-
-    def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:  # noqa: ARG002
-        return self.native.type(_SPECIAL.get(data, data))
-
-    def to_json_scalar(self, data: object, *, zarr_format: int) -> Any:  # noqa: ARG002
-        value = float(self.cast_scalar(data))
-        if np.isfinite(value):
-            return value
-        return "NaN" if np.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        name = self._zarr_v3_name
+        return {"name": name, "object_codec_id": None} if zarr_format == 2 else name
 
 
 for _row in DTYPES:
