@@ -401,6 +401,7 @@ class PlacedIndex(Index):
         return Place(self.files[file], offset, length)
 
 
+@paused_collector()
 def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
     """What ``.metadata`` says, as an index.
 
