@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedTensor, __version__, save
+import dist_checkpointing
+from dist_checkpointing import ShardedTensor, save
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
-from dist_checkpointing.tools.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from samples import Run
 from scripts import run_fresh
 
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 GOLDEN = Path(__file__).parents[1] / "golden" / "mc0.15.3_zarr"
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +73,7 @@ def test_errors_of_every_kind(
 
 def test_the_version_is_told(dckpt: Run) -> None:
     finished = dckpt("--version")
-    assert (finished.code, finished.out) == (0, f"dckpt {__version__}\n")
+    assert (finished.code, finished.out) == (0, f"dckpt {dist_checkpointing.__version__}\n")
 
 
 def test_a_file_that_ends_early_is_named_and_not_just_aborted(
@@ -237,4 +238,4 @@ app.main()
     finished = run_fresh("-c", code, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
     app = tmp_path / "dist_checkpointing" / "tools" / "app.py"
     assert finished.stderr == ""
-    assert finished.stdout == f"{app}\ndckpt {__version__}\n"
+    assert finished.stdout == f"{app}\ndckpt {dist_checkpointing.__version__}\n"

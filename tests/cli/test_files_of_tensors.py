@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dist_checkpointing import CorruptCheckpointError
+from dist_checkpointing.tools import convert
 from samples import Run, Sample, Samples
 
 TO = {"safetensors": "model", "safetensors-file": "model.safetensors", "torch": "model.pt"}
@@ -106,11 +108,8 @@ def test_files_that_are_damaged(tmp_path: Path, dckpt: Run, command: str) -> Non
 
 
 def test_a_file_that_changes_while_it_is_looked_at(tmp_path: Path) -> None:
-    from dist_checkpointing.errors import CorruptCheckpointError
-    from dist_checkpointing.tools.opening import open_tensors
-
     torch.save({"w": torch.arange(4.0)}, tmp_path / "a.pt")
-    opened = open_tensors(tmp_path / "a.pt")
+    opened = convert.open_source(tmp_path / "a.pt")
     assert opened["w"][1:3].tolist() == [1.0, 2.0]
     torch.save({"w": torch.arange(5.0)}, tmp_path / "a.pt")
     with pytest.raises(CorruptCheckpointError, match="changed"):

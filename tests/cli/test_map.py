@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import ChunkGrid
-from dist_checkpointing.tools.app import app
+from dist_checkpointing.tools import app
 from samples import GOLDEN, GOLDEN_NAMES
 from states import BACKEND, between, flat, save_on, shard
 
@@ -45,7 +45,7 @@ def saved(folder: Path, backend: Any) -> Path:
 
 
 def invoke(*arguments: object, exit_code: int = 0) -> str:
-    result = RUNNER.invoke(app, ["map", *map(str, arguments)])
+    result = RUNNER.invoke(app.app, ["map", *map(str, arguments)])
     assert result.exit_code == exit_code, result.output
     return result.stdout
 
@@ -177,7 +177,7 @@ def test_bad_arguments_write_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.html").write_text("mine")
-    result = RUNNER.invoke(app, ["map", str(GOLDEN / "mc0.15.3_zarr"), *arguments])
+    result = RUNNER.invoke(app.app, ["map", str(GOLDEN / "mc0.15.3_zarr"), *arguments])
     assert isinstance(result.exception, LookupError | ValueError | OSError)
     assert problem in str(result.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["there.html"]

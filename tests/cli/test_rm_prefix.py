@@ -14,13 +14,24 @@ import torch
 from typer.testing import CliRunner
 
 from damage import files_in
-from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
+from dist_checkpointing import (
+    Checkpoint,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    ShardedTensor,
+    UnsupportedFormatError,
+    save,
+    verify_checkpoint,
+)
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem import FolderLock
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
-from dist_checkpointing.tools import report
-from dist_checkpointing.tools.app import app
+from dist_checkpointing.strategies import (
+    LoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+    Zarr3LoadShardedStrategy,
+)
+from dist_checkpointing.tools import app, report
 from samples import GOLDEN, GOLDEN_NAMES, Run
 from scripts import run_forked
 from states import BACKEND, cell, rows, save_on, shard
@@ -47,7 +58,7 @@ def saved(folder: Path, backend: Any, side: int = 64) -> Path:
 
 
 def invoke(*arguments: object, exit_code: int = 0) -> str:
-    result = RUNNER.invoke(app, ["rm-prefix", *map(str, arguments)], env={"COLUMNS": "80"})
+    result = RUNNER.invoke(app.app, ["rm-prefix", *map(str, arguments)], env={"COLUMNS": "80"})
     if exit_code == 0 and result.exception is not None:
         raise result.exception
     assert result.exit_code == exit_code
@@ -151,7 +162,7 @@ def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: 
         was_removed = is_removed
         # Run again, it does what was left to do.
         if copy is not steps[-1]:
-            result = RUNNER.invoke(app, ["rm-prefix", str(copy), "optimizer.", "--yes"])
+            result = RUNNER.invoke(app.app, ["rm-prefix", str(copy), "optimizer.", "--yes"])
             nothing_left = isinstance(result.exception, LookupError)
             assert result.exit_code == 0 or nothing_left
         assert set(Checkpoint.open(copy)) == set(kept)
@@ -164,17 +175,16 @@ def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: 
 
 @BACKEND
 def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend: Any) -> None:
-    from dist_checkpointing.format.leftovers import note_removal, noted_removal
-
     folder = saved(tmp_path / "c", backend)
-    note_removal(folder, {key: (key,) for key in ("optimizer.a", "optimizer.b")})
+    note = folder / ".dckpt" / "removal.json"
+    note.write_text(json.dumps({key: [key] for key in ("optimizer.a", "optimizer.b")}))
     full = {key: tensor + 100 for key, tensor in values().items()}
     state = {
         key: ShardedTensor(key, t, t.dtype, t.shape, t.shape, (0, 0), (1, 1))
         for key, t in full.items()
     }
     save(state, folder, backend, overwrite=True)
-    assert noted_removal(folder) == {}
+    assert not note.exists()
     opened = Checkpoint.open(folder)
     assert set(opened) == set(full)
     assert all(torch.equal(opened[key][...], tensor) for key, tensor in full.items())
@@ -257,7 +267,7 @@ def test_on_a_terminal_it_asks(
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
     before = files_in(folder)
-    result = RUNNER.invoke(app, ["rm-prefix", str(folder), *arguments])
+    result = RUNNER.invoke(app.app, ["rm-prefix", str(folder), *arguments])
     assert result.stdout == ""
     assert isinstance(result.exception, LookupError | ValueError)  # which main() prints
     assert expected in str(result.exception)
@@ -266,9 +276,6 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: s
 
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
-    from dist_checkpointing import CheckpointExistsError
-    from dist_checkpointing.filesystem import FolderLock
-
     folder = saved(tmp_path / "c", ("zarr", 2))
     with (
         FolderLock.acquire(folder),
@@ -279,8 +286,6 @@ def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_a_damaged_note_of_a_removal_is_not_followed(tmp_path: Path) -> None:
-    from dist_checkpointing import CorruptCheckpointError
-
     folder = saved(tmp_path / "c", ("zarr", 2))
     for content in ('{"a": ["../.."]}', '{"a": ["/etc"]}', '{"a": [""]}', "[]", "{"):
         (folder / ".dckpt" / "removal.json").write_text(content)
@@ -299,9 +304,6 @@ def test_keys_are_shown_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_cannot_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dist_checkpointing import UnsupportedFormatError
-    from dist_checkpointing.strategies import LoadShardedStrategy, Zarr3LoadShardedStrategy
-
     folder = saved(tmp_path / "c", ("zarr", 2))
     for name in ("plan_removal", "remove_sharded_tensors"):
         monkeypatch.setattr(Zarr3LoadShardedStrategy, name, getattr(LoadShardedStrategy, name))

@@ -10,8 +10,7 @@ import torch
 from rich.console import Console
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.tools import report
-from dist_checkpointing.tools.app import COMMANDS
+from dist_checkpointing.tools import app, report
 from samples import Run, Samples
 from states import at_step, wholes
 
@@ -27,7 +26,7 @@ def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return width
 
 
-@pytest.mark.parametrize("command", [None, *COMMANDS])
+@pytest.mark.parametrize("command", [None, *app.COMMANDS])
 def test_help_fits_and_is_plain(
     dckpt: Run, monkeypatch: pytest.MonkeyPatch, columns: int, command: str | None
 ) -> None:

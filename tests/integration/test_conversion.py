@@ -18,20 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dist_checkpointing as dc
-from dist_checkpointing.checkpoint.partial_reads import PartialReads
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import random_bits, run_ranks
-from dist_checkpointing.tools.convert import (
-    COMMON_KEY,
-    OBJECTS_KEY,
-    ConvertOptions,
-    Rules,
-    convert,
-    open_source,
-)
-from dist_checkpointing.tools.opening import OpenedFiles
+from dist_checkpointing.tools import convert as conversions
 from samples import GOLDEN, GOLDEN_NAMES
 from states import between, cell, flat, shard
 from tiers import examples
@@ -51,6 +42,9 @@ COMMON: dict[str, Any] = {
     "nest": {"a": [1, (2, 3)], "empty": {}},
     "order": torch.arange(3),
 }
+COMMON_KEY, OBJECTS_KEY = conversions.COMMON_KEY, conversions.OBJECTS_KEY
+convert, open_source = conversions.convert, conversions.open_source
+ConvertOptions, Rules = conversions.ConvertOptions, conversions.Rules
 ROOMY = ConvertOptions(memory_bytes=8 * 2**30)
 
 
@@ -433,8 +427,6 @@ def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> 
     write({"w": torch.ones(4)}, path)
     opened = open_source(path)
     opened.require_unchanged()
-    assert isinstance(opened, OpenedFiles)
-    opened.files.most_bytes = 16
     first = Box((0,), (4,))
     assert_same({"w": opened.read([("w", first)])[0]}, {"w": torch.ones(4)})
     write({"w": torch.zeros(4)}, tmp_path / "new")
@@ -538,14 +530,14 @@ def test_a_source_that_is_overwritten_meanwhile(
     leaf = shard("k", torch.ones(4))
     dc.save({"k": leaf}, tmp_path / "source")
 
-    boxes = PartialReads.boxes
+    read = dc.Checkpoint.read
 
-    def overwriting(self: PartialReads, *arguments: Any) -> list[torch.Tensor]:
-        found = boxes(self, *arguments)
+    def overwriting(self: dc.Checkpoint, wanted: Any) -> list[torch.Tensor]:
+        found = read(self, wanted)
         dc.save({"k": leaf}, tmp_path / "source", overwrite=True)
         return found
 
-    monkeypatch.setattr(PartialReads, "boxes", overwriting)
+    monkeypatch.setattr(dc.Checkpoint, "read", overwriting)
     with pytest.raises(dc.CheckpointingException, match="changed"):
         convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

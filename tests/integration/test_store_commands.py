@@ -14,9 +14,11 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.tools.convert import convert
+from dist_checkpointing.tools import convert as conversions
 from samples import Run, Sample, Samples
 from stores import copied_up, damage, data_names, new_url, put
+
+convert = conversions.convert
 
 
 @pytest.mark.parametrize("to", ["tensorstore", "zarr:2", "torch_dist", "safetensors"])

@@ -151,14 +151,14 @@ def _checkpoint(path: Path) -> list[str]:
 
 def _program(arguments: list[str]) -> list[str]:
     """What a run of ``dckpt`` prints, and its exit code."""
-    from dist_checkpointing.tools.app import main
+    from dist_checkpointing.tools import app
 
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["dckpt", *arguments]
     code: object = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main()
+            app.main()
         except SystemExit as error:
             code = error.code
         except Exception as error:  # noqa: BLE001 - a traceback, for the person who typed it
@@ -166,16 +166,10 @@ def _program(arguments: list[str]) -> list[str]:
     return [str(code), out.getvalue() + err.getvalue()]
 
 
-def _safetensors(path: Path) -> list[str]:
-    from dist_checkpointing.strategies.safetensors_folder import SafetensorsFiles
+def _tensor_files(path: Path) -> list[str]:
+    from dist_checkpointing.tools import convert
 
-    return [_outcome(lambda: SafetensorsFiles(path).require_unchanged())]
-
-
-def _torch_file(path: Path) -> list[str]:
-    from dist_checkpointing.strategies.torch_file import TorchFile
-
-    return [_outcome(lambda: TorchFile(path, most_bytes=1 << 20).require_unchanged())]
+    return [_outcome(lambda: convert.open_source(path, most_bytes=1 << 20).require_unchanged())]
 
 
 def _manager(root: Path) -> list[str]:
@@ -205,8 +199,8 @@ def _answer(request: dict[str, Any]) -> list[str]:
         return _program(request["arguments"])
     looks = {
         "checkpoint": _checkpoint,
-        "safetensors": _safetensors,
-        "torch file": _torch_file,
+        "safetensors": _tensor_files,
+        "torch file": _tensor_files,
         "manager": _manager,
     }
     # Forgets the peak so far.
