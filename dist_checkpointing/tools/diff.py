@@ -20,7 +20,7 @@ from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.errors import hint
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.file_names import is_of_optimizer
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks, stream
 from dist_checkpointing.strategies.safetensors_folder import texts_of
@@ -41,6 +41,7 @@ from dist_checkpointing.tools.report import (
 from dist_checkpointing.tools.runs import CheckpointArgument, Trusted
 
 Array = npt.NDArray[Any]
+Pair = tuple[Any, Any]
 _SMALL_NORM = 1e-12
 _EXIT_DIFFERENT = 1
 _MAX_LISTED = 50
@@ -257,10 +258,12 @@ class Comparison:
             or row.values.num_differing
             or (row.dtypes[0] != row.dtypes[1] and not self.ignores_dtype)
         ]
-        changes = {row.key: row.values.relative_change for row in rows if row.values is not None}
-        # What has no distance comes first.
-        ranks = {key: math.inf if math.isnan(change) else change for key, change in changes.items()}
-        return tuple(sorted(rows, key=lambda row: -ranks.get(row.key, math.inf)))
+
+        def change(row: TensorComparison) -> float:
+            known = math.nan if row.values is None else row.values.relative_change
+            return math.inf if math.isnan(known) else known
+
+        return tuple(sorted(rows, key=change, reverse=True))
 
     @property
     def is_same(self) -> bool:
@@ -355,20 +358,13 @@ def _boxes_of_both(
             yield (key, box), box.num_elements * widest
 
 
-Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
-
-
 def _others(first: Checkpoint, second: Checkpoint) -> tuple[Pair, Pair, str | None]:
     """Common states and objects, as far as the formats of both hold them; and what is left out."""
     formats = first.backend[0], second.backend[0]
-    whole = first.common, second.common
-    held_by: dict[str, Callable[[Any], dict[Any, Any]]] = {
-        "safetensors": texts_of,
-        "torch": loadable,
-    }
+    whole, objects = (first.common, second.common), (first.objects, second.objects)
+    held_by: dict[str, Callable[[Any], Any]] = {"safetensors": texts_of, "torch": loadable}
     commons = held_by.get(formats[1], dict)(whole[0]), held_by.get(formats[0], dict)(whole[1])
-    objects = first.objects, second.objects
-    kept: Pair = ({}, {}) if "safetensors" in formats else objects
+    kept = ({}, {}) if "safetensors" in formats else objects
     if commons == whole and kept == objects:
         return whole, objects, None
     return commons, kept, "objects and common state that a file of tensors cannot hold"
@@ -384,10 +380,9 @@ def compare_tensors(
         found, position = _compare_slab(x, y, tolerance)
         total = total.with_more(Difference(norm_before=_norm(x)))
         if position is not None:
-            index = np.unravel_index(start + position, a.shape) if a.ndim else ()
-            offset = origin or (0,) * a.ndim
-            where = tuple(int(i) + o for i, o in zip(index, offset, strict=True))
-            pair = a[index].item() if a.ndim else a.item(), b[index].item() if a.ndim else b.item()
+            index = unravel(start + position, tuple(a.shape))
+            where = tuple(map(sum, zip(index, origin or (0,) * a.ndim, strict=True)))
+            pair = a[index].item(), b[index].item()
             total = total.with_more(replace(found, first_index=where, first_values=pair))
         start += x.size
     return total
@@ -421,8 +416,8 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
         relative = distance / size
     found = Difference(
         len(differing),
-        max_abs=_largest(distance),
-        max_rel=_largest(relative),
+        max_abs=float(np.fmax.reduce(distance, initial=0)),  # which is no NaN if one is none
+        max_rel=float(np.fmax.reduce(relative, initial=0)),
         norm_of_change=_norm(distance),
     )
     return found, int(differing[0])
@@ -441,11 +436,6 @@ def _norm(values: Array) -> float:
         # The squares of float32 overflow and underflow.
         wide = np.complex128 if values.dtype.kind == "c" else np.float64
         return float(np.linalg.norm(values[np.isfinite(values)].astype(wide)))
-
-
-def _largest(numbers: Array) -> float:
-    known = numbers[~np.isnan(numbers)]
-    return float(known.max()) if known.size else 0.0
 
 
 def _compare_objects(
@@ -518,37 +508,28 @@ def _report(a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: b
             tensors = map(opened.__getitem__, keys)
             texts = [f"{sign} {t.key}  {shape_text(t.shape)} {t.dtype_name}" for t in tensors]
             report.listed(texts, _MAX_LISTED, style, _MORE)
-    kinds = [row for row in found.differing if row.values is None or row.dtypes[0] != row.dtypes[1]]
+    kinds = [
+        (row.key, *(f"{shape_text(row.shapes[i])} {row.dtypes[i]}" for i in (0, 1)))
+        for row in found.differing
+        if row.values is None or row.dtypes[0] != row.dtypes[1]
+    ]
     if kinds:
         report.section("other shape or dtype")
-        report.table(
-            ("KEY", "FIRST", "SECOND"),
-            [
-                (row.key, *(f"{shape_text(row.shapes[i])} {row.dtypes[i]}" for i in (0, 1)))
-                for row in kinds[:_MAX_LISTED]
-            ],
-        )
+        report.table(("KEY", "FIRST", "SECOND"), kinds[:_MAX_LISTED])
         report.more(kinds, _MAX_LISTED, _MORE)
-    differing = [row for row in found.differing if row.values and row.values.num_differing]
+    values_of = {r.key: r.values for r in found.differing if r.values and r.values.num_differing}
     # Such as the count of the steps of an optimizer.
-    shown = [
-        row
-        for row in differing
-        if with_counters
-        or not (is_of_optimizer(row.key) and row.values and row.values.num_compared == 1)
-    ]
+    counters = {k for k, one in values_of.items() if one.num_compared == 1 and is_of_optimizer(k)}
+    shown = [key for key in values_of if with_counters or key not in counters]
     if shown:
         report.section("other values")
         is_narrow = is_narrower_than(_NARROW)
-        rows = [
-            _value_row(row.key, row.values, is_narrow=is_narrow)
-            for row in shown[:_MAX_LISTED]
-            if row.values is not None
-        ]
+        listed = shown[:_MAX_LISTED]
+        rows = [_value_row(key, values_of[key], is_narrow=is_narrow) for key in listed]
         report.table(_HEADERS[: len(rows[0])], rows, right=[1, 2, 3, 4])
         report.more(shown, _MAX_LISTED, _MORE)
-    if len(shown) < len(differing):
-        number = counted(len(differing) - len(shown), "optimizer counter")
+    if len(shown) < len(values_of):
+        number = counted(len(values_of) - len(shown), "optimizer counter")
         report.section(f"not listed: {number} (a PATTERN or --json lists them)", "dim")
     for title, entries in (("sharded objects", found.objects), ("common state", found.common)):
         if entries:
@@ -569,14 +550,15 @@ def _verdict(found: Comparison) -> str:
         known = found.num_by_fingerprint
         compared += f" ({known:,} by fingerprint)" if known else ""
         return f"the same: {compared}{'' if found.left_out else ', objects and common state'}"
-    counts = [
-        (len(found.differing), f"of {compared} differing"),
-        (len(found.only_first), "only in the first"),
-        (len(found.only_second), "only in the second"),
-        (len(found.objects), "in the sharded objects"),
-        (len(found.common), "in the common state"),
-    ]
-    return "differences: " + ", ".join(f"{number:,} {what}" for number, what in counts if number)
+    counts = {
+        f"of {compared} differing": found.differing,
+        "only in the first": found.only_first,
+        "only in the second": found.only_second,
+        "in the sharded objects": found.objects,
+        "in the common state": found.common,
+    }
+    texts = [f"{len(rows):,} {what}" for what, rows in counts.items() if rows]
+    return f"differences: {', '.join(texts)}"
 
 
 def _value_row(key: str, found: Difference, *, is_narrow: bool) -> tuple[str, ...]:
