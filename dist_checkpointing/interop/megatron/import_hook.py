@@ -60,60 +60,49 @@ def use(**changes: Any) -> None:
 
 
 PACKAGE = "megatron.core.dist_checkpointing"
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """What a module of Megatron's package has here.
-
-    Attributes:
-        sources: Modules that have its names; the first one that has a name counts.
-        left_out: Names of classes and functions that are left out. To import one warns, since it
-            may not be used; to call it raises LeftOutError.
-    """
-
-    sources: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-
-
-_LAYER = __package__
 _LIBRARY = "dist_checkpointing"
-_MODULES = {
-    "": _Names((f"{_LAYER}.serialization", f"{_LIBRARY}.mapping")),
-    "core": _Names((f"{_LAYER}.serialization", f"{_LIBRARY}.errors")),
-    "dict_utils": _Names((f"{_LAYER}.state_dicts",)),
-    "exchange_utils": _Names(
-        (f"{_LAYER}.shard_exchange",),
-        (
-            "_get_empty_tensor_for_exchange",
-            "exchange_loaded_objects_gather_object",
-            "exchange_loaded_tensors_broadcast",
-            "exchange_loaded_tensors_gather_object",
-            "exchange_loaded_tensors_gather_rounds",
-        ),
-    ),
-    "mapping": _Names((f"{_LIBRARY}.mapping",)),
-    "optimizer": _Names((f"{_LAYER}.optimizer",)),
-    "serialization": _Names((f"{_LAYER}.serialization",)),
-    "state_dict_utils": _Names((f"{_LAYER}.tensor_aware_state_dict",)),
-    "strategies": _Names(),
-    "strategies.async_utils": _Names(
-        (f"{_LIBRARY}.strategies.async_calls",),
-        ("AsyncCaller", "PersistentAsyncCaller", "TemporalAsyncCaller"),
-    ),
-    "strategies.base": _Names((f"{_LAYER}.strategies", f"{_LIBRARY}.strategies.base")),
-    "strategies.checkpointable": _Names((f"{_LIBRARY}.strategies.checkpointable",)),
-    "strategies.common": _Names((f"{_LIBRARY}.strategies.common",)),
-    "strategies.filesystem_async": _Names((f"{_LAYER}.strategies",), ("FileSystemWriterAsync",)),
-    "strategies.fully_parallel": _Names((f"{_LAYER}.strategies",)),
-    "strategies.resharding": _Names((f"{_LAYER}.strategies",)),
-    "strategies.tensorstore": _Names((f"{_LIBRARY}.strategies.tensorstore",)),
-    "strategies.torch": _Names((f"{_LAYER}.strategies",), ("MCoreLoadPlanner", "MCoreSavePlanner")),
-    "strategies.zarr": _Names((f"{_LIBRARY}.strategies.zarr",)),
-    "tensor_aware_state_dict": _Names((f"{_LAYER}.tensor_aware_state_dict",)),
-    "utils": _Names((f"{_LAYER}.state_dicts",)),
-    "validation": _Names((f"{_LAYER}.validation",)),
+
+
+_SOURCES = {
+    "": ".serialization mapping",
+    "core": ".serialization errors",
+    "dict_utils": ".state_dicts",
+    "exchange_utils": ".shard_exchange",
+    "mapping": "mapping",
+    "optimizer": ".optimizer",
+    "serialization": ".serialization",
+    "state_dict_utils": ".tensor_aware_state_dict",
+    "strategies": "",
+    "strategies.async_utils": "strategies.async_calls",
+    "strategies.base": ".strategies strategies.base",
+    "strategies.checkpointable": "strategies.checkpointable",
+    "strategies.common": "strategies.common",
+    "strategies.filesystem_async": ".strategies",
+    "strategies.fully_parallel": ".strategies",
+    "strategies.resharding": ".strategies",
+    "strategies.tensorstore": "strategies.tensorstore",
+    "strategies.torch": ".strategies",
+    "strategies.zarr": "strategies.zarr",
+    "tensor_aware_state_dict": ".tensor_aware_state_dict",
+    "utils": ".state_dicts",
+    "validation": ".validation",
 }
+"""Megatron's modules, and those that have their names: of this package, which begin with a dot, or
+of the library. The first one that has a name counts."""
+
+_LEFT_OUT = {
+    "exchange_utils": (
+        "_get_empty_tensor_for_exchange exchange_loaded_objects_gather_object "
+        "exchange_loaded_tensors_broadcast exchange_loaded_tensors_gather_object "
+        "exchange_loaded_tensors_gather_rounds"
+    ),
+    "strategies.async_utils": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller",
+    "strategies.filesystem_async": "FileSystemWriterAsync",
+    "strategies.torch": "MCoreLoadPlanner MCoreSavePlanner",
+}
+"""Classes and functions that are left out, by module. To import one warns, since it may not be
+used; to call it raises LeftOutError."""
+
 _INTERNAL = tuple(
     f"strategies.{name}"
     for name in ("cached_metadata_filesystem_reader", "state_dict_saver", "two_stage")
@@ -137,8 +126,8 @@ def _below(fullname: str) -> str:
 
 def _attribute(module: str, name: str) -> Any:
     """What a module of Megatron's package has by a name."""
-    names = _MODULES[_below(module)]
-    if name in names.left_out:
+    below = _below(module)
+    if name in _LEFT_OUT.get(below, "").split():
         message = _left_out(f"{module}.{name}")
         warnings.warn(message, stacklevel=4)
 
@@ -148,8 +137,9 @@ def _attribute(module: str, name: str) -> Any:
         return type(name, (), {"__new__": refuse})
     if name.startswith("register_default_"):
         return lambda: None  # ours are registered
-    for source in () if name.startswith("__") else names.sources:
-        found = getattr(importlib.import_module(source), name, importlib)
+    for source in () if name.startswith("__") else _SOURCES[below].split():
+        package = f"{__package__}{source}" if source.startswith(".") else f"{_LIBRARY}.{source}"
+        found = getattr(importlib.import_module(package), name, importlib)
         if not isinstance(found, ModuleType):
             return found
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -167,7 +157,7 @@ class _Finder(MetaPathFinder, Loader):
         if _below(fullname) in _INTERNAL:
             raise LeftOutError(_left_out(fullname), name=fullname)
         # Nobody else may find it: a second copy of Megatron's module would be loaded.
-        if _below(fullname) not in _MODULES:
+        if _below(fullname) not in _SOURCES:
             raise ModuleNotFoundError(f"no module named {fullname!r}", name=fullname)
         return ModuleSpec(fullname, self, is_package=_below(fullname) in ("", "strategies"))
 

@@ -101,47 +101,46 @@ def get_reformulation_metadata(sharded_state_dict: Any, checkpoint_dir: Any) -> 
 # The work that ranks share.
 
 
-class FullyParallelSaveStrategyWrapper(fully_parallel.FullyParallelSaveStrategyWrapper):
-    """See the wrapper of the same name in this library.
+class _FullyParallel:
+    """What both wrappers have.
 
     Attributes:
-        cached_distribution: Who writes what, as the first direct ``save`` found it, if it is kept.
+        cached_distribution: Who writes or reads what, as the first direct call found it, if it is
+            kept.
     """
 
     cached_distribution: Any = None
-
-    def __init__(
-        self, strategy: Any, parallelization_group: Any = None, do_cache_distribution: bool = False
-    ) -> None:
-        super().__init__(strategy, parallelization_group, do_cache_distribution)
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
-
-    def save(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
-        _distribute(self, sharded_state_dict, is_load=False)
-        super().save(sharded_state_dict, checkpoint_dir)
-
-
-class FullyParallelLoadStrategyWrapper(fully_parallel.FullyParallelLoadStrategyWrapper):
-    """See the wrapper of the same name in this library.
-
-    Attributes:
-        cached_distribution: Who reads what, as the first direct ``load`` found it, if it is kept.
-    """
-
-    cached_distribution: Any = None
-    cached_global_metadata: Any = None
 
     def __init__(
         self,
         strategy: Any,
         parallelization_group: Any = None,
         do_cache_distribution: bool = False,
-        exchange_algo: Any = "broadcast",
+        *more: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(strategy, parallelization_group, do_cache_distribution, exchange_algo)
+        given: tuple[Any, ...] = (strategy, parallelization_group, do_cache_distribution, *more)
+        super().__init__(*given, **options)
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
+
+
+class FullyParallelSaveStrategyWrapper(
+    _FullyParallel, fully_parallel.FullyParallelSaveStrategyWrapper
+):
+    """See the wrapper of the same name in this library."""
+
+    def save(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
+        _distribute(self, sharded_state_dict, is_load=False)
+        super().save(sharded_state_dict, checkpoint_dir)
+
+
+class FullyParallelLoadStrategyWrapper(
+    _FullyParallel, fully_parallel.FullyParallelLoadStrategyWrapper
+):
+    """See the wrapper of the same name in this library."""
+
+    cached_global_metadata: Any = None
 
     def load(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> StateDict:
         _distribute(self, sharded_state_dict, is_load=True)
