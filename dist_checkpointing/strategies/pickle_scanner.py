@@ -393,8 +393,8 @@ def _fraction(name: str, args: Sequence[Any]) -> int:
 def _bytes(name: str, args: Sequence[Any]) -> int:
     if args and _kind(args[0]) != "text":
         raise BadPickle(f"{name} of something that is not a text")
-    if len(args) > 1 and args[1] not in _ENCODINGS:
-        raise BadPickle(f"a call of {name} with the encoding {args[1]!r}")
+    if any(arg not in _ENCODINGS for arg in args[1:]):
+        raise BadPickle(f"a call of {name} with another encoding than a pickler writes")
     return 0
 
 
