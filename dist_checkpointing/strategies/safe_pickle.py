@@ -19,6 +19,7 @@ import pickle
 import threading
 import types
 import uuid
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,19 +179,15 @@ def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
 
 
 def deserialize_file(
-    path: Path,
-    *,
-    trusted: bool = False,
-    maps_file: bool = True,
-    stand_ins: Sequence[tuple[Any, str]] = (),
+    path: Path, *, trusted: bool = False, stand_ins: Sequence[tuple[Any, str]] = ()
 ) -> Any:
     """The value in a file of ``torch.save``, with its tensors on the CPU.
 
     With ``trusted`` the file may run any code; else classes of plain data stand in for those that
-    ``stand_ins`` names. A mapped file keeps the values of tensors, and must not change meanwhile;
-    files of before PyTorch 1.6 do not allow that.
+    ``stand_ins`` names. The file is mapped, unless it is of before PyTorch 1.6: it keeps the values
+    of tensors, and must not change meanwhile.
     """
-    return _load(path, str(path), trusted=trusted, maps_file=maps_file, stand_ins=stand_ins)
+    return _load(path, str(path), trusted=trusted, stand_ins=stand_ins)
 
 
 def _load(
@@ -198,10 +195,10 @@ def _load(
     where: str,
     *,
     trusted: bool,
-    maps_file: bool = False,
     stand_ins: Sequence[tuple[Any, str]] = (),
 ) -> Any:
     source = io.BytesIO(content) if isinstance(content, bytes) else str(content)
+    maps_file = isinstance(source, str) and zipfile.is_zipfile(source)
     try:
         if not trusted:
             check_torch_file(content)

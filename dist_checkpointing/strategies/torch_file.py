@@ -91,7 +91,7 @@ class TorchFile(TensorFiles[_FileContent]):
         )
 
     def _open(self, file: Path) -> _FileContent:
-        content = deserialize_file(file, trusted=self._trusted, maps_file=self.is_mapped)
+        content = deserialize_file(file, trusted=self._trusted)
         if isinstance(content, torch.Tensor):
             content = {_ONLY_KEY: content}
         if not isinstance(content, dict):

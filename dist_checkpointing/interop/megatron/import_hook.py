@@ -6,7 +6,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -51,12 +51,6 @@ _in_use = MegatronDefaults()
 def defaults() -> MegatronDefaults:
     """The defaults that are in use in this process."""
     return _in_use
-
-
-def use(**changes: Any) -> None:
-    """Use these values from now on, and for the others those of the class."""
-    global _in_use  # noqa: PLW0603 - an import hook is one for a process, and so is what it means
-    _in_use = replace(MegatronDefaults(), **changes)
 
 
 PACKAGE = "megatron.core.dist_checkpointing"
@@ -199,7 +193,8 @@ def install(backend: str | tuple[str, int] = "torch_dist", *, trusted: bool = Fa
             "python -m dist_checkpointing.interop.megatron.",
         )
         raise CheckpointingException(f"{PACKAGE} cannot be replaced any more", [finding])
-    use(backend=backend, trusted=trusted)
+    global _in_use  # noqa: PLW0603 - an import hook is one for a process, and so is what it means
+    _in_use = MegatronDefaults(backend, trusted=trusted)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
@@ -213,6 +208,7 @@ def uninstall() -> None:
         >>> from dist_checkpointing.interop import megatron
         >>> megatron.uninstall()
     """
+    global _in_use  # noqa: PLW0603 - see ``install``
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
@@ -220,7 +216,7 @@ def uninstall() -> None:
         del sys.modules[name]
     parent, _, own = PACKAGE.rpartition(".")
     vars(sys.modules.get(parent, ModuleType(parent))).pop(own, None)
-    use()
+    _in_use = MegatronDefaults()
 
 
 def _imported() -> list[str]:
