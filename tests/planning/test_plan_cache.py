@@ -22,12 +22,9 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.mapping.nested_dicts import DictKey
-from dist_checkpointing.planning import DefaultSavePlanner, RowBlockLayout, SavePlan
-from dist_checkpointing.planning.save_plan import SavePlanning
-from dist_checkpointing.strategies import StrategyAction
-from dist_checkpointing.strategies.selection import select_strategy
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from states import shard
 
@@ -172,7 +169,7 @@ FIELDS: dict[type[ShardedTensor | ShardedObject], dict[str, Any]] = {
     ("kind", "name"), [(kind, name) for kind, names in FIELDS.items() for name in names]
 )
 def test_every_field_of_a_leaf_counts(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str
 ) -> None:
     assert {field.name for field in fields(kind)} - FIELDS[kind].keys() <= {"data"}
     if kind is ShardedTensor:
@@ -182,18 +179,12 @@ def test_every_field_of_a_leaf_counts(
     planned = count_plans(monkeypatch)
     cache = PlanCache()
 
-    def plan() -> None:
-        paths: Any = {(DictKey(i),): leaf for i, leaf in enumerate(leaves)}
-        comm = SingleProcess()
-        SavePlanning(paths, DefaultSavePlanner(), RowBlockLayout(), comm, cache=cache).agree(comm)
-
-    plan()
-    plan()
-    assert len(planned) == 1
-    setattr(leaves[0], name, FIELDS[kind][name])
-    with suppress(InvalidShardingError):
-        plan()
-    assert len(planned) == 2
+    for number in range(3):
+        if number == 2:
+            setattr(leaves[0], name, FIELDS[kind][name])
+        with suppress(InvalidShardingError):
+            save({"leaves": leaves}, tmp_path / str(number), plan_cache=cache)
+        assert len(planned) == 1 + (number == 2)
 
 
 def test_a_list_that_is_changed_in_place_is_noticed(tmp_path: Path) -> None:
@@ -243,8 +234,7 @@ def test_a_planner_of_the_user_plans_every_time(tmp_path: Path) -> None:
             Renaming.plans += 1
             return super().build_local_plan()
 
-    strategy = select_strategy(StrategyAction.SAVE_SHARDED, "tensorstore")
-    strategy.planner = Renaming()
+    strategy = TensorStoreSaveShardedStrategy(planner=Renaming())
     cache = PlanCache()
     for step in range(2):
         leaf = shard("w", torch.ones(2))

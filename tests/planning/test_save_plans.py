@@ -93,7 +93,7 @@ PLANNERS: dict[str, tuple[Callable[[int], DefaultSavePlanner], Candidates]] = {
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-@given(worlds(), st.integers(1, 200))
+@given(worlds(), st.integers(8, 48) | st.integers(1, 200))
 def test_who_writes_what_is_what_the_rule_says(
     name: str, ranks: list[list[Any]], most_bytes: int
 ) -> None:
