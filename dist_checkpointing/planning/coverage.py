@@ -162,60 +162,41 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Fin
 def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
     """Keys on whose dtype, kind or global shape the ranks differ, and shards out of bounds."""
     table = groups.table
-    if not _has_disagreements(table):
-        return [], set()
     first = groups.starts[groups.of_row]
-    findings: list[Finding] = []
-    broken: set[str] = set()
     columns: list[tuple[str, Bools]] = [
         ("dtype", table.dtypes != table.dtypes[first]),
         ("number of axes", table.ndim != table.ndim[first]),
         ("global shape", (table.global_shapes != table.global_shapes[first]).any(axis=1)),
+        ("box", np.any(table.offsets + table.shapes > table.global_shapes, axis=1)),
     ]
+    found: dict[str, Finding] = {}
     for what, differs in columns:
-        for row in _first_of_each_key(table, differs):
+        rows = np.flatnonzero(differs)
+        for row in rows[np.unique(table.keys[rows], return_index=True)[1]].tolist():
             key, reference = table.key(row), int(first[row])
-            if key in broken:
+            if key in found:
                 continue
-            broken.add(key)
+            if what == "box":
+                problem, whole = (
+                    "the shard sticks out of the global tensor",
+                    table.global_shape(row),
+                )
+                expected, holder = f"inside {whole}", table.first_rank(row)
+                found[key] = Finding(problem, key, expected, str(table.box(row)), (holder,))
+                continue
             kinds = {table.dtype(r) == OBJECT for r in (reference, row)}
             aspect = "kind (tensor or object)" if len(kinds) == 2 else what
             problem = f"the {aspect} of one key must be the same everywhere"
             expected = f"{_seen(table, reference, what)} as on rank {table.first_rank(reference)}"
             ranks = _named(table.ranks_of(differs & (table.keys == table.keys[row])))
-            findings.append(Finding(problem, key, expected, _seen(table, row, what), ranks))
-    outside = np.any(table.offsets + table.shapes > table.global_shapes, axis=1)
-    for row in _first_of_each_key(table, outside):
-        key = table.key(row)
-        if key in broken:
-            continue
-        broken.add(key)
-        problem, whole = "the shard sticks out of the global tensor", table.global_shape(row)
-        ranks = (table.first_rank(row),)
-        findings.append(Finding(problem, key, f"inside {whole}", str(table.box(row)), ranks))
-    return findings, broken
-
-
-def _has_disagreements(table: ShardTable) -> bool:
-    """Whether a row differs from the one before of its key, or is out of bounds."""
-    is_same = table.keys[1:] == table.keys[:-1]
-    for column in (table.dtypes, table.ndim, *table.global_shapes.T):
-        if (is_same & (column[1:] != column[:-1])).any():
-            return True
-    return bool((table.offsets + table.shapes > table.global_shapes).any())
+            found[key] = Finding(problem, key, expected, _seen(table, row, what), ranks)
+    return [*found.values()], {*found}
 
 
 def _seen(table: ShardTable, row: int, what: str) -> str:
     if what == "dtype":
         return "ShardedObject" if table.dtype(row) == OBJECT else table.dtype(row)
     return str(table.global_shape(row))
-
-
-def _first_of_each_key(table: ShardTable, mask: Bools) -> list[int]:
-    rows = np.flatnonzero(mask)
-    _, first = np.unique(table.keys[rows], return_index=True)
-    chosen: list[int] = rows[first].tolist()
-    return chosen
 
 
 def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:

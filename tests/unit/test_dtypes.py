@@ -11,7 +11,6 @@ import torch
 
 from dist_checkpointing.errors import InvalidShardingError, UnsupportedFormatError
 from dist_checkpointing.mapping import DTYPES, DType, as_numpy, tensor_memory
-from dist_checkpointing.mapping.tensor_memory import as_tensor, is_lossless
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 each_dtype = pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)
@@ -112,9 +111,9 @@ def test_an_unknown_torch_dtype_names_the_key_and_a_way_out(dtype: torch.dtype) 
     with pytest.raises(InvalidShardingError):
         tensor_memory.from_torch(dtype)
     with pytest.raises(InvalidShardingError):
-        is_lossless(dtype, torch.float32)
+        tensor_memory.is_lossless(dtype, torch.float32)
     with pytest.raises(InvalidShardingError):
-        is_lossless(torch.float32, dtype)
+        tensor_memory.is_lossless(torch.float32, dtype)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -139,7 +138,7 @@ def test_bits_survive_the_way_through_numpy(row: DType, layout: str) -> None:
     assert array.dtype == row.numpy
     assert array.shape == tuple(tensor.shape)
     assert array.tobytes() == tensor_bytes(tensor)
-    again = as_tensor(array, row.torch)
+    again = tensor_memory.as_tensor(array, row.torch)
     assert again.dtype == row.torch
     assert again.shape == tensor.shape
     assert tensor_bytes(again) == tensor_bytes(tensor)
@@ -156,8 +155,8 @@ def test_every_bit_pattern_of_the_small_dtypes_survives(row: DType) -> None:
         tensor = all_values(row.torch)
     array = as_numpy(tensor)
     assert array.tobytes() == tensor_bytes(tensor)
-    assert tensor_bytes(as_tensor(array, row.torch)) == tensor_bytes(tensor)
-    assert tensor_bytes(as_tensor(array.copy(), row.torch)) == tensor_bytes(tensor)
+    assert tensor_bytes(tensor_memory.as_tensor(array, row.torch)) == tensor_bytes(tensor)
+    assert tensor_bytes(tensor_memory.as_tensor(array.copy(), row.torch)) == tensor_bytes(tensor)
 
 
 @each_dtype
@@ -168,7 +167,7 @@ def test_arrays_of_raw_bits_become_tensors(row: DType) -> None:
         raw: npt.NDArray[Any] = as_numpy(tensor).view("V16")
     else:
         raw = as_numpy(tensor).view(f"u{row.itemsize}")
-    again = as_tensor(raw, row.torch)
+    again = tensor_memory.as_tensor(raw, row.torch)
     assert again.shape == (3, 4)
     assert tensor_bytes(again) == tensor_bytes(tensor)
 
@@ -199,7 +198,7 @@ def test_what_has_no_row_is_refused() -> None:
     with pytest.raises(InvalidShardingError):
         as_numpy(torch.empty(2, dtype=torch.complex32))
     with pytest.raises(InvalidShardingError):
-        as_tensor(np.zeros(2, np.int32), torch.complex32)
+        tensor_memory.as_tensor(np.zeros(2, np.int32), torch.complex32)
 
 
 def all_values(dtype: torch.dtype) -> torch.Tensor:
@@ -250,7 +249,7 @@ def test_lossless_means_that_every_value_comes_back_and_refused_that_some_do_not
     source: torch.dtype, target: torch.dtype
 ) -> None:
     values = all_values(source) if source.itemsize <= 2 else edge_values(source)
-    if not is_lossless(source, target):
+    if not tensor_memory.is_lossless(source, target):
         # Integers that change their sign come back, and nothing can say what a NaN becomes.
         exact = not (target.is_complex or target.is_floating_point)
         assert exact or changed_by(values, target).numel()
@@ -281,8 +280,8 @@ def test_lossless_means_that_every_value_comes_back_and_refused_that_some_do_not
 def test_the_usual_widenings_are_lossless_and_their_inverse_is_not(
     source: torch.dtype, target: torch.dtype
 ) -> None:
-    assert is_lossless(source, target)
-    assert not is_lossless(target, source)
+    assert tensor_memory.is_lossless(source, target)
+    assert not tensor_memory.is_lossless(target, source)
 
 
 @pytest.mark.parametrize(
@@ -303,9 +302,9 @@ def test_the_usual_widenings_are_lossless_and_their_inverse_is_not(
     ],
 )
 def test_these_lose_something(source: torch.dtype, target: torch.dtype) -> None:
-    assert not is_lossless(source, target)
+    assert not tensor_memory.is_lossless(source, target)
 
 
 @each_dtype
 def test_a_dtype_holds_its_own_values(row: DType) -> None:
-    assert is_lossless(row.torch, row.torch)
+    assert tensor_memory.is_lossless(row.torch, row.torch)
