@@ -26,7 +26,7 @@ from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize, SaveHandle
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_steps import Capture
+from dist_checkpointing.serialization.save_steps import Capture, SaveHooks
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.incremental import require_sharing_strategy
 from dist_checkpointing.strategies.selection import Selection
@@ -110,8 +110,9 @@ class CheckpointManager:
         self.root: Any = as_location(root).absolute()
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
-        self._run = Run.open(
-            self.root, retention, on_deleted, self._comm, fast, drain, incremental=incremental
+        kept = Retention() if retention is None else retention
+        self._run = Run(
+            self.root, kept, on_deleted, self._comm, fast, drain, incremental=incremental
         )
         self._on_saved, self._on_error = on_saved, on_error
         self._trusted, self._is_incremental = trusted, incremental
@@ -154,10 +155,9 @@ class CheckpointManager:
             CheckpointingException: see ``save``; also if the disk is too full.
         """
         watch = Stopwatch()
-        number, options = self._begin(step, metric, options)
-        has_base = options["base"] is not None
+        number, hooks, options = self._begin(step, metric, watch, options)
         save_with_hooks(
-            self._run.hooks(step, number, watch.note_bytes, has_base=has_base),
+            hooks,
             state,
             self._run.folder(step),
             comm=self._comm,
@@ -192,8 +192,7 @@ class CheckpointManager:
                 the last asynchronous save, unless ``on_error="warn"``.
         """
         watch = Stopwatch()
-        number, options = self._begin(step, metric, options)
-        has_base = options["base"] is not None
+        number, hooks, options = self._begin(step, metric, watch, options)
         handle = self._saver.save(
             state,
             self._run.folder(step),
@@ -201,7 +200,7 @@ class CheckpointManager:
             step=step,
             capture=capture,
             on_committed=lambda: self._committed(step, number, watch),
-            hooks=self._run.hooks(step, number, watch.note_bytes, has_base=has_base),
+            hooks=hooks,
             **options,
         )
         watch.stop_blocking()
@@ -331,14 +330,18 @@ class CheckpointManager:
         call_hooks(self._on_saved, saved)
 
     def _begin(
-        self, step: int, metric: SupportsFloat | None, options: Mapping[str, Any]
-    ) -> tuple[float | None, dict[str, Any]]:
+        self,
+        step: int,
+        metric: SupportsFloat | None,
+        watch: Stopwatch,
+        options: Mapping[str, Any],
+    ) -> tuple[float | None, SaveHooks, dict[str, Any]]:
         """Wait, check the step, and record on rank 0 that this manager will write its folder.
 
         Returns:
-            The metric as a number, and options of the save. On rank 0 it may overwrite a checkpoint
-            of ours that was found damaged: that is deleted when the new one has been planned and
-            has claimed the folder.
+            The metric as a number, what the save calls, and its options. On rank 0 it may overwrite
+            a damaged checkpoint of ours: that is deleted when the new one has been planned and has
+            claimed the folder.
         """
         self.wait()
         number, makes_room = self._run.begin(step, metric, self._valid.damaged.get(step))
@@ -346,9 +349,9 @@ class CheckpointManager:
         if self._is_incremental:
             find = partial(self._run.base_of, step, self._valid.damaged)
             base = self._comm.from_rank0("choosing the base", find)
-        return number, {
-            **self._save_options,
-            "base": None if base is None else self.folder(base),
-            **options,
-            "overwrite": options.get("overwrite", False) | makes_room,
-        }
+        base_folder = None if base is None else self.folder(base)
+        chosen = {**self._save_options, "base": base_folder, **options}
+        chosen["overwrite"] = options.get("overwrite", False) | makes_room
+        has_base = chosen["base"] is not None
+        hooks = self._run.hooks(step, number, watch.note_bytes, has_base=has_base)
+        return number, hooks, chosen

@@ -115,14 +115,16 @@ class Run:
 
     Only rank 0 may call methods that are not collective and change files.
 
+    Making one is collective if there are disks. It goes on with what the last manager left.
+
     Args:
         root: folder of the run.
         retention: which checkpoints are kept.
         on_deleted: called with each step whose last checkpoint was deleted.
         comm: the ranks of the run.
-        disks: which of them share a fast disk.
+        fast: folder of the run on the fast disk of this rank.
         drain: whether a commit waits for the copy.
-        has_parts: whether the steps on a disk may be parts of checkpoints.
+        incremental: whether saves share files with earlier ones.
     """
 
     def __init__(
@@ -131,63 +133,50 @@ class Run:
         retention: Retention,
         on_deleted: Callable[[int], object],
         comm: Comm,
-        disks: FastDisks | None = None,
+        fast: str | PathLike[str] | None = None,
         drain: Drain = "background",
         *,
-        has_parts: bool = False,
+        incremental: bool = False,
     ) -> None:
         self.root, self._retention, self._on_deleted = root, retention, on_deleted
-        self._comm, self._disks, self._has_parts = comm, disks, has_parts
+        self._comm = comm
         self._near = self._home = RunFolder(root, retention, self._deleted)
+        self._disks: FastDisks | None = None
+        self._has_parts = False  # the steps on a disk may be parts of checkpoints
         self._copier: StoreCopier | None = None
         self._parts: PartCopier | None = None
-        if disks is not None:
-            self._near = RunFolder(disks.folder, retention, self._deleted, lambda: self._pending)
-            if comm.rank == 0:
-                self._copier = StoreCopier(self._near, self._home, retention, disks, drain)
-            elif disks.leads:
-                self._parts = PartCopier(root, disks, self._near.apply_retention)
         self._saved: set[int] = set()  # by this manager; known on all ranks
         self._damaged: set[int] = set()  # on the disks
+        if fast is not None:
+            self._use_disks(as_local_folder(fast).absolute(), drain, incremental=incremental)
+        self._resume()
 
-    @classmethod
-    def open(
-        cls,
-        root: Any,
-        retention: Retention | None,
-        on_deleted: Callable[[int], object],
-        comm: Comm,
-        fast: str | PathLike[str] | None,
-        drain: Drain,
-        *,
-        incremental: bool,
-    ) -> Run:
-        """The run of a CheckpointManager, which goes on with what the last one left. Collective."""
-        given = (root, Retention() if retention is None else retention, on_deleted, comm)
-        if fast is None:
-            run = cls(*given)
-        else:
-            if drain not in ("background", "wait"):
-                raise ValueError(f"drain must be 'background' or 'wait', not {drain!r}")
-            if not isinstance(root, ObjectPath):
-                finding = Finding("fast= needs a root in an object store", found=str(root))
-                raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-            disks = FastDisks.find(comm, as_local_folder(fast).absolute())
-            has_parts = disks.are_many or comm.from_rank0(
-                "looking for parts that other machines have left",
-                lambda: _has_parts(RunFolder(disks.folder, given[1])),
+    def _use_disks(self, fast: Path, drain: Drain, *, incremental: bool) -> None:
+        if drain not in ("background", "wait"):
+            raise ValueError(f"drain must be 'background' or 'wait', not {drain!r}")
+        if not isinstance(self.root, ObjectPath):
+            finding = Finding("fast= needs a root in an object store", found=str(self.root))
+            raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
+        self._near = RunFolder(fast, self._retention, self._deleted, lambda: self._pending)
+        self._disks = disks = FastDisks.find(self._comm, fast)
+        self._has_parts = disks.are_many or self._comm.from_rank0(
+            "looking for parts that other machines have left",
+            lambda: any(
+                PARTS_NAME in leftovers(self._near.folder(step)) for step in self._near.all_steps()
+            ),
+        )
+        if self._has_parts and incremental:
+            finding = Finding(
+                "incremental=True shares files of a checkpoint that is whole on one disk",
+                found=", ".join(disks.names),
+                remedy="Leave incremental=True out, or pass a folder that all ranks share and "
+                "that holds no parts of what more machines have saved.",
             )
-            if has_parts and incremental:
-                finding = Finding(
-                    "incremental=True shares files of a checkpoint that is whole on one disk",
-                    found=", ".join(disks.names),
-                    remedy="Leave incremental=True out, or pass a folder that all ranks share and "
-                    "that holds no parts of what more machines have saved.",
-                )
-                raise UnsupportedFormatError("not all ranks share a disk", [finding])
-            run = cls(*given, disks, drain, has_parts=has_parts)
-        run._resume()
-        return run
+            raise UnsupportedFormatError("not all ranks share a disk", [finding])
+        if self._comm.rank == 0:
+            self._copier = StoreCopier(self._near, self._home, self._retention, disks, drain)
+        elif disks.leads:
+            self._parts = PartCopier(self.root, disks, self._near.apply_retention)
 
     def _resume(self) -> None:
         if self._comm.rank == 0:
@@ -413,8 +402,3 @@ class Run:
         """End the thread that copies the part of this disk, once all ranks have closed the run."""
         if self._parts is not None:
             self._parts.stop()
-
-
-def _has_parts(run: RunFolder) -> bool:
-    """Whether what was last saved into some folder may have other parts on other disks."""
-    return any(PARTS_NAME in leftovers(run.folder(step)) for step in run.all_steps())
