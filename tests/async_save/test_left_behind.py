@@ -27,28 +27,27 @@ from dist_checkpointing.format import Attempt, CheckpointingConfig, remove_check
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.storage import WriteResults
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
+from faults import replaced
 from states import BACKENDS, at_step
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_temporary_files_of_a_killed_save_are_cleared_away(
-    tmp_path: Path, backend: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, backend: tuple[str, int]
 ) -> None:
     """Every file that is written in one piece has such a name for a moment."""
     left: list[Path] = []
-    replace = Path.replace
 
-    def leave(self: Path, target: Path) -> Path:
-        if self.suffix == ".tmp":
-            copied = self.with_name(f"{self.name[:-12]}0123abcd.tmp")
+    def leave(real: Any, source: Path, target: Path) -> None:
+        if source.suffix == ".tmp":
+            copied = source.with_name(f"{source.name[:-12]}0123abcd.tmp")
             copied.write_bytes(b"half")
             left.append(copied)
-        return replace(self, target)
+        real(source, target)
 
     folder = tmp_path / "c"
-    monkeypatch.setattr(Path, "replace", leave)
-    save(at_step(1), folder, backend)
-    monkeypatch.undo()
+    with replaced("os.replace", leave):
+        save(at_step(1), folder, backend)
     assert {path.name.split(".0123")[0] for path in left} >= {"metadata.json", "common.pt"}
     foreign = [folder / "notes.0123abcd.tmp", folder / "common.pt.bak.tmp"]
     for path in foreign:

@@ -12,10 +12,12 @@ from dist_checkpointing import CheckpointManager, ObjectPath, Retention, Sharded
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
+    RankFailedError,
     UnsupportedFormatError,
 )
 from dist_checkpointing.format import data_folder
 from dist_checkpointing.mapping import ShardedStateDict
+from faults import store_down
 from stores import new_url
 
 
@@ -86,20 +88,13 @@ def test_a_damaged_step_is_skipped_and_saved_again() -> None:
         assert manager.load(state(0))["value"] == 2.5
 
 
-def test_what_was_never_committed_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_never_committed_is_cleared_away() -> None:
     root = new_url()
     with CheckpointManager(root, retention=Retention(keep_last=1)) as manager:
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "dist_checkpointing.format.commit.StoreAttempt.abandon",
-                lambda attempt: attempt.release(),
-            )
-            patch.setattr(
-                "dist_checkpointing.serialization.save_folder.write_seal",
-                lambda *_, **__: 1 / 0,
-            )
-            with pytest.raises(Exception, match="division"):
-                manager.save(1, state(1))
+        # What was put cannot be deleted either.
+        down = store_down(at=lambda name, key: name == "delete" or key.endswith("seal.json"))
+        with down, pytest.raises(RankFailedError, match="on fire"):
+            manager.save(1, state(1))
         place = ObjectPath.of(f"{root}/step-00000001/data")
         assert list(place.store.list_below(place.prefix))
         manager.save(2, state(2))

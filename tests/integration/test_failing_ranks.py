@@ -22,7 +22,7 @@ from damage import files_in
 from dist_checkpointing import save
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.filesystem import LOCK_NAME
-from dist_checkpointing.format import Attempt, Index
+from dist_checkpointing.format import Index
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -43,6 +43,7 @@ from dist_checkpointing.strategies import (
     ZarrSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
+from faults import failing
 from scripts import run_forked
 from simulated_groups import the_one_error
 from states import at_step, between, save_on, shard
@@ -284,14 +285,9 @@ def test_all_failing_ranks_are_named(tmp_path: Path) -> None:
     assert "failed on rank 1, 2 of 3" in str(error)
 
 
-def test_a_failure_while_the_folder_is_claimed_is_raised_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def begin(*_: Any, **__: Any) -> Attempt:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(Attempt, "begin", begin)
-    error = the_one_error(RANKS, lambda comm: save(state(comm.rank), tmp_path / "c", comm=comm))
+def test_a_failure_while_the_folder_is_claimed_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    with failing("os.mkdir", code=errno.EACCES, at=lambda path, *_: Path(path) == tmp_path / "c"):
+        error = the_one_error(RANKS, lambda comm: save(state(comm.rank), tmp_path / "c", comm=comm))
     assert type(error) is dc.RankFailedError
     assert "Permission denied" in str(error)
     assert not (tmp_path / "c").exists()
@@ -299,15 +295,10 @@ def test_a_failure_while_the_folder_is_claimed_is_raised_on_all_ranks(
 
 @FORMAT
 def test_a_failing_commit_leaves_no_checkpoint_and_the_next_save_works_at_once(
-    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, version: int
 ) -> None:
     """The error is kept, as a debugger or a retry loop would: nothing may hang on it."""
-
-    def commit(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Attempt, "commit", commit)
+    with failing("os.replace", code=errno.ENOSPC, at=lambda _, to: to.name == "metadata.json"):
         error = the_one_error(
             RANKS,
             lambda comm: save(state(comm.rank, "failed"), tmp_path, ("zarr", version), comm=comm),
@@ -669,25 +660,16 @@ def test_other_saves_wait_no_more_often_than_they_must(
     ]
 
 
-def test_a_file_system_that_cannot_say_what_is_open_costs_no_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_cannot_say_what_is_open_costs_no_descriptor(tmp_path: Path) -> None:
     save(at_step(1), tmp_path / "c")
-    real, calls = os.fstat, list[int]()
-
-    def fstat(descriptor: int) -> os.stat_result:
-        calls.append(descriptor)
-        if len(calls) == failing:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(descriptor)
-
     before = len(list(Path("/proc/self/fd").iterdir()))
-    for failing in range(1, 20):
-        calls.clear()
-        with monkeypatch.context() as patch, suppress(dc.CheckpointingException, OSError):
-            patch.setattr(os, "fstat", fstat)
+    for nth in range(1, 20):
+        with (
+            failing("os.fstat", code=errno.ESTALE, nth=nth, times=1) as calls,
+            suppress(dc.CheckpointingException, OSError),
+        ):
             dc.load(at_step(0), tmp_path / "c")
-        if len(calls) < failing:
+        if len(calls) < nth:
             break
-    assert failing > 4
+    assert nth > 4
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,6 +21,7 @@ from dist_checkpointing.strategies import (
     ZarrV3Reader,
 )
 from dist_checkpointing.testing import run_ranks
+from faults import failing
 from states import shard
 
 
@@ -72,20 +72,12 @@ def test_between_two_ranks(tmp_path: Path) -> None:
     run_ranks(2, one)
 
 
-def test_a_folder_that_another_save_clears_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_another_save_clears_is_being_written(tmp_path: Path) -> None:
     """What goes while zarr 1 looks for arrays of others says no more than that."""
     save(state(1.0), tmp_path, ("zarr", 1))
-    scandir = os.scandir
-
-    def clearing(path: Any) -> Any:
-        if Path(path).name == "w":
-            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", clearing)
+    is_of_w: Any = lambda path: Path(path).name == "w"  # noqa: E731
     with (
+        failing("os.scandir", code=errno.ENOENT, at=is_of_w),
         FolderLock.acquire(tmp_path),
         pytest.raises(CheckpointExistsError, match="is being written"),
     ):

@@ -16,8 +16,6 @@ import dist_checkpointing as dc
 from dist_checkpointing import CheckpointingException, load, verify_checkpoint
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.filesystem.local_folder import fsync_folder
 from dist_checkpointing.format import SEAL_NAME, Seal, read_seal, seal
 from dist_checkpointing.format import checksums as checksum_tables
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
@@ -25,6 +23,7 @@ from dist_checkpointing.serialization import save_folder
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
+from faults import failing, path_of
 from samples import BACKENDS, Samples
 from states import rows, save_on, shard
 
@@ -412,25 +411,21 @@ def test_a_removal_does_not_seal_damage(tmp_path: Path) -> None:
 
 
 @PLAIN
-def test_a_removal_that_was_cut_off_is_no_damage(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_that_was_cut_off_is_no_damage(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "c"
     keys = ("model.w", "optimizer.m")
     state = {key: shard(key, torch.ones(2000)) for key in keys}
     dc.save(state, folder, BACKENDS[name]())
-    cut_off = iter([None] * (1 if name == "torch_dist" else 3))
-
-    def interrupted(path: Path) -> None:
-        # The open seal, the note of the removal (not in torch_dist) and a file of the format.
-        if next(cut_off, "now") == "now":
-            raise KeyboardInterrupt
-        fsync_folder(path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(local_folder, "fsync_folder", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            dc.remove_sharded_tensors(folder, "optimizer")
+    # The open seal, the note of the removal (not in torch_dist) and a file of the format.
+    nth = 2 if name == "torch_dist" else 4
+    cut_off = failing(
+        "os.fsync",
+        error=KeyboardInterrupt(),
+        nth=nth,
+        at=lambda descriptor: path_of(descriptor).is_dir(),
+    )
+    with cut_off, pytest.raises(KeyboardInterrupt):
+        dc.remove_sharded_tensors(folder, "optimizer")
     content = read_seal(folder)
     assert content is not None
     assert content.is_open
