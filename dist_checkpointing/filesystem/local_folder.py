@@ -1,4 +1,4 @@
-"""A folder of a mounted file system: atomic and durable writes, fsync, removal."""
+"""A folder of a mounted file system: atomic and durable writes, fsync, removal, hard links."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__l
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 
 
-def check_size(size: int, path: object, max_bytes: int) -> None:
+def check_size(size: int, path: object, max_bytes: int | None) -> None:
     """Check that a file is not too large to be what it should be.
 
     Raises:
         CorruptCheckpointError: if it is.
     """
-    if size > max_bytes:
+    if max_bytes is not None and size > max_bytes:
         limit = f"at most {max_bytes} bytes"
         finding = Finding("file is far too large", None, limit, size, path=str(path))
         raise CorruptCheckpointError("refused to read a file", [finding])
@@ -243,16 +243,16 @@ def file_system_type(path: Path) -> str:
     return rest.partition("\n")[0].partition(" - ")[2].partition(" ")[0]
 
 
-OWN_FOLDER: Final = ".dckpt"
+DCKPT_FOLDER: Final = ".dckpt"
 
 
-def make_own_folder(folder: Path) -> bool:
+def make_dckpt_folder(folder: Path) -> bool:
     """Make the folder ``.dckpt`` of a checkpoint; whether there was none.
 
     Raises:
         CheckpointExistsError: if a link or a file has this name.
     """
-    path = folder / OWN_FOLDER
+    path = folder / DCKPT_FOLDER
     with suppress(FileExistsError):
         path.mkdir()
         return True
@@ -264,3 +264,80 @@ def make_own_folder(folder: Path) -> bool:
         finding = Finding(problem, path=str(path), remedy=remedy)
         raise CheckpointExistsError(f"{folder} is not empty", [finding])
     return False
+
+
+_NO_LINK: Final = frozenset(
+    {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+    | {errno.ENOTSUP}
+)
+"""Errors of a file system that is another one, or that has no links, or no more of them."""
+_COPIED_BYTES: Final = 1 << 30
+
+
+def share_file(source: Path, target: Path) -> int | None:
+    """Give a file that does not change any more a second name, or make a copy in the kernel.
+
+    Several processes may share one file under one name. A copy is durable, its name is not.
+
+    Returns:
+        Size of the file in bytes; None if neither is possible here, or ``source`` is gone.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    except FileExistsError:
+        pass  # made by another process of the same save
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        if not _copy(source, target):
+            return None
+    status = target.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        target.unlink()
+        return None
+    return status.st_size
+
+
+def _copy(source: Path, target: Path) -> bool:
+    """Let the kernel make a copy, which shares blocks if the file system can; whether it did."""
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        read = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        write = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            is_done = copy_range(read, 0, os.fstat(read).st_size, write)
+            if is_done:
+                os.fsync(write)
+        finally:
+            os.close(write)
+        if is_done:
+            temporary.replace(target)
+        return is_done
+    finally:
+        os.close(read)
+        temporary.unlink(missing_ok=True)
+
+
+def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:
+    """Append bytes of a file to another one, in the kernel; whether that is possible here.
+
+    Raises:
+        EOFError: if the file ends before the last byte.
+    """
+    begin, end = offset, offset + num_bytes
+    while offset < end:
+        try:
+            copied = os.copy_file_range(read, write, min(end - offset, _COPIED_BYTES), offset)
+        except OSError as error:
+            if offset == begin and error.errno in {*_NO_LINK, errno.EINVAL}:
+                return False
+            raise
+        if not copied:
+            raise EOFError(f"the file ends at {offset}")
+        offset += copied
+    return True

@@ -151,7 +151,7 @@ def read_bytes(path: Location, max_bytes: int) -> bytes:
         OSError: if it cannot be read.
     """
     if isinstance(path, ObjectPath):
-        return path.store.get(path.key, lambda size: check_size(size, path, max_bytes))
+        return path.store.get(path.key, max_bytes)
     status = path.stat()
     finding = Finding("not a regular file", path=str(path))
     if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):

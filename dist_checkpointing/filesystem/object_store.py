@@ -133,10 +133,14 @@ class ObjectStore:
         except exceptions.BaseError as error:
             raise OSError(5, _last_answer(error), path) from error
 
-    def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
-        """The content of an object, whose size is checked before it is read."""
+    def get(self, key: str, max_bytes: int | None = None) -> bytes:
+        """The content of an object.
+
+        Raises:
+            CorruptCheckpointError: if it is larger than ``max_bytes``, before it is read.
+        """
         answer = self._call("get", key, key)
-        check_size(answer.meta["size"])
+        check_size(answer.meta["size"], f"{self.url}/{key}", max_bytes)
         with self._errors(key):
             return bytes(answer.bytes())
 
@@ -381,7 +385,7 @@ def read_object(path: ObjectPath, max_bytes: int = _MAX_BYTES) -> bytes | None:
         CorruptCheckpointError: if it is larger than ``max_bytes``.
     """
     try:
-        return path.store.get(path.key, lambda size: check_size(size, path, max_bytes))
+        return path.store.get(path.key, max_bytes)
     except FileNotFoundError:
         return None
 

@@ -35,7 +35,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
 )
 from dist_checkpointing.filesystem import local_folder, location, object_store_locks
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, Durability, make_own_folder
+from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
 from dist_checkpointing.filesystem.location import as_local_folder, as_location, is_file
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import (
@@ -100,7 +100,7 @@ def _is_plain_dcp(folder: Location) -> bool:
 
     An unfinished save of this library or of Megatron does not count: they commit by a later file.
     """
-    others = (CONFIG_FNAME, COMMON_STATE_FNAME, OWN_FOLDER)
+    others = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
     return location.is_file(folder / DCP_METADATA_NAME) and not any(
         location.is_there(folder / name) for name in others
     )
@@ -239,7 +239,7 @@ class Attempt:
         try:
             # Another save may have ended between the first look and the lock.
             refuse_committed(folder, attempt_of, overwrite=overwrite)
-            is_new = make_own_folder(folder)
+            is_new = make_dckpt_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
             above = [path.parent for path in made]
@@ -259,7 +259,7 @@ class Attempt:
         """Make the record of what is about to be created durable, before anything is."""
         if self._durability is Durability.FSYNC:
             local_folder.fsync_file(self.folder / ATTEMPT_NAME)
-            local_folder.fsync_folder(self.folder / OWN_FOLDER)
+            local_folder.fsync_folder(self.folder / DCKPT_FOLDER)
             local_folder.fsync_folder(self.folder)
             for folder in self._above:
                 # One that may not be listed cannot be synced.
@@ -274,7 +274,7 @@ class Attempt:
         """
         content = json.dumps(asdict(config)).encode()
         if self._durability is Durability.FSYNC:
-            local_folder.fsync_folder(self.folder / OWN_FOLDER)
+            local_folder.fsync_folder(self.folder / DCKPT_FOLDER)
             local_folder.fsync_folder(self.folder)
         self._may_be_committed = True
         local_folder.write_atomic(self.folder / CONFIG_FNAME, content, self._durability)
@@ -517,7 +517,7 @@ class StoreAttempt:
                 clear_saves(self._root, {self._replaces.attempt})
 
     def _seal_checksum(self) -> str:
-        seal = self.folder / OWN_FOLDER / "seal.json"
+        seal = self.folder / DCKPT_FOLDER / "seal.json"
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         return "" if start is None else start[-33:-1].decode(errors="replace")
 

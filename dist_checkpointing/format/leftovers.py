@@ -16,7 +16,7 @@ import xxhash
 
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER, Durability, make_own_folder
+from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
@@ -55,7 +55,7 @@ def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
     Raises:
         CheckpointExistsError: if there can be no note, because its folder is a link.
     """
-    make_own_folder(folder)
+    make_dckpt_folder(folder)
     content = {key: list(names) for key, names in folders.items()}
     local_folder.write_atomic(folder / REMOVAL_NAME, json.dumps(content).encode())
 
@@ -106,7 +106,7 @@ def attempt_json(attempt: str, names: Sequence[str]) -> bytes:
 
 
 def note_attempt(folder: Path, attempt: str, names: Sequence[str], durability: Durability) -> None:
-    make_own_folder(folder)
+    make_dckpt_folder(folder)
     # As a whole: names that are lost would be files that nobody deletes.
     local_folder.write_content(folder / ATTEMPT_NAME, attempt_json(attempt, names), durability)
 
@@ -204,5 +204,5 @@ def is_spent(folder: Path) -> bool:
     Raises:
         OSError: if that cannot be found out.
     """
-    names = {*location.names_in(folder), *location.names_in(folder / OWN_FOLDER)}
-    return names <= {OWN_FOLDER, LOCK_NAME}
+    names = {*location.names_in(folder), *location.names_in(folder / DCKPT_FOLDER)}
+    return names <= {DCKPT_FOLDER, LOCK_NAME}

@@ -54,12 +54,11 @@ class NearStore(ObjectStore):
     folder: Path = Path()
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
-    def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
+    def get(self, key: str, max_bytes: int | None = None) -> bytes:
         size = self._size(key)
-        if size is None:
-            return ObjectStore.get(self, key, check_size)
-        check_size(size)
-        return self._read(key, 0, size) or ObjectStore.get(self, key)
+        if size is not None and (max_bytes is None or size <= max_bytes):
+            return self._read(key, 0, size) or ObjectStore.get(self, key)
+        return ObjectStore.get(self, key, max_bytes)
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         size, step = self._size(key), self.options.part_bytes

@@ -27,7 +27,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.hard_links import share_file
+from dist_checkpointing.filesystem.local_folder import share_file
 from dist_checkpointing.filesystem.location import require_local
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (

@@ -16,7 +16,7 @@ import typer
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
+from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS, last_known_holder
@@ -274,7 +274,7 @@ def step_folders(root: Location) -> dict[str, Location]:
         if match is not None:
             number = name if match[1] is None else str(int(match[1]))
             found[name if number in found else number] = root / name
-    is_checkpoint = {OWN_FOLDER, CONFIG_FNAME, DCP_METADATA_NAME} & {*folders, *files}
+    is_checkpoint = {DCKPT_FOLDER, CONFIG_FNAME, DCP_METADATA_NAME} & {*folders, *files}
     if is_checkpoint and (is_committed(root) or _is_begun(root)):
         return {}
     is_marked = not {MANAGER_RECORD, MEGATRON_POINTER}.isdisjoint(files)

@@ -15,7 +15,7 @@ import torch
 from damage import flip
 from dist_checkpointing import load_plain_tensors, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import hard_links
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format import CHECKSUMS_NAME, SEAL_NAME
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_folder import SaveHooks
@@ -245,9 +245,9 @@ def test_a_base_that_is_saved_again_while_it_is_shared(strategy: Any, tmp_path: 
 
 def test_another_file_of_the_name_is_not_taken_for_a_link(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one")
-    assert hard_links.share_file(tmp_path / "a", tmp_path / "b") == 3
-    assert hard_links.share_file(tmp_path / "a", tmp_path / "b") == 3
-    assert hard_links.share_file(tmp_path / "gone", tmp_path / "c") is None
+    assert local_folder.share_file(tmp_path / "a", tmp_path / "b") == 3
+    assert local_folder.share_file(tmp_path / "a", tmp_path / "b") == 3
+    assert local_folder.share_file(tmp_path / "gone", tmp_path / "c") is None
     (tmp_path / "link").symlink_to("a")
-    assert hard_links.share_file(tmp_path / "link", tmp_path / "d") is None
+    assert local_folder.share_file(tmp_path / "link", tmp_path / "d") is None
     assert not (tmp_path / "d").exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
+from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.format.index import Index, write_index
 from dist_checkpointing.format.leftovers import (
     PlannedRemoval,
@@ -81,7 +81,7 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
         note_removal(root, dict.fromkeys(gone, ()))
         # Once the index does not name them they are unreachable; what follows frees their space.
         write_index(kept, root)
-        local_folder.fsync_folder(root / OWN_FOLDER)
+        local_folder.fsync_folder(root / DCKPT_FOLDER)
         drop_all_but(root, kept)
         end_removal(root)
 

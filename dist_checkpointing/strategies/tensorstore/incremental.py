@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.filesystem.hard_links import copy_range
+from dist_checkpointing.filesystem.local_folder import copy_range
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index

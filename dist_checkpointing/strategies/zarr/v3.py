@@ -22,7 +22,7 @@ from zarr.dtype import data_type_registry
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
+from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
 from dist_checkpointing.format.leftovers import (
@@ -242,5 +242,5 @@ class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
         del removed
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         write_index(kept, root)
-        local_folder.fsync_folder(root / OWN_FOLDER)
+        local_folder.fsync_folder(root / DCKPT_FOLDER)
         local_folder.write_atomic(root / METADATA_NAME, _root_json(kept))

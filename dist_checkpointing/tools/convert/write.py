@@ -22,7 +22,7 @@ import torch
 from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import OWN_FOLDER
+from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS
@@ -284,7 +284,7 @@ def check_checkpoint_place(folder: Location, *, overwrite: bool) -> None:
         if not overwrite:
             raise _exists(folder, "a checkpoint is here", "Name another place, or pass --force.")
         return
-    ours = {Path(name).parts[0] for name in leftovers(folder)} | {OWN_FOLDER, LOCK_NAME}
+    ours = {Path(name).parts[0] for name in leftovers(folder)} | {DCKPT_FOLDER, LOCK_NAME}
     if location.is_there(folder / CLAIMS):
         ours.add(DATA)
     others = sorted({*location.names_in(folder)} - ours)
