@@ -26,7 +26,8 @@ from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize, SaveHandle
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_steps import Capture, SaveHooks
+from dist_checkpointing.serialization.save_folder import SaveHooks
+from dist_checkpointing.serialization.save_steps import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.incremental import require_sharing_strategy
 from dist_checkpointing.strategies.selection import Selection
