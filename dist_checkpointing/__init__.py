@@ -5,88 +5,61 @@ import typing
 
 if typing.TYPE_CHECKING:
     from dist_checkpointing import interop as interop
-    from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-    from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
-    from dist_checkpointing.errors import (
-        CheckpointExistsError,
-        CheckpointingException,
-        CheckpointNotFoundError,
-        CorruptCheckpointError,
-        InvalidShardingError,
-        RankFailedError,
-        StateMismatchError,
-        StrategyNotFoundError,
-        UnsupportedFormatError,
+    from dist_checkpointing.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from dist_checkpointing.checkpoint.verify_checkpoint import (
+        verify_checkpoint as verify_checkpoint,
     )
-    from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStoreOptions
-    from dist_checkpointing.format.commit import check_is_distributed_checkpoint
-    from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
-    from dist_checkpointing.manager.retention import Retention
-    from dist_checkpointing.mapping import (
-        LocalNonpersistentObject,
-        ShardedObject,
-        ShardedTensor,
-        ShardedTensorFactory,
+    from dist_checkpointing.errors import CheckpointExistsError as CheckpointExistsError
+    from dist_checkpointing.errors import CheckpointingException as CheckpointingException
+    from dist_checkpointing.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from dist_checkpointing.errors import CorruptCheckpointError as CorruptCheckpointError
+    from dist_checkpointing.errors import InvalidShardingError as InvalidShardingError
+    from dist_checkpointing.errors import RankFailedError as RankFailedError
+    from dist_checkpointing.errors import StateMismatchError as StateMismatchError
+    from dist_checkpointing.errors import StrategyNotFoundError as StrategyNotFoundError
+    from dist_checkpointing.errors import UnsupportedFormatError as UnsupportedFormatError
+    from dist_checkpointing.filesystem.object_store import ObjectPath as ObjectPath
+    from dist_checkpointing.filesystem.object_store import ObjectStoreOptions as ObjectStoreOptions
+    from dist_checkpointing.format.commit import (
+        check_is_distributed_checkpoint as check_is_distributed_checkpoint,
     )
-    from dist_checkpointing.planning.recipe import Recipe
-    from dist_checkpointing.planning.replica_check import ReplicaCheck
-    from dist_checkpointing.planning.save_plan import PlanCache
-    from dist_checkpointing.serialization.async_save import AsyncSaver, SaveHandle, async_save
-    from dist_checkpointing.serialization.fingerprint_of_state import fingerprint
-    from dist_checkpointing.serialization.load import load
+    from dist_checkpointing.manager.checkpoint_manager import CheckpointManager as CheckpointManager
+    from dist_checkpointing.manager.retention import Retention as Retention
+    from dist_checkpointing.mapping import LocalNonpersistentObject as LocalNonpersistentObject
+    from dist_checkpointing.mapping import ShardedObject as ShardedObject
+    from dist_checkpointing.mapping import ShardedTensor as ShardedTensor
+    from dist_checkpointing.mapping import ShardedTensorFactory as ShardedTensorFactory
+    from dist_checkpointing.planning.recipe import Recipe as Recipe
+    from dist_checkpointing.planning.replica_check import ReplicaCheck as ReplicaCheck
+    from dist_checkpointing.planning.save_plan import PlanCache as PlanCache
+    from dist_checkpointing.serialization.async_save import AsyncSaver as AsyncSaver
+    from dist_checkpointing.serialization.async_save import SaveHandle as SaveHandle
+    from dist_checkpointing.serialization.async_save import async_save as async_save
+    from dist_checkpointing.serialization.fingerprint_of_state import fingerprint as fingerprint
+    from dist_checkpointing.serialization.load import load as load
     from dist_checkpointing.serialization.load_metadata import (
-        load_common_state_dict,
-        load_content_metadata,
-        load_plain_tensors,
-        load_sharded_metadata,
-        load_tensors_metadata,
-        remove_sharded_tensors,
+        load_common_state_dict as load_common_state_dict,
     )
-    from dist_checkpointing.serialization.save import save
-    from dist_checkpointing.storage.staging import StagingBuffers
-    from dist_checkpointing.validation.strictness import StrictHandling
+    from dist_checkpointing.serialization.load_metadata import (
+        load_content_metadata as load_content_metadata,
+    )
+    from dist_checkpointing.serialization.load_metadata import (
+        load_plain_tensors as load_plain_tensors,
+    )
+    from dist_checkpointing.serialization.load_metadata import (
+        load_sharded_metadata as load_sharded_metadata,
+    )
+    from dist_checkpointing.serialization.load_metadata import (
+        load_tensors_metadata as load_tensors_metadata,
+    )
+    from dist_checkpointing.serialization.load_metadata import (
+        remove_sharded_tensors as remove_sharded_tensors,
+    )
+    from dist_checkpointing.serialization.save import save as save
+    from dist_checkpointing.storage.staging import StagingBuffers as StagingBuffers
+    from dist_checkpointing.validation.strictness import StrictHandling as StrictHandling
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AsyncSaver",
-    "Checkpoint",
-    "CheckpointExistsError",
-    "CheckpointManager",
-    "CheckpointNotFoundError",
-    "CheckpointingException",
-    "CorruptCheckpointError",
-    "InvalidShardingError",
-    "LocalNonpersistentObject",
-    "ObjectPath",
-    "ObjectStoreOptions",
-    "PlanCache",
-    "RankFailedError",
-    "Recipe",
-    "ReplicaCheck",
-    "Retention",
-    "SaveHandle",
-    "ShardedObject",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StagingBuffers",
-    "StateMismatchError",
-    "StrategyNotFoundError",
-    "StrictHandling",
-    "UnsupportedFormatError",
-    "async_save",
-    "check_is_distributed_checkpoint",
-    "fingerprint",
-    "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "load_plain_tensors",
-    "load_sharded_metadata",
-    "load_tensors_metadata",
-    "remove_sharded_tensors",
-    "save",
-    "verify_checkpoint",
-]
 
 # Imported on first use: looking into a checkpoint needs no torch.
 _NAMES_BY_MODULE = {
@@ -132,7 +105,7 @@ _NAMES_BY_MODULE = {
     "validation.strictness": ("StrictHandling",),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
-
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - type checkers see the imports above
 
 if not typing.TYPE_CHECKING:
     # Hidden from type checkers, which then report a name that does not exist.

@@ -216,16 +216,13 @@ def _require_reported(
     folder: Location, files: Mapping[str, SealedFile], found: Mapping[str, int]
 ) -> None:
     late = [file for file in files.values() if found.get(file.name) != file.num_bytes]
-    deadline = time.monotonic() + VISIBLE_SECONDS
-    pause = 0.01
-    while late and time.monotonic() < deadline:
-        # A network file system may show what another machine has written a little later.
-        late = [f for f in late if location.size_of(folder / f.name) != f.num_bytes]
-        if late:
-            time.sleep(pause)
-            pause = min(1.0, 2 * pause)
-    if not late:
-        return
+    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.01
+    # A network file system may show what another machine has written a little later.
+    while late := [f for f in late if location.size_of(folder / f.name) != f.num_bytes]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
     findings = [
         Finding(
             "a rank wrote this file, and rank 0 does not see it as it was written",
@@ -237,7 +234,8 @@ def _require_reported(
         for file in late[:_MOST_FINDINGS]
         for size in [location.size_of(folder / file.name)]
     ]
-    raise CheckpointingException("the checkpoint is not complete where rank 0 is", findings)
+    if findings:
+        raise CheckpointingException("the checkpoint is not complete where rank 0 is", findings)
 
 
 def _digested(folder: Location, name: str) -> SealedFile:
@@ -254,31 +252,26 @@ def check_files(seal: Seal, folder: Location, names: Iterable[str]) -> list[Find
     Raises:
         OSError: if a file cannot be read.
     """
-    findings = []
-    for name in () if seal.is_open else names:
+
+    def damage(name: str) -> tuple[str, object, object] | None:
         sealed = seal.files.get(name)
-        path = str(folder / name)
         if sealed is None:
-            findings.append(Finding("the seal does not name this file", path=path))
-            continue
+            return "the seal does not name this file", None, None
         size = location.size_of(folder / name)
         if size is None:
-            findings.append(Finding("the file is missing", path=path))
-        elif size != sealed.num_bytes:
-            findings.append(
-                Finding(
-                    "the file has another size",
-                    expected=f"{sealed.num_bytes} bytes",
-                    found=size,
-                    path=path,
-                )
-            )
-        elif sealed.digest is not None:
-            found = _digested(folder, name).digest
-            if found != sealed.digest:
-                problem = "the file is not what was saved: its digest differs"
-                findings.append(Finding(problem, expected=sealed.digest, found=found, path=path))
-    return findings
+            return "the file is missing", None, None
+        if size != sealed.num_bytes:
+            return "the file has another size", f"{sealed.num_bytes} bytes", size
+        digest = None if sealed.digest is None else _digested(folder, name).digest
+        if digest != sealed.digest:
+            return "the file is not what was saved: its digest differs", sealed.digest, digest
+        return None
+
+    return [
+        Finding(found[0], expected=found[1], found=found[2], path=str(folder / name))
+        for name in (() if seal.is_open else names)
+        if (found := damage(name)) is not None
+    ]
 
 
 def check_config(seal: Seal, folder: Location) -> list[Finding]:
