@@ -222,8 +222,7 @@ class SingleProcess(Comm):
             self.agree(step, error)
             raise
 
-    def to_rank0(self, step: str, produce: Callable[[], T]) -> list[T]:
-        return self.exchange(step, produce)
+    to_rank0 = exchange
 
     def from_rank0(
         self, step: str, produce: Callable[[], T], after: Outcome[Any] | None = None

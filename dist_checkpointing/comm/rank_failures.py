@@ -91,39 +91,37 @@ def merge_failures(
     global_ranks: Sequence[int] | None = None,
 ) -> CheckpointingException:
     """The one error that all ranks raise for these failures, given by rank in the group."""
-    errors = {rank: failure.error for rank, failure in sorted(failures.items())}
-    classes = {type(error) for error in errors.values()}
-    first = next(iter(errors.values()))
-    findings: list[Finding] = []
-    if first is not None and len(classes) == 1 and not isinstance(first, RankFailedError):
-        if world_size == 1 and global_ranks is None:
-            return first
-        for rank, error in errors.items():
-            assert error is not None
-            own = (_global(rank, global_ranks),)
-            if not error.findings or error.message != first.message:
-                findings.append(Finding(error.message, ranks=own))
-            findings += [
-                f if f.ranks else replace(f, ranks=own) for f in _findings(error, global_ranks)
-            ]
-        merged = type(first)(first.message, merge_findings(findings))
-        return _marked(merged, global_ranks)
-    for rank, failure in sorted(failures.items()):
-        if isinstance(failure.error, RankFailedError):
-            findings += _findings(failure.error, global_ranks)
-        else:
-            findings.append(Finding(failure.summary, ranks=(_global(rank, global_ranks),)))
-    ranks = ", ".join(str(_global(rank, global_ranks)) for rank in sorted(failures))
-    whole = str(world_size)
-    if global_ranks is not None and [*global_ranks] != [*range(world_size)]:
-        whole = f"the {world_size} of its group"
-    tracebacks = {
-        _global(rank, global_ranks): failure.traceback
-        for rank, failure in failures.items()
-        if failure.traceback
-    }
-    message = f"{step} failed on rank {ranks} of {whole}"
-    return _marked(RankFailedError(message, merge_findings(findings), tracebacks), global_ranks)
+    named = {_global(rank, global_ranks): failure for rank, failure in sorted(failures.items())}
+    first = next(iter(named.values())).error
+    classes = {type(failure.error) for failure in named.values()}
+    if first is None or len(classes) > 1 or isinstance(first, RankFailedError):
+        findings = [
+            finding
+            for rank, failure in named.items()
+            for finding in (
+                _findings(failure.error, global_ranks)
+                if isinstance(failure.error, RankFailedError)
+                else [Finding(failure.summary, ranks=(rank,))]
+            )
+        ]
+        whole = str(world_size)
+        if global_ranks is not None and [*global_ranks] != [*range(world_size)]:
+            whole = f"the {world_size} of its group"
+        message = f"{step} failed on rank {', '.join(map(str, named))} of {whole}"
+        tracebacks = {rank: failure.traceback for rank, failure in named.items()}
+        tracebacks = {rank: text for rank, text in tracebacks.items() if text}
+        return _marked(RankFailedError(message, merge_findings(findings), tracebacks), global_ranks)
+    if world_size == 1 and global_ranks is None:
+        return first
+    findings = []
+    for rank, failure in named.items():
+        error = failure.error
+        assert error is not None
+        if not error.findings or error.message != first.message:
+            findings.append(Finding(error.message, ranks=(rank,)))
+        of_error = _findings(error, global_ranks)
+        findings += [f if f.ranks else replace(f, ranks=(rank,)) for f in of_error]
+    return _marked(type(first)(first.message, merge_findings(findings)), global_ranks)
 
 
 def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
@@ -198,14 +196,14 @@ def _global(rank: int, global_ranks: Sequence[int] | None) -> int:
 
 def _findings(
     error: CheckpointingException, global_ranks: Sequence[int] | None
-) -> tuple[Finding, ...]:
+) -> Sequence[Finding]:
     """The findings of an error, with global ranks."""
     if global_ranks is None or error.names_global_ranks:
         return error.findings
-    return tuple(
+    return [
         replace(f, ranks=tuple(sorted(_global(rank, global_ranks) for rank in f.ranks)))
         for f in error.findings
-    )
+    ]
 
 
 def _marked(

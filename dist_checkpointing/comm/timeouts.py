@@ -346,51 +346,51 @@ class Steps:
         finally:
             self._busy.release()
 
-    def sum_of_extras(
-        self, step: Record, deadline: float, *, content: str = "", extra: int = 0
-    ) -> int | None:
-        """The sum of ``extra`` over all ranks at the same step; None if the group failed.
+    def meet(
+        self,
+        step: Record,
+        deadline: float,
+        numbers: tuple[int, int],
+        content: str = "",
+        extra: int = 0,
+    ) -> tuple[bool, tuple[int, int] | None]:
+        """Wait for all ranks at a step.
 
         It takes one all-reduce of one number, which costs half as much as one of four numbers: each
         rank adds ``extra`` to a digest of the step. If the ranks are at different steps, or
-        ``content`` differs, the result is a random number of 64 bits, the same on every rank. Then
-        all ranks see that it cannot be the sum, and call ``gather_arrivals``.
-        """
-        if self.is_broken:
-            return None
-        expected = xxhash.xxh3_64_intdigest(f"{step.label}: {content}".encode())
-        try:
-            total = self.channel.total(expected + extra, deadline)
-        except ContactLostError as error:
-            self._lose_group(step.label, error)
-            return None
-        return (total - self._world_size * expected) % 2**64
+        ``content`` differs, the sum is a random number of 64 bits, the same on every rank. Then all
+        ranks see that it cannot be that of the digest alone, and look for the reason.
 
-    def gather_arrivals(
-        self, step: Record, numbers: tuple[int, int], deadline: float
-    ) -> tuple[int, int] | None:
-        """The maxima of two numbers over all ranks; None if the group failed.
+        Returns:
+            Whether all ranks have the same ``content`` and no ``extra``; and the maxima of two
+            numbers over all ranks, None if the group failed.
 
         Raises:
             CheckpointingException: on all ranks, if they do not make the same call.
         """
         if self.is_broken:
-            return None
+            return False, None
+        expected = xxhash.xxh3_64_intdigest(f"{step.label}: {content}".encode())
         signature = xxhash.xxh3_64_intdigest(step.label.encode()) >> 2
         try:
+            total = self.channel.total(expected + extra, deadline)
+            if (total - self._world_size * expected) % 2**64 == 0:
+                return True, numbers
             first, second, highest, lowest = self.channel.maxima(
                 (*numbers, signature, -signature), deadline
             )
         except ContactLostError as error:
             self._lose_group(step.label, error)
-            return None
+            return False, None
         if highest != -lowest:
             self.decide_in_store(step, deadline)
             raise AssertionError("the records of the ranks do not show what they call")
-        return first, second
+        return False, (first, second)
 
     def transferred(self, step: Record, transfer: Callable[[], T]) -> T | None:
         """The result of ``transfer``; None if the group failed."""
+        if self.is_broken:
+            return None
         try:
             result = transfer()
         except ContactLostError as error:

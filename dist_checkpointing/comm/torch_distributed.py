@@ -97,37 +97,31 @@ class TorchComm(Comm):
         return _kept.setdefault(dist.group.WORLD, {}).setdefault(ranks, {})
 
     def all_gather(self, value: T) -> list[T]:
-        _, payloads = self._gather(GATHER, pickle.dumps(value))
-        return [pickle.loads(packed) for packed in payloads]  # noqa: S301 - by our own ranks
+        return list(map(self._unpack, self._gather(GATHER, self._pack(value))[1]))
 
     def broadcast(self, value: T) -> T:
         return self._broadcast_agreed(BROADCAST, value)
 
     def _broadcast_agreed(self, step: str, value: T) -> T:
-        label, payload = step, pickle.dumps(value) if self.rank == 0 else b""
-        packed: bytes | None = None
-        with self._steps.start_step(label) as (record, deadline):
-            is_agreed = label != BROADCAST
-            if not is_agreed and self._steps.sum_of_extras(record, deadline) != 0:
-                self._steps.gather_arrivals(record, (0, 0), deadline)
-            if not self._steps.is_broken:
-                packed = self._steps.transferred(
-                    record, lambda: self._steps.channel.broadcast(payload, deadline)
-                )
+        payload, steps = self._pack(value) if self.rank == 0 else b"", self._steps
+        with steps.start_step(step) as (record, deadline):
+            if step == BROADCAST:  # the others come right after an agreement
+                steps.meet(record, deadline, (0, 0))
+            packed = steps.transferred(record, lambda: steps.channel.broadcast(payload, deadline))
             if packed is None:
-                packed = self._steps.decide_in_store(record, deadline, payload).payloads[0]
-        result: T = pickle.loads(packed)  # noqa: S301 - by our own ranks
+                packed = steps.decide_in_store(record, deadline, payload).payloads[0]
+        result: T = self._unpack(packed)
         return result
 
     def all_same(self, number: int | None) -> bool:
         # If all numbers are equal, their maximum and their minimum (as -max(-x)) are equal too.
         extremes = (_NO_NUMBER, _NO_NUMBER) if number is None else (number, -number)
         with self._steps.start_step(COMPARISON, number) as (step, deadline):
-            if self._steps.sum_of_extras(step, deadline, content=str(number)) == 0:
+            is_same, highest = self._steps.meet(step, deadline, extremes, str(number))
+            if is_same:
                 return number is not None
-            found = self._steps.gather_arrivals(step, extremes, deadline)
-            if found is not None:
-                return bool(found[0] == -found[1])
+            if highest is not None:
+                return highest[0] == -highest[1]
             values = self._steps.decide_in_store(step, deadline).verdict.values
         return set(values.values()) == {number} - {None}
 
@@ -177,7 +171,7 @@ class TorchComm(Comm):
         return pickle.dumps(value)
 
     def _unpack(self, packed: Any) -> Any:
-        return pickle.loads(packed)  # noqa: S301 - written by our own ranks
+        return pickle.loads(packed)  # noqa: S301 - by our own ranks
 
     def _all_outcomes(
         self, outcome: Outcome[Any], number: int | None, *, everywhere: bool = True
@@ -207,22 +201,19 @@ class TorchComm(Comm):
         size = _room_for(len(data)) if everywhere else int(len(data) > HEAD_BYTES)
         steps, channel = self._steps, self._steps.channel
         with steps.start_step(label, failure) as (step, deadline):
-            num_failed: int | None = 0
             extra = int(failure is not None)
             content = f"{size} {number}"
-            if steps.sum_of_extras(step, deadline, content=content, extra=extra) == 0:
-                if number is not None:
-                    return None, [data] * self.world_size
-            else:
-                highest = steps.gather_arrivals(step, (size, extra), deadline)
-                size, num_failed = (size, None) if highest is None else highest
+            is_same, highest = steps.meet(step, deadline, (size, extra), content, extra)
+            if is_same and number is not None:
+                return None, [data] * self.world_size
+            size, num_failed = highest or (size, 0)
 
             def transfer() -> list[bytes]:
                 if everywhere:
                     return channel.gather(data, size, deadline)
                 return channel.gather_at_rank0(data, deadline, has_rest=size > 0)
 
-            found = steps.transferred(step, transfer) if num_failed == 0 else None
+            found = None if num_failed else steps.transferred(step, transfer)
             if found is not None:
                 return None, found
             decision = steps.decide_in_store(

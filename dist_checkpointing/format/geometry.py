@@ -224,11 +224,6 @@ class ChunkGrid:
         """Index of the chunk that holds the element at ``offset``."""
         return tuple(o // c for o, c in zip(offset, self.chunk_shape, strict=True))
 
-    def is_chunk(self, box: Box) -> bool:
-        """Whether ``box`` is a chunk that lies completely inside the tensor."""
-        places = zip(box.offset, box.shape, self.chunk_shape, self.global_shape, strict=True)
-        return all(n == c and o % c == 0 and o + n <= g for o, n, c, g in places)
-
     def intersecting(self, box: Box) -> Iterator[tuple[Ints, Box]]:
         """Every chunk that meets ``box``, with the common part; none for an empty box."""
         if box.num_elements == 0:
