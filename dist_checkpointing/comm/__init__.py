@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dist_checkpointing.comm.defaults import default_comm, group_comm
 from dist_checkpointing.comm.interface import Comm, SingleProcess
+from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.comm.thread_comm import ThreadComm
 from dist_checkpointing.comm.torch_distributed import TorchComm
 
-__all__ = ["Comm", "SingleProcess", "ThreadComm", "TorchComm", "default_comm", "group_comm"]
+__all__ = [
+    "Comm",
+    "Outcome",
+    "SingleProcess",
+    "ThreadComm",
+    "TorchComm",
+    "default_comm",
+    "group_comm",
+]

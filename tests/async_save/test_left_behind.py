@@ -143,16 +143,14 @@ def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything was written: the checkpoint is good, even if nobody can be told so."""
-    from dist_checkpointing.serialization.save_steps import SaveJob
+    agree = ThreadComm.agree
 
-    real = SaveJob.commit
+    def never_to_the_last(self: ThreadComm, step: str, error: Exception | None) -> None:
+        if self.rank == 1 and step == "committing":
+            raise SystemExit
+        agree(self, step, error)
 
-    def commit(self: SaveJob, comm: Comm) -> None:
-        if self.rank == 1:
-            raise SystemExit  # never comes to the last agreement
-        real(self, comm)
-
-    monkeypatch.setattr(SaveJob, "commit", commit)
+    monkeypatch.setattr(ThreadComm, "agree", never_to_the_last)
 
     def one(comm: Comm) -> None:
         manager = CheckpointManager(tmp_path, comm=comm)

@@ -239,11 +239,11 @@ def test_bad_input_is_one_line_and_two(
 
 def test_debug_shows_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dist_checkpointing import CheckpointNotFoundError
-    from dist_checkpointing.tools.app import main
+    from dist_checkpointing.tools import app
 
     monkeypatch.setattr(sys, "argv", ["dckpt", "ls", str(tmp_path), "--debug"])
     with pytest.raises(CheckpointNotFoundError):
-        main()
+        app.main()
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "stats", "verify", "diff"])

@@ -18,14 +18,11 @@ from dist_checkpointing.format import (
     CheckpointingConfig,
     Index,
     StoredTensor,
-    Window,
     dtypes,
     write_index,
 )
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
-from dist_checkpointing.tools import report
-from dist_checkpointing.tools.app import app
-from dist_checkpointing.tools.load_forecast import bytes_read
+from dist_checkpointing.tools import app, report
 from samples import GOLDEN, GOLDEN_NAMES
 from states import BACKEND, rows, save_on
 from states import shard as replicated
@@ -45,7 +42,7 @@ def saved(folder: Path, backend: Any, side: int = 256) -> Path:
 
 
 def invoke(*arguments: object, exit_code: int = 0) -> str:
-    result = RUNNER.invoke(app, ["plan", *map(str, arguments)])
+    result = RUNNER.invoke(app.app, ["plan", *map(str, arguments)])
     assert result.exit_code == exit_code, result.output
     return result.stdout
 
@@ -240,7 +237,7 @@ constant = 3
         ("my_model:constant", "is not a function"),
     ]:
         arguments = ["plan", str(folder), "--template", name, "--ranks", "1"]
-        result = RUNNER.invoke(app, arguments)
+        result = RUNNER.invoke(app.app, arguments)
         assert isinstance(result.exception, ValueError)
         assert problem in str(result.exception)
 
@@ -256,7 +253,7 @@ constant = 3
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], problem: str) -> None:
-    result = RUNNER.invoke(app, ["plan", str(GOLDEN / GOLDEN_NAMES[0]), *arguments])
+    result = RUNNER.invoke(app.app, ["plan", str(GOLDEN / GOLDEN_NAMES[0]), *arguments])
     assert isinstance(result.exception, ValueError)
     assert problem in str(result.exception)
 
@@ -389,22 +386,6 @@ def test_values_without_a_file_of_their_own(tmp_path: Path) -> None:
     assert "0 opened" not in text
     assert "files      no other: the values lie with what describes the checkpoint" in text
     assert "2 opened, " in invoke(saved(tmp_path / "d", "tensorstore"))
-
-
-# The model of what is read.
-
-
-def test_bytes_of_windows() -> None:
-    rows = Window(0, (8, 1024), Box((2, 0), (3, 1024)))
-    columns = Window(0, (8, 1024), Box((0, 0), (8, 512)))
-    far = Window(0, (8, 2**16), Box((0, 0), (8, 16)))
-    assert bytes_read(rows, 4, maps_files=True) == 3 * 4096
-    # The gaps are smaller than a page: everything between the first and the last element.
-    assert bytes_read(columns, 4, maps_files=True) == 7 * 4096 + 2048
-    assert bytes_read(far, 4, maps_files=True) == 8 * (64 + 4096)
-    # The gaps are larger than those that are read over.
-    assert bytes_read(columns, 4, maps_files=False) == 7 * 4096 + 2048
-    assert bytes_read(far, 4, maps_files=False) == 8 * 64
 
 
 def test_a_recipe_is_planned_and_shown(tmp_path: Path) -> None:

@@ -31,9 +31,15 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from dist_checkpointing import PlanCache, ShardedTensor, load, save
-from dist_checkpointing.comm import SingleProcess, TorchComm, default_comm, group_comm, timeouts
+from dist_checkpointing.comm import (
+    Outcome,
+    SingleProcess,
+    TorchComm,
+    default_comm,
+    group_comm,
+    timeouts,
+)
 from dist_checkpointing.comm import defaults as comm_defaults
-from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,

@@ -18,10 +18,8 @@ import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, local_folder
 from dist_checkpointing.format import Attempt, remove_checkpoint
-from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import TorchDistSaveShardedStrategy
-from dist_checkpointing.strategies.torch_dist import writer
 from dist_checkpointing.testing import run_ranks
 from faults import before_first, strange_flock
 from scripts import run_fresh
@@ -175,7 +173,7 @@ def test_a_folder_that_a_removal_deletes_under_a_save_is_made_again(
 def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_MIN_FILE_BYTES", 1)
+    monkeypatch.setattr("dist_checkpointing.strategies.torch_dist.writer._MIN_FILE_BYTES", 1)
     threads = [1, 4, 30]
 
     def save_rank(comm: Comm) -> None:
@@ -283,7 +281,8 @@ def test_a_record_that_is_written_anew_is_never_half(
     real = os.fsync
 
     def look(descriptor: int) -> None:
-        seen.append(leftovers(tmp_path))
+        noted = json.loads((tmp_path / ".dckpt/attempt.json").read_text())
+        seen.append(frozenset(noted["creates"]))
         real(descriptor)
 
     def fail(*_: Any) -> None:

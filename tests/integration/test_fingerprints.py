@@ -13,11 +13,10 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format import INDEX_NAME, Box, Index, read_index
+from dist_checkpointing.format import INDEX_NAME, Index, read_index
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.storage.fingerprints import _sums_of_blocks, sums_of_tensor
 from dist_checkpointing.strategies import (
     FullyParallelSaveStrategyWrapper,
     TensorStoreLoadShardedStrategy,
@@ -140,17 +139,6 @@ def test_every_dtype(tmp_path: Path) -> None:
         return dc.fingerprint({k: rows(k, own, comm) for k, own in values.items()}, comm=comm)
 
     assert run_ranks(3, cut)[0] == run_ranks(2, pieces)[0] == expected
-
-
-@pytest.mark.parametrize("most_bytes", [16, 200, 10**6])
-def test_values_of_another_device_come_in_blocks(most_bytes: int) -> None:
-    values = FULL[8:20, 5:30]
-    box = Box((8, 5), (12, 25))
-    whole = sums_of_tensor(values, box, None, (48, 35))
-    assert _sums_of_blocks(values, box, None, (48, 35), most_bytes) == whole
-    run = values.reshape(-1)[17:203]
-    part = sums_of_tensor(run, box, (17, 203), (48, 35))
-    assert _sums_of_blocks(run, box, (17, 203), (48, 35), most_bytes) == part != whole
 
 
 def test_kind_and_every_value_count() -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hostile_state
 from dist_checkpointing import CheckpointManager
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.strategies.safetensors_folder import header_bytes
 from limited_child import LimitedChild
 from tiers import examples
 
@@ -135,12 +134,9 @@ def test_a_file_is_read_as_it_was_or_refused(kind: str, copies: Path, child: Lim
 def test_a_safetensors_header_is_read_or_refused(
     child: LimitedChild, tmp_path_factory: pytest.TempPathFactory, change: Callable[[bytes], bytes]
 ) -> None:
-    head, _ = header_bytes(
-        [("a", dtypes.from_name("float32"), (3, 4)), ("b", dtypes.from_name("bool"), ())],
-        {"made by": "us"},
-    )
+    tensors = {"a": torch.zeros(3, 4), "b": torch.tensor(data=False)}
     path = tmp_path_factory.getbasetemp() / "x.safetensors"
-    path.write_bytes(change(head + bytes(49)))
+    path.write_bytes(change(safetensors.torch.save(tensors, {"made by": "us"})))
     outcomes = child.outcomes({"do": "safetensors", "path": str(path)})
     assert outcomes[0].partition(":")[0] in (
         "equal", "CorruptCheckpointError", "UnsupportedFormatError",

@@ -16,9 +16,8 @@ import dist_checkpointing as dc
 from dist_checkpointing import CheckpointingException, load, verify_checkpoint
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format import SEAL_NAME, Seal, read_seal, seal
+from dist_checkpointing.format import SEAL_NAME, Seal, leftovers, read_seal, seal
 from dist_checkpointing.format import checksums as checksum_tables
-from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
 from dist_checkpointing.serialization import save_folder
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
@@ -165,7 +164,7 @@ def test_files_of_an_older_save_with_their_seal_are_found(tmp_path: Path, name: 
         dc.save(state, tmp_path / folder, BACKENDS[name]())
     older, newer = tmp_path / "older", tmp_path / "newer"
     for path in files_of(older):
-        if path.relative_to(older).as_posix() != ATTEMPT_NAME:
+        if path.relative_to(older).as_posix() != ".dckpt/attempt.json":
             (newer / path.relative_to(older)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, newer / path.relative_to(older))
     wanted = {"w": shard("w", torch.empty(30))}
@@ -335,7 +334,7 @@ def test_a_folder_that_is_seen_late_is_waited_for(
     monkeypatch.setattr(
         save_folder,
         "is_in_attempt",
-        lambda *arguments: next(looks) > 3 and is_in_attempt(*arguments),
+        lambda *arguments: next(looks) > 3 and leftovers.is_in_attempt(*arguments),
     )
     run_ranks(2, lambda comm: dc.save(states[comm.rank], tmp_path / "c", comm=comm))
     dc.verify_checkpoint(tmp_path / "c")

@@ -32,8 +32,6 @@ from dist_checkpointing.strategies import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
-from dist_checkpointing.strategies.torch_dist import writer
-from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
 from dist_checkpointing.testing import (
     CUT_SHAPE,
     CUTS,
@@ -51,7 +49,28 @@ from states import wholes
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 BACKEND = ("torch_dist", 1)
+MIN_FILE_BYTES = "dist_checkpointing.strategies.torch_dist.writer._MIN_FILE_BYTES"
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64)
+
+
+def by_dcp(folder: Path) -> Any:
+    """What torch DCP reads of a checkpoint."""
+    return FileSystemReader(folder).read_metadata()
+
+
+def stored_bytes(folder: Path, key: str | None = None) -> list[bytes]:
+    """The bytes of each stored value."""
+    return [
+        (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        for at, info in by_dcp(folder).storage_data.items()
+        if key in (None, at.fqn)
+    ]
+
+
+def flattened_from(folder: Path, key: str) -> tuple[int, ...] | None:
+    """The shape that Megatron looks for beside a tensor that was flattened."""
+    known: dict[str, tuple[int, ...]] = by_dcp(folder).mcore_data.get(key, {})
+    return known.get("nd_reformulated_orig_global_shape")
 
 
 def dcp_save(state: dict[str, Any], folder: Path, *, flat: bool = False, **options: Any) -> None:
@@ -205,7 +224,8 @@ def test_tensors_of_1_d_that_were_flattened_before_megatron_0_9(tmp_path: Path) 
         for a, b in ((0, 4), (4, 10))
     ]
     dcp_save({"b": LocalShardsContainer.from_sh_tens(pieces)}, tmp_path)
-    assert read_dcp_metadata(tmp_path).tensors["b"].chunks == (((0,), (4,)), ((4,), (6,)))
+    chunks = by_dcp(tmp_path).state_dict_metadata["b"].chunks
+    assert [(*c.offsets, *c.sizes) for c in chunks] == [(0, 4), (4, 6)]
     wanted = dc.ShardedTensor.from_rank_offsets_flat(
         "b", torch.zeros(5), (10,), flattened_range=slice(2, 7)
     )
@@ -251,10 +271,9 @@ def test_torch_dist_files_convert_to_one_file_of_torch_save(tmp_path: Path) -> N
 def test_objects_are_written_as_megatron_does(tmp_path: Path) -> None:
     cells = [dc.ShardedObject("rng", {"seed": i + 1}, (1, 2), (0, i)) for i in range(2)]
     dc.save({"rng": cells, "w": whole("w", torch.ones(2))}, tmp_path, BACKEND)
-    metadata = read_dcp_metadata(tmp_path)
-    assert metadata.values == ("rng/shard_0.0_1.2", "rng/shard_0.1_1.2")
-    place = metadata.places["rng/shard_0.1_1.2", None]
-    data = (tmp_path / place.file).read_bytes()[place.offset : place.offset + place.length]
+    names = sorted(at.fqn for at in by_dcp(tmp_path).storage_data if at.fqn != "w")
+    assert names == ["rng/shard_0.0_1.2", "rng/shard_0.1_1.2"]
+    (data,) = stored_bytes(tmp_path, names[1])
     assert torch.load(BytesIO(data), weights_only=True) == [{"seed": 2}]
 
 
@@ -271,11 +290,11 @@ def test_flattened_tensors_are_stored_as_megatron_does(
     full = random_bits(CUT_SHAPE, torch.float32)
     save_on(world_size, tmp_path, lambda rank: {"w": CUTS[name]("w", full, world_size)[rank]})
     rows = {"flattened": 1, "flattened_rows": max(1, world_size // 2), "flattened_layers": 8}[name]
-    stored = read_dcp_metadata(tmp_path).tensors["w"]
-    assert stored.size == (rows, 1, 1, full.numel() // rows)
-    assert stored.flattened_from == CUT_SHAPE
+    size = by_dcp(tmp_path).state_dict_metadata["w"].size
+    assert size == (rows, 1, 1, full.numel() // rows)
+    assert flattened_from(tmp_path, "w") == CUT_SHAPE
     # What DCP makes of it, it puts together from the pieces in this order.
-    loaded = {"w": torch.zeros(stored.size)}
+    loaded = {"w": torch.zeros(size)}
     dcp_load(loaded, tmp_path)
     assert_same_bits(loaded["w"].reshape(CUT_SHAPE), full, "through DCP")
 
@@ -297,8 +316,8 @@ def test_flattened_tensors_that_megatron_does_not_know_are_stored_as_boxes(tmp_p
     full = random_bits(CUT_SHAPE, torch.bfloat16)
     shards = uneven_flattened(full)
     dc.save({"w": shards}, tmp_path, BACKEND)
-    stored = read_dcp_metadata(tmp_path).tensors["w"]
-    assert (stored.size, stored.flattened_from) == (CUT_SHAPE, None)
+    assert by_dcp(tmp_path).state_dict_metadata["w"].size == CUT_SHAPE
+    assert flattened_from(tmp_path, "w") is None
     loaded = {"w": poisoned(full)}
     dcp_load(loaded, tmp_path)
     assert_same_bits(loaded["w"], full, "through DCP")
@@ -415,14 +434,14 @@ def test_removed_tensors_are_gone_and_the_others_stay_what_they_were(tmp_path: P
     )
     assert_same_bits(loaded["w"], full, "a flattened one")
     assert loaded["rng"] == 7
-    assert read_dcp_metadata(tmp_path).tensors["kept"].flattened_from == CUT_SHAPE
+    assert flattened_from(tmp_path, "kept") == CUT_SHAPE
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_tensors_below_a_separation_hint_have_files_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(writer, "_MIN_FILE_BYTES", 64)
+    monkeypatch.setattr(MIN_FILE_BYTES, 64)
     options = StorageOptions(threads=threads)
     strategy = TorchDistSaveShardedStrategy(separation_hint="opt/", options=options)
 
@@ -468,8 +487,7 @@ def test_a_crc_is_written_if_torch_save_would(tmp_path: Path, *, enabled: bool) 
     with crc32(enabled=enabled):
         dc.save({"w": [whole("w", full)], "t": whole("t", full.reshape(10, 100).t())},
              tmp_path, BACKEND)  # fmt: skip
-    for place in read_dcp_metadata(tmp_path).places.values():
-        data = (tmp_path / place.file).read_bytes()[place.offset : place.offset + place.length]
+    for data in stored_bytes(tmp_path):
         with zipfile.ZipFile(BytesIO(data)) as archive:
             assert (archive.testzip() is None) == enabled
     assert_same_bits(dc.load_plain_tensors(tmp_path)["w"], full, "w")
@@ -478,7 +496,7 @@ def test_a_crc_is_written_if_torch_save_would(tmp_path: Path, *, enabled: bool) 
 def test_several_threads_fill_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_MIN_FILE_BYTES", 1000)
+    monkeypatch.setattr(MIN_FILE_BYTES, 1000)
     tensors = {str(i): random_bits((25, 10 + i), torch.float32, i) for i in range(20)}
     strategy = TorchDistSaveShardedStrategy(options=StorageOptions(threads=3))
     dc.save(wholes(tensors), tmp_path, strategy)

@@ -1,9 +1,18 @@
-"""Folder names of many keys are those of each key by itself."""
+"""Keys as names of folders, and keys of optimizers."""
 
+import re
+
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.file_names import disk_name, disk_names
+from dist_checkpointing.format.file_names import (
+    disk_name,
+    disk_names,
+    is_of_optimizer,
+    optimizer_prefixes,
+)
+from dist_checkpointing.strategies.tensorstore.database import DATA_GROUPS, group_of
 
 KEYS = st.one_of(
     st.text(min_size=1, max_size=5),
@@ -20,3 +29,38 @@ KEYS = st.one_of(
 @example(["a\nb"])
 def test_many_names_are_the_names_of_each(keys: list[str]) -> None:
     assert disk_names(keys) == list(map(disk_name, keys))
+
+
+@pytest.mark.parametrize(
+    ("key", "is_optimizer"),
+    [
+        ("optimizer.state.exp_avg.w", True),
+        ("optim.w", True),
+        ("chained_0.optimizer.w", True),
+        ("chained_12.optim", True),
+        ("model.optimizer.w", False),
+        ("decoder.w", False),
+        ("chained_x.optimizer.w", False),
+        ("optim", True),
+        ("optim/w", True),
+        ("optims_0", True),
+        ("optimizers.1.w", True),
+        ("optimizer_state", True),
+        ("optimal_transport.w", False),
+        ("optimism", False),
+        ("optimizern.w", False),
+    ],
+)
+def test_who_is_of_the_optimizer(key: str, *, is_optimizer: bool) -> None:
+    assert is_of_optimizer(key) is is_optimizer
+    assert (DATA_GROUPS[group_of(key)] == "optimizer") is is_optimizer
+
+
+@given(st.sets(st.from_regex(r"\A(chained_[0-3]\.)?(optim|optimizer|optimal|w)?[./s]?[a-c]?\Z")))
+def test_prefixes_drop_what_is_of_the_optimizer_and_nothing_else(keys: set[str]) -> None:
+    prefixes = optimizer_prefixes(keys)
+    dropped = {key for key in keys if key.startswith(tuple(prefixes))}
+    assert all(map(is_of_optimizer, dropped))
+    # "optim" alone stays where "optimal" would go with it.
+    left = filter(is_of_optimizer, keys - dropped)
+    assert all(re.search(r"optim(izer)?s?\Z", key) for key in left)

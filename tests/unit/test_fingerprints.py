@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.format import ELEMENT_TYPES, Box
 from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.storage import fingerprints
 from dist_checkpointing.storage.fingerprints import (
     NOTHING,
     Sums,
     added,
     fingerprint_of,
     sums_of_part,
+    sums_of_tensor,
 )
 from tiers import examples
 
@@ -208,3 +211,14 @@ def test_moved_values_are_found(seed: int) -> None:
         swapped[[i, j]] = swapped[[j, i]]
         assert whole(swapped.reshape(values.shape)) != before
     assert whole(np.ascontiguousarray(values.T).reshape(values.shape)) != before
+
+
+@pytest.mark.parametrize("most_bytes", [16, 200, 10**6])
+def test_values_of_another_device_come_in_blocks(most_bytes: int) -> None:
+    values = torch.randn(12, 25)
+    box = Box((8, 5), (12, 25))
+    whole = sums_of_tensor(values, box, None, (48, 35))
+    assert fingerprints._sums_of_blocks(values, box, None, (48, 35), most_bytes) == whole
+    run = values.reshape(-1)[17:203]
+    part = sums_of_tensor(run, box, (17, 203), (48, 35))
+    assert fingerprints._sums_of_blocks(run, box, (17, 203), (48, 35), most_bytes) == part != whole

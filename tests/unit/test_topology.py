@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, Window, dtypes
 from dist_checkpointing.tools.load_forecast import (
     MEGATRON_RULES,
     KeyCut,
     Reason,
+    bytes_read,
     cut_keys,
     guessed_rules,
     parse_rule,
@@ -129,3 +130,16 @@ def test_an_axis_that_is_not_there_is_an_error() -> None:
 
 def test_an_equals_sign_in_the_pattern_is_part_of_it() -> None:
     assert parse_rule("a=b=1").pattern.pattern == "a=b"
+
+
+def test_bytes_of_windows() -> None:
+    rows = Window(0, (8, 1024), Box((2, 0), (3, 1024)))
+    columns = Window(0, (8, 1024), Box((0, 0), (8, 512)))
+    far = Window(0, (8, 2**16), Box((0, 0), (8, 16)))
+    assert bytes_read(rows, 4, maps_files=True) == 3 * 4096
+    # The gaps are smaller than a page: everything between the first and the last element.
+    assert bytes_read(columns, 4, maps_files=True) == 7 * 4096 + 2048
+    assert bytes_read(far, 4, maps_files=True) == 8 * (64 + 4096)
+    # The gaps are larger than those that are read over.
+    assert bytes_read(columns, 4, maps_files=False) == 7 * 4096 + 2048
+    assert bytes_read(far, 4, maps_files=False) == 8 * 64
