@@ -56,6 +56,15 @@ class _Log:
     def values(self, name: str) -> list[Any]:
         return [values[0] for _, n, values in self.events if n == name and values]
 
+    def check_planning(self, plan_type: type, world_size: int, then: str) -> None:
+        """Rank 0 changes the plans of all ranks, once they are there and before they are used."""
+        assert max(self.when("prepare_local_plan.done")) < self.when("prepare_global_plan")[0]
+        assert self.when("prepare_global_plan.done")[0] < min(self.when(then))
+        for name in ("prepare_global_plan", "prepare_global_plan.done"):
+            for plans in self.values(name):
+                assert len(plans) == world_size
+                assert all(isinstance(plan, plan_type) for plan in plans)
+
 
 class StorageProtocol(BackendHooks):
     """Tests for backends with a StorageWriter and a StorageReader; others skip them."""
@@ -72,10 +81,8 @@ class StorageProtocol(BackendHooks):
             return strategy
         pytest.skip(f"{strategy} has no StorageReader")
 
-    @WORLD_SIZES
-    def test_order_of_writer_calls(self, tmp_path: Path, world_size: int) -> None:
-        """Each rank in order, rank 0 alone for all, ``finish`` last, and then the commit."""
-        folder, log = tmp_path / "c", _Log()
+    def _save_and_log(self, world_size: int, folder: Path) -> _Log:
+        log = _Log()
         self.planned_saver()
 
         def one(comm: Comm) -> None:
@@ -90,28 +97,23 @@ class StorageProtocol(BackendHooks):
 
         run_ranks(world_size, one)
         assert check_is_distributed_checkpoint(folder)
+        return log
+
+    @WORLD_SIZES
+    def test_order_of_writer_calls(self, tmp_path: Path, world_size: int) -> None:
+        """Each rank in order, rank 0 alone for all, ``finish`` last, and then the commit."""
+        log = self._save_and_log(world_size, tmp_path / "c")
         everywhere = ["set_up_storage_writer", "prepare_local_plan", "write_data"]
         for rank in range(1, world_size):
             assert log.calls(rank) == everywhere
         assert log.calls(0) == [*everywhere[:2], "prepare_global_plan", everywhere[2], "finish"]
-        assert max(log.when("prepare_local_plan.done")) < log.when("prepare_global_plan")[0]
-        assert log.when("prepare_global_plan.done")[0] < min(log.when("write_data"))
+        log.check_planning(SavePlan, world_size, "write_data")
         assert max(log.when("write_data.done")) < log.when("finish")[0]
-        for plans in (*log.values("prepare_global_plan"), *log.values("prepare_global_plan.done")):
-            assert len(plans) == world_size
-            assert all(isinstance(plan, SavePlan) for plan in plans)
 
     @WORLD_SIZES
     def test_a_result_for_every_item(self, tmp_path: Path, world_size: int) -> None:
         """``write_data`` returns the number of stored bytes of each item of its plan, in order."""
-        log = _Log()
-        self.planned_saver()
-
-        def one(comm: Comm) -> None:
-            strategy = observed(self.planned_saver(), log.observer(comm.rank))
-            save(_state(world_size, comm.rank), tmp_path / "c", strategy, comm=comm)
-
-        run_ranks(world_size, one)
+        log = self._save_and_log(world_size, tmp_path / "c")
         written = {rank: values for rank, name, values in log.events if name == "write_data.done"}
         for rank, name, values in log.events:
             if name == "write_data":
@@ -138,28 +140,17 @@ class StorageProtocol(BackendHooks):
         expected = ["read_metadata", *everywhere[:2], "prepare_global_plan", everywhere[2]]
         assert log.calls(0) == expected
         assert log.when("read_metadata.done")[0] < min(log.when("set_up_storage_reader"))
-        assert max(log.when("prepare_local_plan.done")) < log.when("prepare_global_plan")[0]
-        assert log.when("prepare_global_plan.done")[0] < min(log.when("read_data"))
+        log.check_planning(LoadPlan, world_size, "read_data")
         (index,) = log.values("read_metadata.done")
         assert isinstance(index, Index)
         assert set(index) == set(_FULL)
-        for plans in (*log.values("prepare_global_plan"), *log.values("prepare_global_plan.done")):
-            assert len(plans) == world_size
-            assert all(isinstance(plan, LoadPlan) for plan in plans)
         for rank, result in enumerate(loaded):
             assert_loaded(result, _state(world_size, rank), f"rank {rank}")
 
     def test_created_names_cover_every_file(self, tmp_path: Path) -> None:
         """A save names all its files before it begins, so that they can be deleted if it fails."""
         strategy, folder = self.planned_saver(), tmp_path / "c"
-        log = _Log()
-
-        def save_one(comm: Comm) -> None:
-            strategy = observed(self.planned_saver(), log.observer(comm.rank))
-            save(_state(2, comm.rank), folder, strategy, comm=comm)
-
-        run_ranks(2, save_one)
-        plan, _ = log.values("write_data")
+        plan, _ = self._save_and_log(2, folder).values("write_data")
         announced = {*strategy.make_writer(folder).created_names(plan.index, world_size=2)}
         announced |= {CONFIG_FNAME, "common.pt", ".dckpt"}
         for path in folder.rglob("*"):

@@ -18,7 +18,8 @@ import torch
 from dist_checkpointing.mapping import ReplicaId, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import flatten, path_text, unflatten, value_at
 
-Sharding = Callable[[str, torch.Tensor, int], list[list[ShardedTensor]]]
+Shards = list[list[ShardedTensor]]
+Sharding = Callable[[str, torch.Tensor, int], Shards]
 """``(key, full tensor, world size)`` -> the shards of each rank, in rank order."""
 
 CUT_SHAPE = (8, 4, 6)
@@ -118,7 +119,7 @@ def uneven_shard(
     )
 
 
-def _along(axis: int, key: str, full: torch.Tensor, count: int) -> list[list[ShardedTensor]]:
+def _along(axis: int, key: str, full: torch.Tensor, count: int) -> Shards:
     """Parts along an axis, equal if that is possible."""
     if full.shape[axis] % count == 0:
         parts = full.chunk(count, axis)
@@ -132,22 +133,22 @@ def _along(axis: int, key: str, full: torch.Tensor, count: int) -> list[list[Sha
     return shards
 
 
-def by_rows(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def by_rows(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Parts along axis 0."""
     return _along(0, key, full, world_size)
 
 
-def by_rows_backwards(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def by_rows_backwards(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Parts along axis 0, the last one on rank 0."""
-    return _along(0, key, full, world_size)[::-1]
+    return by_rows(key, full, world_size)[::-1]
 
 
-def by_columns(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def by_columns(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Parts along axis 1."""
     return _along(1, key, full, world_size)
 
 
-def by_blocks(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def by_blocks(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """A grid over axes 0 and 2."""
     rows = max(1, world_size // 2)
     columns = world_size // rows
@@ -158,14 +159,14 @@ def by_blocks(key: str, full: torch.Tensor, world_size: int) -> list[list[Sharde
     ]
 
 
-def interleaved(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def interleaved(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Each row is a shard, and the ranks get them in turn: several shards of a key on each rank."""
     count = full.shape[0]
     rows = [_regular(key, full[i : i + 1], (0, i, count)) for i in range(count)]
     return [rows[rank::world_size] for rank in range(world_size)]
 
 
-def unevenly(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def unevenly(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Parts of different size along axis 0; with four ranks, one of them holds nothing."""
     cuts = {1: [0], 2: [0, 3], 3: [0, 1, 6], 4: [0, 1, 1, 6]}[world_size] + [full.shape[0]]
     rest = full.shape[1:]
@@ -175,21 +176,18 @@ def unevenly(key: str, full: torch.Tensor, world_size: int) -> list[list[Sharded
     ]
 
 
-def ragged(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def ragged(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Rank 0 has the first rows, the others have columns of the rest: there is no grid."""
     rows, columns, depth = full.shape
     if world_size == 1:
         return [[uneven_shard(key, full, (0, 0, 0), full.shape)]]
     first = [uneven_shard(key, full, (0, 0, 0), (3, columns, depth))]
-    edges = {2: [0], 3: [0, 1], 4: [0, 1, 2]}[world_size] + [columns]
-    rest = [
-        [uneven_shard(key, full, (3, a, 0), (rows - 3, b - a, depth))]
-        for a, b in itertools.pairwise(edges)
-    ]
+    edges = itertools.pairwise([*range(world_size - 1), columns])
+    rest = [[uneven_shard(key, full, (3, a, 0), (rows - 3, b - a, depth))] for a, b in edges]
     return [first, *rest]
 
 
-def replicated(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def replicated(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """The whole tensor on every rank."""
     return [[_regular(key, full, replica_id=rank)] for rank in range(world_size)]
 
@@ -199,7 +197,7 @@ def whole(full: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
     return {key: replicated(key, tensor, 1)[0][0] for key, tensor in full.items()}
 
 
-def in_replicated_pairs(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def in_replicated_pairs(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Rows over pairs of ranks; the second of a pair holds the main replica."""
     count = max(1, world_size // 2)
     parts = full.chunk(count, 0)
@@ -211,7 +209,7 @@ def in_replicated_pairs(key: str, full: torch.Tensor, world_size: int) -> list[l
     ]
 
 
-def prepended(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def prepended(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Axis 0 exists only globally: every layer is a shard, and each rank has a block of layers."""
     count = full.shape[0]
     layers = [_regular(key, full[i], (0, i, count), prepended=1) for i in range(count)]
@@ -219,14 +217,14 @@ def prepended(key: str, full: torch.Tensor, world_size: int) -> list[list[Sharde
     return [layers[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
-def prepended_columns(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def prepended_columns(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Each rank has a part of every layer, cut along the first axis of the layer.
 
     Where it cannot be cut for so many ranks, only rank 0 has any.
     """
     count = full.shape[0]
     num_parts = world_size if full.shape[1] % world_size == 0 else 1
-    shards: list[list[ShardedTensor]] = [[] for _ in range(world_size)]
+    shards: Shards = [[] for _ in range(world_size)]
     for i, layer in enumerate(full):
         for rank, part in enumerate(layer.chunk(num_parts, 0)):
             shards[rank].append(
@@ -237,36 +235,30 @@ def prepended_columns(key: str, full: torch.Tensor, world_size: int) -> list[lis
 
 def _ranges(size: int, count: int) -> list[slice]:
     """``count`` ranges of different sizes that make up ``size`` elements; a fourth is empty."""
-    edges = {
-        1: [0],
-        2: [0, size // 3],
-        3: [0, size // 5, size // 2 + 1],
-        4: [0, size // 7, size // 2 + 1, size // 2 + 1],
-    }[count]
-    return [slice(a, b) for a, b in zip(edges, [*edges[1:], size], strict=True)]
+    starts = [0, size // 7, size // 2 + 1, size // 2 + 1][:count]
+    return [slice(a, b) for a, b in itertools.pairwise([*starts, size])]
 
 
-def flattened(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Ranges of the flattening of the whole tensor; with four ranks, one of them is empty."""
-    flat = full.reshape(-1)
+def _flattened(num_rows: int, key: str, full: torch.Tensor, world_size: int) -> Shards:
     return [
-        [_flat(key, flat[part].clone(), tuple(full.shape), flattened_range=part)]
-        for part in _ranges(flat.numel(), world_size)
-    ]
-
-
-def flattened_rows(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Rows over pairs of ranks; each pair shares the flattening of its rows."""
-    count = max(1, world_size // 2)
-    return [
-        [_flat(key, flat[part].clone(), tuple(rows.shape), (0, i, count), flattened_range=part)]
-        for i, rows in enumerate(full.chunk(count, 0))
+        [_flat(key, flat[part].clone(), tuple(rows.shape), (0, i, num_rows), flattened_range=part)]
+        for i, rows in enumerate(full.chunk(num_rows, 0))
         for flat in [rows.reshape(-1)]
-        for part in _ranges(flat.numel(), world_size // count)
+        for part in _ranges(flat.numel(), world_size // num_rows)
     ]
 
 
-def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+def flattened(key: str, full: torch.Tensor, world_size: int) -> Shards:
+    """Ranges of the flattening of the whole tensor; with four ranks, one of them is empty."""
+    return _flattened(1, key, full, world_size)
+
+
+def flattened_rows(key: str, full: torch.Tensor, world_size: int) -> Shards:
+    """Rows over pairs of ranks; each pair shares the flattening of its rows."""
+    return _flattened(max(1, world_size // 2), key, full, world_size)
+
+
+def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Axis 0 exists only globally, and the ranks share the flattening of every layer."""
     count = full.shape[0]
     return [
