@@ -14,17 +14,15 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
-from dist_checkpointing.mapping.tensor_memory import DTYPES
-from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.load_metadata import load_plain_tensors, load_tensors_metadata
-from dist_checkpointing.serialization.save import save
-from dist_checkpointing.strategies.base import (
+from dist_checkpointing.mapping import DTYPES
+from dist_checkpointing.serialization import load, load_plain_tensors, load_tensors_metadata, save
+from dist_checkpointing.strategies import (
     LoadShardedStrategy,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     SaveShardedStrategy,
+    StrategyAction,
 )
-from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.testing.simulated_ranks import run_ranks
 

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.planning import LoadPlan, SavePlan
-from dist_checkpointing.serialization import check_is_distributed_checkpoint
-from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.save import save
-from dist_checkpointing.strategies.base import (
+from dist_checkpointing.serialization import check_is_distributed_checkpoint, load, save
+from dist_checkpointing.strategies import (
     AsyncSaveShardedStrategy,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
@@ -118,7 +116,7 @@ class StorageProtocol(BackendHooks):
         for rank, name, values in log.events:
             if name == "write_data":
                 items = values[0].items
-                results = [*written[rank][0].result()][: len(items)]
+                results = written[rank][0].result()[: len(items)]
                 assert [result.index for result in results] == [item.index for item in items]
                 assert all(result.size_in_bytes > 0 for result in results)
 

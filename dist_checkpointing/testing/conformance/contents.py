@@ -12,15 +12,15 @@ import torch
 
 from dist_checkpointing.errors import InvalidShardingError, StateMismatchError
 from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.serialization import check_is_distributed_checkpoint
-from dist_checkpointing.serialization.load_metadata import (
+from dist_checkpointing.serialization import (
+    check_is_distributed_checkpoint,
     load_content_metadata,
     load_sharded_metadata,
     load_tensors_metadata,
     remove_sharded_tensors,
+    save,
 )
-from dist_checkpointing.serialization.save import save
-from dist_checkpointing.strategies.base import LoadShardedStrategy
+from dist_checkpointing.strategies import LoadShardedStrategy
 from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.sample_shards import (

@@ -23,11 +23,13 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.serialization import check_is_distributed_checkpoint
-from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.load_metadata import load_tensors_metadata
-from dist_checkpointing.serialization.save import save
-from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
+from dist_checkpointing.serialization import (
+    check_is_distributed_checkpoint,
+    load,
+    load_tensors_metadata,
+    save,
+)
+from dist_checkpointing.strategies import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks, failures_on, observed
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.sample_shards import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import flatten, path_text, value_at
+from dist_checkpointing.mapping import ShardedTensor, flatten
+from dist_checkpointing.mapping.nested_dicts import path_text, value_at
 from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.mapping import ReplicaId, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import flatten, path_text, unflatten, value_at
+from dist_checkpointing.mapping import ReplicaId, ShardedTensor, flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import path_text, value_at
 
 Shards = list[list[ShardedTensor]]
 Sharding = Callable[[str, torch.Tensor, int], Shards]
