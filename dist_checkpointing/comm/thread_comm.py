@@ -66,35 +66,39 @@ class ThreadComm(Comm):
             for rendezvous in self.duplicates:
                 rendezvous.leave(rank)
 
-        def meet(self, rank: int, value: Any) -> tuple[list[Any], set[int]]:
-            """The values of all ranks, and the ranks that did not come in time (then no values)."""
+        def meet(self, comm: ThreadComm, label: str, value: T) -> list[T]:
+            """The values of all ranks.
+
+            Raises:
+                RankFailedError: naming the ranks that do not come in time.
+            """
             with self._changed:
-                if self._given_up:
-                    return [], self._given_up
-                this_round = self._round
-                self._values[rank] = value
-                if len(self._values) == self.world_size:
-                    self._last_round = [self._values[r] for r in range(self.world_size)]
-                    self._values = {}
-                    self._round += 1
-                    self._changed.notify_all()
-                    return self._last_round, set()
-                self._changed.wait_for(
-                    lambda: (
-                        self._round != this_round
-                        or self._given_up
-                        or self._gone - self._values.keys()
-                    ),
-                    self.timeout_seconds,
-                )
-                if self._round != this_round:
-                    # The next round needs this rank: until then it cannot replace the last one.
-                    return self._last_round, set()
                 if not self._given_up:
-                    # A rank that comes too late must not meet ranks that went on without it.
-                    self._given_up = set(range(self.world_size)) - self._values.keys()
-                    self._changed.notify_all()
-                return [], self._given_up
+                    this_round = self._round
+                    self._values[comm.rank] = value
+                    if len(self._values) == self.world_size:
+                        self._last_round = [self._values[r] for r in range(self.world_size)]
+                        self._values = {}
+                        self._round += 1
+                        self._changed.notify_all()
+                    else:
+                        self._changed.wait_for(
+                            lambda: (
+                                self._round != this_round
+                                or self._given_up
+                                or self._gone - self._values.keys()
+                            ),
+                            self.timeout_seconds,
+                        )
+                    if self._round != this_round:
+                        # The next round needs this rank: until then it cannot replace the last one.
+                        return self._last_round
+                    if not self._given_up:
+                        # A rank that comes too late must not meet ranks that went on without it.
+                        self._given_up = set(range(self.world_size)) - self._values.keys()
+                        self._changed.notify_all()
+            step, seconds, absent = step_of(label), self.timeout_seconds, self._given_up
+            raise absent_error(absent, step, seconds, self.world_size, comm.global_ranks)
 
     def __init__(
         self,
@@ -112,12 +116,10 @@ class ThreadComm(Comm):
         return self._rendezvous.kept[self.rank]
 
     def all_gather(self, value: T) -> list[T]:
-        values: list[T] = self._meet(GATHER, value)
-        return values
+        return self._meet(GATHER, value)
 
     def broadcast(self, value: T) -> T:
-        result: T = self._meet(BROADCAST, value)[0]
-        return result
+        return self._meet(BROADCAST, value)[0]
 
     def all_same(self, number: int | None) -> bool:
         return set(self._meet(COMPARISON, number)) == {number} - {None}
@@ -132,8 +134,8 @@ class ThreadComm(Comm):
         return ThreadComm(rendezvous, self.rank, self.global_ranks)
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
-        outcomes: list[Failure | None] = self._meet(agreement(step), failure, failure)
-        return {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
+        outcomes = enumerate(self._meet(agreement(step), failure, failure))
+        return {rank: outcome for rank, outcome in outcomes if outcome is not None}
 
     def _all_outcomes(
         self, outcome: Outcome[Any], number: int | None, *, everywhere: bool = True
@@ -145,19 +147,12 @@ class ThreadComm(Comm):
         return failures, [value for _, value in met]
 
     def _broadcast_agreed(self, step: str, value: T) -> T:
-        result: T = self._meet(step, value)[0]
-        return result
+        return self._meet(step, value)[0]
 
-    def _meet(self, label: str, value: Any, failure: Failure | None = None) -> list[Any]:
-        met = self._met(label, (label, value))
+    def _meet(self, label: str, value: T, failure: Failure | None = None) -> list[T]:
+        met = self._rendezvous.meet(self, label, (label, value))
         if len({label for label, _ in met}) > 1:
-            calls = self._met(label, described(label, None if failure is None else failure.summary))
+            call = described(label, None if failure is None else failure.summary)
+            calls = self._rendezvous.meet(self, label, call)
             raise different_calls(dict(enumerate(calls)), self.global_ranks)
         return [value for _, value in met]
-
-    def _met(self, label: str, value: Any) -> list[Any]:
-        values, absent = self._rendezvous.meet(self.rank, value)
-        if absent:
-            step, seconds = step_of(label), self._rendezvous.timeout_seconds
-            raise absent_error(absent, step, seconds, self.world_size, self.global_ranks)
-        return values

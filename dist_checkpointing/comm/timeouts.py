@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 import xxhash
@@ -231,14 +231,6 @@ _LONGEST_PATIENCE_SECONDS: Final = 30.0
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
-class Decision(NamedTuple):
-    """What was decided through the store: the step, its verdict, and the payloads passed."""
-
-    number: int
-    verdict: Verdict
-    payloads: list[bytes]
-
-
 class Steps:
     """The steps of one comm. Creating one is a step too, and collective over ``group`` (gloo)."""
 
@@ -289,15 +281,16 @@ class Steps:
 
     def clear(self) -> None:
         """Delete the keys of this rank in the store, once no rank will read them."""
+
+        def clear() -> None:
+            if self._number < 2:  # the second step has deleted it
+                self._arrivals.delete_key(f"here/{self._rank}")
+            self._notes.clear()
+
         try:
-            asked(self._clear, _CLEARING_SECONDS)
+            asked(clear, _CLEARING_SECONDS)
         except (StoreSilentError, dist.DistError) as error:
             logger.debug("keys stay in the store: %s", error)
-
-    def _clear(self) -> None:
-        if self._number < 2:  # the second step has deleted it
-            self._arrivals.delete_key(f"here/{self._rank}")
-        self._notes.clear()
 
     @contextmanager
     def start_step(self, label: str, value: Any = None) -> Iterator[tuple[Record, float]]:
@@ -412,8 +405,8 @@ class Steps:
         *,
         sources: Sequence[int] = (0,),
         everywhere: bool = True,
-    ) -> Decision:
-        """End a step through the store.
+    ) -> tuple[Verdict, list[bytes]]:
+        """End a step through the store: the verdict, and the payloads that were passed.
 
         Args:
             step: record of the step.
@@ -429,7 +422,7 @@ class Steps:
         failure = step.value.summary if isinstance(step.value, Failure) else None
         call = described(step.label, failure)
 
-        def decided() -> Decision:
+        def decided() -> tuple[int, Verdict, list[bytes]]:
             if self.is_broken:
                 self._notes.raise_flag()
             if payload is not None and self._rank in sources:
@@ -437,35 +430,33 @@ class Steps:
             self._notes.note(replace(step, state=State.OUTSIDE, call=call))
             has_payload = payload is not None
             number, verdict = self._notes.verdict(step, deadline, patience, has_payload=has_payload)
-            payloads = []
             is_whole = not (verdict.absent or verdict.is_lost or verdict.calls)
             is_reader = has_payload and (everywhere or self._rank == 0)
-            if is_reader and is_whole and number == step.number:
-                payloads = [self._notes.payload(number, rank) for rank in sources]
+            is_passed = is_reader and is_whole and number == step.number
+            payloads = [self._notes.payload(number, rank) for rank in sources if is_passed]
             # A frozen rank acknowledges nothing, and the others are already at the next step.
             hearing = patience / 2 if self.is_broken else _HEARING_SECONDS
             self._notes.acknowledge(number, verdict, hearing)
-            return Decision(number, verdict, payloads)
+            return number, verdict, payloads
 
         # The others decide up to two patiences after the deadline; then their verdict is read.
         longest = deadline - time.monotonic() + 4 * patience
-        found = self._asked(decided, longest, step.label)
-        verdict = found.verdict
-        if found.number < step.number:
+        number, verdict, payloads = self._asked(decided, longest, step.label)
+        if number < step.number:
             # The others failed in a step that this rank had ended: all go on from that step.
-            self._number, self._last_value = found.number, None
-            self._note(Record(found.number, verdict.label, state=State.OUTSIDE))
+            self._number, self._last_value = number, None
+            self._note(Record(number, verdict.label, state=State.OUTSIDE))
         if verdict.calls:
             raise different_calls(verdict.calls, self._global_ranks)
         # An agreement itself reports absent ranks, as failures.
-        is_whole = found.number == step.number and not verdict.is_lost
+        is_whole = number == step.number and not verdict.is_lost
         if verdict.absent and not (is_whole and is_agreement(step.label)):
             raise self._absent_error(verdict.absent, verdict.label)
         if verdict.is_lost:
             problem = "some ranks have what others lack"
             present = (self._global_ranks[rank] for rank in verdict.present)
             raise contact_lost(verdict.label, problem, present)
-        return found
+        return verdict, payloads
 
     def _asked(self, question: Callable[[], T], timeout_seconds: float, label: str) -> T:
         """The answer of the store, or an error if it does not answer in time."""

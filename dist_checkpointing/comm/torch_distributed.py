@@ -109,7 +109,7 @@ class TorchComm(Comm):
                 steps.meet(record, deadline, (0, 0))
             packed = steps.transferred(record, lambda: steps.channel.broadcast(payload, deadline))
             if packed is None:
-                packed = steps.decide_in_store(record, deadline, payload).payloads[0]
+                (packed,) = steps.decide_in_store(record, deadline, payload)[1]
         result: T = self._unpack(packed)
         return result
 
@@ -122,8 +122,8 @@ class TorchComm(Comm):
                 return number is not None
             if highest is not None:
                 return highest[0] == -highest[1]
-            values = self._steps.decide_in_store(step, deadline).verdict.values
-        return set(values.values()) == {number} - {None}
+            verdict, _ = self._steps.decide_in_store(step, deadline)
+        return set(verdict.values.values()) == {number} - {None}
 
     @property
     def tensor_device(self) -> torch.device:
@@ -216,14 +216,13 @@ class TorchComm(Comm):
             found = None if num_failed else steps.transferred(step, transfer)
             if found is not None:
                 return None, found
-            decision = steps.decide_in_store(
+            return steps.decide_in_store(
                 step,
                 deadline,
                 None if payload is None else b"" if num_failed else payload,
                 sources=range(self.world_size),
                 everywhere=everywhere,
             )
-        return decision.verdict, decision.payloads
 
     def _failures_in(self, verdict: Verdict | None, step: str) -> Mapping[int, Failure]:
         if verdict is None:

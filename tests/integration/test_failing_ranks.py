@@ -585,15 +585,15 @@ WRITTEN, COMMITTED = "'writing', passing values", "'committing'"
 def noted_waits(monkeypatch: pytest.MonkeyPatch, body: Callable[[Comm], object]) -> list[str]:
     """Where rank 0 waits for the other ranks in ``body``."""
     waits: list[str] = []
-    met = ThreadComm._met
+    meet = ThreadComm.Rendezvous.meet
 
-    def noting(self: ThreadComm, label: str, value: Any) -> list[Any]:
-        if self.rank == 0:
+    def noting(self: ThreadComm.Rendezvous, comm: ThreadComm, label: str, value: Any) -> list[Any]:
+        if comm.rank == 0:
             waits.append(label)
-        return met(self, label, value)
+        return meet(self, comm, label, value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ThreadComm, "_met", noting)
+        patched.setattr(ThreadComm.Rendezvous, "meet", noting)
         run_ranks(RANKS, body)
     return waits
 
