@@ -49,11 +49,16 @@ def pieces_text(pieces: Mapping[str, Pieces]) -> str:
     """The pieces of all tensors as JSON. Columns of tensors that are cut alike become text once."""
     known: dict[tuple[bytes, tuple[int, ...]], str] = {}
 
-    def text(column: Int64s) -> str:
-        content = column.tobytes(), column.shape
-        if content not in known:
-            known[content] = _rows_text(column)
-        return known[content]
+    def text(rows: Int64s) -> str:
+        content = rows.tobytes(), rows.shape
+        found = known.get(content)
+        if found is None:
+            if len(rows) > 1 and (rows == rows[0]).all():  # such as flattened pieces of one box
+                found = f"[{','.join([json_text(rows[0].tolist())] * len(rows))}]"
+            else:
+                found = json_text(rows.tolist())
+            known[content] = found
+        return found
 
     tables = (
         f'{json_text(key)}:{{"offsets":{text(table.offsets)},'
@@ -61,13 +66,6 @@ def pieces_text(pieces: Mapping[str, Pieces]) -> str:
         for key, table in pieces.items()
     )
     return f"{{{','.join(tables)}}}"
-
-
-def _rows_text(rows: Int64s) -> str:
-    """Rows of ints as JSON. Flattened pieces of one box have the same offset and shape."""
-    if len(rows) > 1 and (rows == rows[0]).all():
-        return f"[{','.join([json_text(rows[0].tolist())] * len(rows))}]"
-    return json_text(rows.tolist())
 
 
 def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
@@ -122,7 +120,14 @@ def shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[
     if not isinstance(column, list) or len(column) != len(keys):
         raise ValueError("columns of different length")
     given = [shape for shape in column if shape is not None] if optional else column
-    if not _are_extents(given):
+    are_lists = {list}.issuperset(map(type, given))
+    numbers = [*itertools.chain.from_iterable(given)] if are_lists else [-1]
+    if (
+        not {int}.issuperset(map(type, numbers))
+        or min(numbers, default=0) < 0
+        or max(numbers, default=0) >= MAX_EXTENT
+        or max(map(len, given), default=0) > MAX_AXES
+    ):
         for key, shape in zip(keys, column, strict=True):
             if shape is not None or not optional:
                 extents(key, shape)
@@ -130,19 +135,6 @@ def shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[
     # Many tensors have few shapes: equal ones are one object.
     known: dict[Any, Any] = {}
     return list(map(known.setdefault, rows, rows))
-
-
-def _are_extents(shapes: list[Any]) -> bool:
-    """Whether all are lists of extents, which takes a look at each number but no Python for it."""
-    if not {list}.issuperset(map(type, shapes)):
-        return False
-    numbers = [*itertools.chain.from_iterable(shapes)]
-    return (
-        {int}.issuperset(map(type, numbers))
-        and min(numbers, default=0) >= 0
-        and max(numbers, default=0) < MAX_EXTENT
-        and max(map(len, shapes), default=0) <= MAX_AXES
-    )
 
 
 def extents(key: str, shape: Any) -> list[int]:
@@ -447,10 +439,9 @@ class Index(Mapping[str, StoredTensor]):
             raise ValueError("a key appears twice")
         for name in set(self.dtype_column):
             dtypes.from_name(name)
-        rows = zip(self.keys_column, self.global_shape_column, self.chunk_shape_column, strict=True)
         if self._is_plain():
             return
-        for key, shape, chunk in rows:
+        for key, shape, chunk in zip(self.keys_column, *columns[1:], strict=True):
             pieces = self.pieces.get(key)
             if (chunk is None) == (pieces is None):
                 raise ValueError(f"{key!r} needs either a chunk grid or pieces")
@@ -519,15 +510,6 @@ class StatedSize:
         return self.num_bytes > LARGE_BYTES or self.num_parts > MANY_PARTS
 
 
-@dataclass(frozen=True, slots=True)
-class Backing:
-    """The bytes and parts that files can hold, and the path of the file that states the size."""
-
-    num_bytes: int
-    num_parts: int
-    path: str
-
-
 def stated_size(tensor: StoredTensor) -> StatedSize:
     return StatedSize(tensor.key, tensor.num_bytes, tensor.num_parts)
 
@@ -552,20 +534,25 @@ def meets_many(tensor: StoredTensor, box: Box) -> bool:
 
 
 def require_backing(
-    stated: Iterable[StatedSize], backing_of: Callable[[StatedSize], Backing]
+    stated: Iterable[StatedSize], backing_of: Callable[[StatedSize], tuple[int, int, str]]
 ) -> None:
-    """Refuse sizes that the files cannot hold."""
+    """Refuse sizes that the files cannot hold.
+
+    ``backing_of`` gives the bytes and parts that files can hold, and the path of the file that
+    states the size.
+    """
     findings = [
         Finding(
             "it would not fit into the files that are there",
             size.key,
             expected=f"{size.num_bytes} bytes in {size.num_parts} parts",
-            found=f"room for {backing.num_bytes} bytes, {backing.num_parts} parts",
-            path=backing.path,
+            found=f"room for {num_bytes} bytes, {num_parts} parts",
+            path=path,
             remedy="Use another checkpoint: parts are lost, or this file is damaged.",
         )
-        for size, backing in ((size, backing_of(size)) for size in stated)
-        if size.num_bytes > backing.num_bytes or size.num_parts > backing.num_parts
+        for size in stated
+        for num_bytes, num_parts, path in [backing_of(size)]
+        if size.num_bytes > num_bytes or size.num_parts > num_parts
     ]
     if findings:
         raise CorruptCheckpointError("the checkpoint is not as large as it says", findings)

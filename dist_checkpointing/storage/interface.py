@@ -25,7 +25,6 @@ from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import (
     INDEX_NAME,
-    Backing,
     Index,
     StatedSize,
     StoredTensor,
@@ -398,9 +397,7 @@ class StorageReader(ABC):
             return
         num_bytes, _ = size_of_files(self.checkpoint_dir)
         # Every part takes a byte at least, if only to be named.
-        require_backing(
-            claims, lambda claim: Backing(num_bytes, num_bytes, self.claimed_in(claim.key))
-        )
+        require_backing(claims, lambda claim: (num_bytes, num_bytes, self.claimed_in(claim.key)))
 
     def claimed_in(self, key: str) -> str:
         """The file that says what a tensor is."""

@@ -19,7 +19,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import Backing, large_objects, require_backing
+from dist_checkpointing.format.index import large_objects, require_backing
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
@@ -230,4 +230,4 @@ def _require_cells(found: Iterable[ShardedObject], root: Location) -> None:
         cells[grid] = cells.get(grid, 0) + 1
     stated = large_objects(dict(cells.keys()))
     files = {key: number for (key, _), number in cells.items()}
-    require_backing(stated, lambda size: Backing(0, files[size.key], str(root / size.key)))
+    require_backing(stated, lambda size: (0, files[size.key], str(root / size.key)))

@@ -24,7 +24,6 @@ from dist_checkpointing.format.checksums import bytes_of, columns_of, digest_of_
 from dist_checkpointing.format.geometry import Box, Ints, Window, padded, values_of_part
 from dist_checkpointing.format.index import (
     MOST_COMPRESSION,
-    Backing,
     Index,
     StatedSize,
     StoredTensor,
@@ -313,9 +312,9 @@ class ZarrFolderReader(StorageReader):
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         growth = 1 if index.codec is None else MOST_COMPRESSION
 
-        def files_of(stated: StatedSize) -> Backing:
+        def files_of(stated: StatedSize) -> tuple[int, int, str]:
             num_bytes, num_files = size_of_files(self.array_folder(stated.key))
-            return Backing(num_bytes * growth, num_files, self.claimed_in(stated.key))
+            return (num_bytes * growth, num_files, self.claimed_in(stated.key))
 
         require_backing(claims, files_of)
 
