@@ -21,7 +21,7 @@ from dist_checkpointing.format import Attempt, remove_checkpoint
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import TorchDistSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from faults import before_first, strange_flock
+from faults import strange_flock
 from scripts import run_fresh
 from states import BACKEND, BACKENDS, assert_at_step, shard, trained
 
@@ -127,16 +127,8 @@ def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backen
     """TensorStore locks files by itself, which Lustre without ``flock`` refuses as well."""
     (tmp_path / "refusing.c").write_text(_REFUSING)
     library = tmp_path / "refusing.so"
-    build: list[str | Path] = [
-        "cc",
-        "-shared",
-        "-fPIC",
-        "-o",
-        library,
-        tmp_path / "refusing.c",
-        "-ldl",
-    ]
-    subprocess.run(build, check=True, timeout=60)
+    build = f"cc -shared -fPIC -o {library} {tmp_path / 'refusing.c'} -ldl"
+    subprocess.run(build.split(), check=True, timeout=60)
     done = run_fresh(
         "-c", _SCRIPT, tmp_path / "c", backend, environment={"LD_PRELOAD": str(library)}
     )
@@ -145,28 +137,26 @@ def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backen
     assert done.stderr.count("no flock") == 1
 
 
-def test_a_checkpoint_that_is_committed_while_a_save_waits_for_its_turn_stays(
-    tmp_path: Path,
+@pytest.mark.parametrize("meanwhile", ["a save commits", "a removal deletes the folder"])
+def test_what_happens_between_the_first_look_and_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """It was not there at the first look."""
-    other = before_first("fcntl.flock", lambda *_: dc.save(trained(1), tmp_path, "zarr"))
-    with other, pytest.raises(dc.CheckpointExistsError, match="committed checkpoint"):
-        dc.save(trained(2), tmp_path, "zarr")
-    assert_sound(tmp_path, 1)
-
-
-def test_a_folder_that_a_removal_deletes_under_a_save_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = FolderLock.acquire
+    real, is_commit = FolderLock.acquire, meanwhile == "a save commits"
 
     def acquire(folder: Path) -> FolderLock:
         monkeypatch.setattr(FolderLock, "acquire", real)
-        folder.rmdir()
+        if is_commit:
+            dc.save(trained(1), folder, "zarr")
+        else:
+            folder.rmdir()
         return real(folder)
 
     monkeypatch.setattr(FolderLock, "acquire", acquire)
-    dc.save(trained(1), tmp_path / "c", "zarr")
+    if is_commit:
+        with pytest.raises(dc.CheckpointExistsError, match="committed checkpoint"):
+            dc.save(trained(2), tmp_path / "c", "zarr")
+    else:
+        dc.save(trained(1), tmp_path / "c", "zarr")
     assert_sound(tmp_path / "c", 1)
 
 
@@ -239,35 +229,30 @@ def test_an_array_of_another_program_is_still_refused_whatever_it_holds(tmp_path
 def test_temporary_files_of_a_killed_removal_go_with_the_next_change(
     tmp_path: Path, backend: Any
 ) -> None:
-    names = [".dckpt/removal.json", ".dckpt/attempt.json", "common.pt"]
-    names += {"zarr": [".dckpt/index.json", "zarr.json"][: 2 * (backend[1] - 1)]}.get(
-        backend[0], []
-    )
-    own = {"torch_dist": [".metadata"], "tensorstore": [".dckpt/index.json", "manifest.ocdbt"]}
-    names += own.get(backend[0], [])
+    names = {
+        ("zarr", 1): [],
+        ("zarr", 2): [".dckpt/index.json", "zarr.json"],
+        ("torch_dist", 1): [".metadata"],
+        ("tensorstore", 1): [".dckpt/index.json", "manifest.ocdbt"],
+    }[backend]
+    names += [".dckpt/removal.json", ".dckpt/attempt.json", "common.pt"]
     folder = tmp_path / "c"
-
-    def leave() -> list[Path]:
+    dc.save(trained(1), folder, backend)
+    changes: list[Callable[[], Any]] = [
+        lambda: dc.remove_sharded_tensors(folder, "optimizer"),
+        lambda: dc.remove_sharded_tensors(folder, "nothing begins with this"),
+        lambda: dc.save(trained(2), folder, backend, overwrite=True),
+        lambda: remove_checkpoint(folder),
+    ]
+    for change in changes:
         left = [folder / f"{name}.0123abcd.tmp" for name in names]
         if backend[0] == "tensorstore":
             left.append(folder / "manifest.ocdbt.__lock")
             left.append(folder / "manifest.ocdbt_0123456789abcdef.__lock")
         for path in left:
             path.write_bytes(b"half")
-        return left
-
-    dc.save(trained(1), folder, backend)
-    left = leave()
-    dc.remove_sharded_tensors(folder, "optimizer")
-    assert not [path for path in left if path.exists()]
-    left = leave()
-    dc.remove_sharded_tensors(folder, "nothing begins with this")
-    assert not [path for path in left if path.exists()]
-    left = leave()
-    dc.save(trained(2), folder, backend, overwrite=True)
-    assert not [path for path in left if path.exists()]
-    leave()
-    remove_checkpoint(folder)
+        change()
+        assert not [path for path in left if path.exists()]
     assert not folder.exists()
 
 
@@ -356,16 +341,9 @@ def test_what_may_be_committed_is_not_deleted(
         # A power cut may bring it back: then everything is there.
         assert tried
         assert not dc.check_is_distributed_checkpoint(folder)
-        (folder / "metadata.json").write_text(
-            json.dumps(
-                {
-                    "sharded_backend": backend[0],
-                    "sharded_backend_version": backend[1],
-                    "common_backend": "torch",
-                    "common_backend_version": 1,
-                }
-            )
-        )
+        config = {"sharded_backend": backend[0], "sharded_backend_version": backend[1]}
+        config |= {"common_backend": "torch", "common_backend_version": 1}
+        (folder / "metadata.json").write_text(json.dumps(config))
         assert_sound(folder, 1)
 
 
