@@ -168,10 +168,7 @@ def test_metadata_that_was_cut_off_or_has_flipped_bits(damaged: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "", "a/../../b"])
 def test_files_outside_of_the_checkpoint_are_refused(damaged: Path, name: str) -> None:
-    def move(content: Any) -> None:
-        info_of(content, "bits").relative_path = name
-
-    rewrite(damaged, move)
+    rewrite(damaged, lambda content: setattr(info_of(content, "bits"), "relative_path", name))
     with pytest.raises(dc.CorruptCheckpointError, match="no file of a checkpoint"):
         dc.load(wanted(), damaged)
 
@@ -180,11 +177,8 @@ def test_files_outside_of_the_checkpoint_are_refused(damaged: Path, name: str) -
 @pytest.mark.parametrize("position", [1 << 60, -1])
 def test_positions_in_lists_that_nobody_had(tmp_path: Path, position: int) -> None:
     dcp_save({"w": torch.ones(2), "values": [{"a": 1}, {"a": 2}]}, checkpoint_id=tmp_path)
-
-    def move(content: Any) -> None:
-        content.planner_data["values.1.a"] = ("values", position, "a")
-
-    rewrite(tmp_path, move)
+    path = ("values", position, "a")
+    rewrite(tmp_path, lambda content: content.planner_data.update({"values.1.a": path}))
     if position < 0:  # which is no path: the value keeps its name
         assert dc.load_common_state_dict(tmp_path) == {"values": [{"a": 1}], "values.1.a": 2}
     else:
@@ -192,61 +186,29 @@ def test_positions_in_lists_that_nobody_had(tmp_path: Path, position: int) -> No
             dc.load_common_state_dict(tmp_path)
 
 
-def _lose(content: Any) -> None:
-    content.storage_data = {
-        at: info for at, info in content.storage_data.items() if at.fqn != "bits"
-    }
+CONTRADICTIONS: dict[str, Callable[[Any], object]] = {
+    "nothing stored": lambda c: setattr(
+        c, "storage_data", {at: info for at, info in c.storage_data.items() if at.fqn != "bits"}
+    ),
+    "outside": lambda c: setattr(
+        c.state_dict_metadata["rows"].chunks[0], "offsets", torch.Size([7, 0])
+    ),
+    "negative": lambda c: setattr(info_of(c, "bits"), "offset", -5),
+    "endless": lambda c: setattr(info_of(c, "bits"), "length", 1 << 61),
+    "no int": lambda c: setattr(c.state_dict_metadata["bits"], "size", (True,)),
+    "no dtype": lambda c: setattr(c.state_dict_metadata["bits"].properties, "dtype", torch.strided),
+    "flattened from another shape": lambda c: c.mcore_data.update(
+        flat={"nd_reformulated_orig_global_shape": (5, 7)}
+    ),
+    "no fields": lambda c: c.state_dict_metadata.update(
+        bits=object.__new__(dcp_metadata.TensorStorageMetadata)
+    ),
+    "a lost cell": lambda c: c.state_dict_metadata.pop("object/shard_0_2"),
+}
 
 
-def _outside(content: Any) -> None:
-    content.state_dict_metadata["rows"].chunks[0].offsets = torch.Size([7, 0])
-
-
-def _negative(content: Any) -> None:
-    info_of(content, "bits").offset = -5
-
-
-def _endless(content: Any) -> None:
-    info_of(content, "bits").length = 1 << 61
-
-
-def _no_int(content: Any) -> None:
-    content.state_dict_metadata["bits"].size = (True,)
-
-
-def _no_dtype(content: Any) -> None:
-    content.state_dict_metadata["bits"].properties.dtype = torch.strided
-
-
-def _other_flattened(content: Any) -> None:
-    content.mcore_data["flat"] = {"nd_reformulated_orig_global_shape": (5, 7)}
-
-
-def _no_fields(content: Any) -> None:
-    content.state_dict_metadata["bits"] = dcp_metadata.TensorStorageMetadata.__new__(
-        dcp_metadata.TensorStorageMetadata
-    )
-
-
-def _lost_cell(content: Any) -> None:
-    del content.state_dict_metadata["object/shard_0_2"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _lose,
-        _outside,
-        _negative,
-        _endless,
-        _no_int,
-        _no_dtype,
-        _other_flattened,
-        _no_fields,
-        _lost_cell,
-    ],
-)
-def test_metadata_that_contradicts_itself(damaged: Path, change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("change", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_metadata_that_contradicts_itself(damaged: Path, change: Callable[[Any], object]) -> None:
     rewrite(damaged, change)
     with pytest.raises(dc.CorruptCheckpointError):
         dc.load(wanted(), damaged)
