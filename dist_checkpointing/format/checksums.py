@@ -228,34 +228,32 @@ def parse_table(data: bytes, path: str) -> ChecksumColumns:
     """The table with this content."""
     remedy = "Use another checkpoint, or load without verify."
     with local_folder.parsing("checksums cannot be read", path, remedy=remedy):
-        return _columns(data)
-
-
-def _columns(data: bytes) -> ChecksumColumns:
-    magic, version, names_size, rows, width = _HEAD.unpack_from(data)
-    if magic != _MAGIC:
-        raise ValueError("not a table of checksums")
-    if version != _VERSION:
-        raise ValueError(f"version {version} of the table is not known")
-    widths = (1, 1, 1, 1, width, width, 2, 1)
-    row_bytes = sum(n * np.dtype(dtype).itemsize for n, dtype in zip(widths, _DTYPES, strict=True))
-    size = _HEAD.size + names_size + rows * row_bytes
-    if width > _MAX_AXES or size + DIGEST_BYTES != len(data):
-        raise ValueError(f"{len(data)} bytes, where {size + DIGEST_BYTES} are expected")
-    if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
-        raise ValueError("the checksum of the table itself differs")
-    names = local_folder.parse_json(data[_HEAD.size : _HEAD.size + names_size])
-    if not isinstance(names, list) or not {str}.issuperset(map(type, names)):
-        raise ValueError("expected a list of keys")
-    position = _HEAD.size + names_size
-    columns: list[npt.NDArray[Any]] = []
-    for number, (count, dtype) in enumerate(zip(widths, _DTYPES, strict=True)):
-        column = np.frombuffer(data, dtype, rows * count, position)
-        columns.append(column.reshape(rows, count) if number in _WIDE else column)
-        position += column.nbytes
-    table = ChecksumColumns(names, *columns)
-    if rows and (int(table.keys.max()) >= len(names) or int(table.ndim.max()) > width):
-        raise ValueError("a row names no key, or has more axes than there are")
+        magic, version, names_size, rows, width = _HEAD.unpack_from(data)
+        if magic != _MAGIC:
+            raise ValueError("not a table of checksums")
+        if version != _VERSION:
+            raise ValueError(f"version {version} of the table is not known")
+        widths = (1, 1, 1, 1, width, width, 2, 1)
+        row_bytes = sum(
+            n * np.dtype(dtype).itemsize for n, dtype in zip(widths, _DTYPES, strict=True)
+        )
+        size = _HEAD.size + names_size + rows * row_bytes
+        if width > _MAX_AXES or size + DIGEST_BYTES != len(data):
+            raise ValueError(f"{len(data)} bytes, where {size + DIGEST_BYTES} are expected")
+        if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
+            raise ValueError("the checksum of the table itself differs")
+        names = local_folder.parse_json(data[_HEAD.size : _HEAD.size + names_size])
+        if not isinstance(names, list) or not {str}.issuperset(map(type, names)):
+            raise ValueError("expected a list of keys")
+        position = _HEAD.size + names_size
+        columns: list[npt.NDArray[Any]] = []
+        for number, (count, dtype) in enumerate(zip(widths, _DTYPES, strict=True)):
+            column = np.frombuffer(data, dtype, rows * count, position)
+            columns.append(column.reshape(rows, count) if number in _WIDE else column)
+            position += column.nbytes
+        table = ChecksumColumns(names, *columns)
+        if rows and (int(table.keys.max()) >= len(names) or int(table.ndim.max()) > width):
+            raise ValueError("a row names no key, or has more axes than there are")
     return table
 
 

@@ -506,7 +506,9 @@ class StoreAttempt:
         """
         own = self._claim.claim.number
         self._claim.require_held()
-        outcome = {"attempt": self.id, "config": asdict(config), "seal": self._seal_checksum()}
+        start = location.read_own_start(self.folder / DCKPT_FOLDER / "seal.json", _SEAL_START_BYTES)
+        checksum = "" if start is None else start[-33:-1].decode(errors="replace")
+        outcome = {"attempt": self.id, "config": asdict(config), "seal": checksum}
         if object_store_locks.decide(self._root, own, outcome) != outcome:
             raise self._claim.lost()
         _publish(self._root, self.id, config)
@@ -515,11 +517,6 @@ class StoreAttempt:
             self._claim.forget()
             if self._replaces is not None:
                 clear_saves(self._root, {self._replaces.attempt})
-
-    def _seal_checksum(self) -> str:
-        seal = self.folder / DCKPT_FOLDER / "seal.json"
-        start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
-        return "" if start is None else start[-33:-1].decode(errors="replace")
 
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next save deletes."""

@@ -439,9 +439,15 @@ class Index(Mapping[str, StoredTensor]):
             raise ValueError("a key appears twice")
         for name in set(self.dtype_column):
             dtypes.from_name(name)
-        if self._is_plain():
-            return
-        for key, shape, chunk in zip(self.keys_column, *columns[1:], strict=True):
+        shapes, chunks = columns[1:]
+        if (
+            not self.pieces
+            and None not in chunks
+            and list(map(len, shapes)) == list(map(len, chunks))  # type: ignore[arg-type]
+            and 0 not in set(itertools.chain.from_iterable(chunks))  # type: ignore[arg-type]
+        ):
+            return  # all have a chunk grid that fits
+        for key, shape, chunk in zip(self.keys_column, shapes, chunks, strict=True):
             pieces = self.pieces.get(key)
             if (chunk is None) == (pieces is None):
                 raise ValueError(f"{key!r} needs either a chunk grid or pieces")
@@ -452,16 +458,6 @@ class Index(Mapping[str, StoredTensor]):
                     raise ValueError(f"{key!r} has pieces outside of it")
             elif chunk is not None and (len(chunk) != len(shape) or 0 in chunk):
                 raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
-
-    def _is_plain(self) -> bool:
-        """Whether all tensors have a chunk grid that fits."""
-        shapes, chunks = self.global_shape_column, self.chunk_shape_column
-        return (
-            not self.pieces
-            and None not in chunks
-            and list(map(len, shapes)) == list(map(len, chunks))  # type: ignore[arg-type]
-            and 0 not in set(itertools.chain.from_iterable(chunks))  # type: ignore[arg-type]
-        )
 
 
 def write_index(

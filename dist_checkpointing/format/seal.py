@@ -135,16 +135,14 @@ class Seal:
             columns = (content["files"], content["sizes"], content["digests"])
             etags = content.get("etags") or [None] * len(content["files"])
             files = {
-                str(name): SealedFile(str(name), int(size), _text(digest), _text(etag))
+                str(name): SealedFile(
+                    str(name), int(size), digest and str(digest), etag and str(etag)
+                )
                 for name, size, digest, etag in zip(*columns, etags, strict=True)
             }
             tables = {str(name): (str(a), str(b)) for name, (a, b) in content["tables"].items()}
             config = dict(content["config"])
             return cls(str(content["attempt"]), config, files, tables, bool(content["is_open"]))
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
 
 
 def read_seal(folder: Location) -> Seal | None:

@@ -104,7 +104,7 @@ class BackendHooks:
         """Save the state dicts of simulated ranks, by default with the backend's strategy."""
 
         def one(comm: Comm) -> None:
-            chosen = options if "sharded_strategy" in options else self._saving(options)
+            chosen = {"sharded_strategy": self.save_strategy()} | options
             save(state_of(comm.rank), folder, comm=comm, **chosen)
 
         run_ranks(world_size, one)
@@ -129,9 +129,6 @@ class BackendHooks:
         result: Any = load(everything, folder, strategy)
         assert isinstance(result, dict)
         return result
-
-    def _saving(self, options: dict[str, Any]) -> dict[str, Any]:
-        return options | {"sharded_strategy": self.save_strategy()}
 
 
 def _largest_file(folder: Path) -> Path:
