@@ -506,7 +506,8 @@ class StoreAttempt:
         """
         own = self._claim.claim.number
         self._claim.require_held()
-        start = location.read_own_start(self.folder / DCKPT_FOLDER / "seal.json", _SEAL_START_BYTES)
+        seal = self.folder / DCKPT_FOLDER / "seal.json"
+        start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
         outcome = {"attempt": self.id, "config": asdict(config), "seal": checksum}
         if object_store_locks.decide(self._root, own, outcome) != outcome:
