@@ -204,7 +204,8 @@ def test_a_save_as_json(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPa
     found = json.loads(finished.out)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert (found["step"], found["state"], found["path"]) == ("c", "whole", str(folder))
-    assert found["num_bytes"] == size
+    # The claim of the folder may still be there right after the commit.
+    assert 0 <= found["num_bytes"] - size < 1024
     assert found["seconds"] > 0
 
 

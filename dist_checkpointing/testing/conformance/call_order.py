@@ -116,7 +116,7 @@ class StorageProtocol(BackendHooks):
         for rank, name, values in log.events:
             if name == "write_data":
                 items = values[0].items
-                results = written[rank][0].result()[: len(items)]
+                results = [*written[rank][0].result()][: len(items)]
                 assert [result.index for result in results] == [item.index for item in items]
                 assert all(result.size_in_bytes > 0 for result in results)
 
