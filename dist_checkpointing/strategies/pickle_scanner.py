@@ -160,11 +160,14 @@ class _Walk:
                 elif opcode in {0x4B, 0x4D}:  # BININT1, BININT2
                     stack.append(number)
                 elif opcode in {0x71, 0x72}:  # BINPUT, LONG_BINPUT
-                    if number == 1 and not memo:  # Python 2 counts from 1
-                        memo.append(_UNUSED)
-                    if number > len(memo) or (number == 0 and memo[:1] == [_UNUSED]):
+                    if number == len(memo):
+                        memo.append(stack[-1])
+                    elif number == 1 and not memo:  # Python 2 counts from 1
+                        memo += [_UNUSED, stack[-1]]
+                    elif number > len(memo) or memo[number] is _UNUSED:
                         raise BadPickle(f"it gives number {number} to its value {len(memo)}")
-                    memo[number : number + 1] = stack[-1:]
+                    else:
+                        memo[number] = stack[-1]
                 elif opcode == 0x4A:  # BININT
                     stack.append(number - (number >> 31 << 32))
                 elif opcode == 0x47:  # BINFLOAT
@@ -172,9 +175,22 @@ class _Walk:
                 elif opcode != 0x80:  # texts, LONG1, LONG4 and FRAME; not PROTO
                     if number > size - position:
                         raise BadPickle(f"{number} bytes in a pickle of {size}")
-                    if opcode != 0x95:
-                        stack.append(self._content(opcode, position, number))
-                        position += number
+                    if opcode == 0x95:
+                        continue
+                    is_text = opcode not in {0x8A, 0x8B}
+                    if number > (_MOST_LITERAL_BYTES if is_text else _MOST_INT_BYTES):
+                        if not is_text:
+                            raise BadPickle(f"a number of {number} bytes")
+                        value = Stub("text", length=number)
+                    else:
+                        value = data[position : position + number]
+                        # Errors in texts do not matter: the checks look at names and arguments.
+                        if opcode in _UNICODE:
+                            value = value.decode("utf-8", "replace")
+                        elif not is_text:
+                            value = int.from_bytes(value, "little", signed=True)
+                    stack.append(value)
+                    position += number
             elif opcode == 0x28:  # MARK
                 if len(below) == _MOST_MARKS:
                     raise BadPickle(f"it is nested more than {MOST_LEVELS} levels deep")
@@ -233,18 +249,6 @@ class _Walk:
                 if memoized and memo[0] is _UNUSED:
                     raise BadPickle("it numbers its values in two ways")
                 return Pickle(position, stack[-1])
-
-    def _content(self, opcode: int, start: int, length: int) -> Any:
-        """The text or the integer in the bytes behind an opcode."""
-        content = self._data[start : start + min(length, _MOST_LITERAL_BYTES)]
-        if opcode in {0x8A, 0x8B}:
-            if length > _MOST_INT_BYTES:
-                raise BadPickle(f"a number of {length} bytes")
-            return int.from_bytes(content, "little", signed=True)
-        if length > _MOST_LITERAL_BYTES:
-            return Stub("text", length=length)
-        # The checks only look at texts in calls and names, so errors in other texts do not matter.
-        return content.decode("utf-8", "replace") if opcode in _UNICODE else content
 
     def _new(self, kind: str, items: Sequence[Any]) -> Stub:
         own = _CONTAINER_BYTES[kind]
