@@ -123,7 +123,7 @@ def _attribute(module: str, name: str) -> Any:
     below = _below(module)
     if name in _LEFT_OUT.get(below, "").split():
         message = _left_out(f"{module}.{name}")
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=2)
 
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise LeftOutError(message)
@@ -131,6 +131,8 @@ def _attribute(module: str, name: str) -> Any:
         return type(name, (), {"__new__": refuse})
     if name.startswith("register_default_"):
         return lambda: None  # ours are registered
+    if f"{module}.{name}".removeprefix(f"{PACKAGE}.") in _SOURCES:
+        return importlib.import_module(f"{module}.{name}")
     for source in () if name.startswith("__") else _SOURCES[below].split():
         package = f"{__package__}{source}" if source.startswith(".") else f"{_LIBRARY}.{source}"
         found = getattr(importlib.import_module(package), name, importlib)
