@@ -182,19 +182,16 @@ class _Writer(StorageWriter):
     def prepare_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         given: list[Any] = [plan.storage_data for plan in plans]
         self._described = create_default_global_save_plan(given)[1].state_dict_metadata
-        changed = self._storage.prepare_global_plan(given)
-        pairs = zip(plans, changed, strict=True)
+        pairs = zip(plans, self._storage.prepare_global_plan(given), strict=True)
         return [replace(plan, storage_data=own) for plan, own in pairs]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        own: Any = plan.storage_data
-        written = self._storage.write_data(own, _Data(plan.items, planner))  # type: ignore[arg-type]
-        written.wait()
-        theirs = written.value()
-        items = {part.index: item.index for part, item, _ in _dcp_items(plan.items)}
+        data, own = _Data(plan.items, planner), plan.storage_data
+        theirs = self._storage.write_data(own, data).wait()  # type: ignore[arg-type]
         num_bytes: Counter[MetadataIndex] = Counter()
         for result in theirs:
-            num_bytes[items[result.index]] += result.size_in_bytes
+            item, _ = data.parts[result.index]
+            num_bytes[item.index] += result.size_in_bytes
         results = [WriteResult(item.index, num_bytes[item.index]) for item in plan.items]
         for_finish = WriteResult(MetadataIndex(FOLDER_NAME), 0, tuple(theirs))
         return done([*results, for_finish])
@@ -262,10 +259,10 @@ class _Data:
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         self._planner = planner
-        self._parts = {own.index: (item, part) for own, item, part in _dcp_items(items)}
+        self.parts = {own.index: (item, part) for own, item, part in _dcp_items(items)}
 
     def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor:
-        item, part = self._parts[write_item.index]
+        item, part = self.parts[write_item.index]
         data = self._planner.get_data(item)
         assert isinstance(data, torch.Tensor)
         if part is None:
