@@ -225,11 +225,8 @@ class TorchState:
                 if nests is not None:
                     common = stored.common.get(name, {})
                     tensors.take_extra(nests.get(name, {}), common, tensor)
-                known = {
-                    key.removeprefix(f"{name}.")
-                    for key in stored.tensors
-                    if key.startswith(f"{name}.")
-                }
+                prefix, keys = f"{name}.", stored.tensors
+                known = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
                 chosen = tensors.choose(record["ties"].get(name, {}), known)
                 modules[name] = tensors, chosen
                 state[name] = tensors.tree(chosen)
@@ -237,11 +234,10 @@ class TorchState:
                 names_of = modules["model"][0].names_of
                 optimizer = OptimizerTemplate(self._optimizers, names_of, stored)
                 state["optimizer"] = {"state": optimizer.tree}
-            here = record["world_size"] == comm.world_size
             cells = {}
             if comm.rank < record["world_size"]:
                 cells["rng"] = _cell("rng", None, comm, record["world_size"])
-            restored = self._restorable(stored, here=here)
+            restored = self._restorable(stored, record, comm)
             for name in restored:
                 if name in record["per_rank"]:
                     cells[name] = _cell(name, None, comm)
@@ -272,9 +268,8 @@ class TorchState:
         part = self._others[name]
         return part if isinstance(part, dict) else part.state_dict()
 
-    def _restorable(self, stored: StoredState, *, here: bool) -> list[str]:
+    def _restorable(self, stored: StoredState, record: Mapping[str, Any], comm: Comm) -> list[str]:
         """Names of the other objects whose state fits this number of ranks."""
-        record = stored.common.get(_RECORD, _NO_RECORD)
         missing = [
             name
             for name in self._others
@@ -285,7 +280,8 @@ class TorchState:
             remedy = "Leave it out of TorchState for this load."
             findings = [Finding("not in the checkpoint", name, remedy=remedy) for name in missing]
             raise StateMismatchError("template and checkpoint do not fit", findings)
-        unfit = [name for name in self._others if name in record["per_rank"] and not here]
+        is_same = record["world_size"] == comm.world_size
+        unfit = [name for name in self._others if name in record["per_rank"] and not is_same]
         for name in unfit:
             logger.warning(
                 "%s is not restored: each of %d ranks has saved its own, and now there are others",
