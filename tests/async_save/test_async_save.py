@@ -28,8 +28,11 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner, WriteItem
-from dist_checkpointing.serialization.save_steps import SaveJob
-from dist_checkpointing.strategies import StrategyAction, get_default_strategy
+from dist_checkpointing.strategies import (
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
 from dist_checkpointing.testing import run_ranks
 from states import BACKENDS, cell, full_at_step, parts_at_step
 
@@ -344,9 +347,7 @@ def test_a_handle_in_an_event_loop(tmp_path: Path) -> None:
         asyncio.run(saving("a"))
 
 
-def test_waiting_tells_and_callbacks_come_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
     may_go, was_called = threading.Event(), threading.Event()
     called: list[tuple[SaveHandle, bool]] = []
@@ -355,12 +356,12 @@ def test_waiting_tells_and_callbacks_come_once(
         called.append((own, own.done()))
         was_called.set()
 
-    def slow(*_: Any) -> None:
-        assert may_go.wait(30)
-        raise OSError("the disk is full")
+    class Slow(SaveShardedStrategy):
+        def save(self, *_: Any) -> None:
+            assert may_go.wait(30)
+            raise OSError("the disk is full")
 
-    monkeypatch.setattr(SaveJob, "write_local", slow)
-    handle = async_save(state, tmp_path / "a", comm=SingleProcess())
+    handle = async_save(state, tmp_path / "a", Slow("slow", 1), comm=SingleProcess())
     handle.add_done_callback(callback)
     assert not handle.wait(0.01)
     with pytest.raises(TimeoutError):

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from dist_checkpointing import AsyncSaver, CheckpointManager, load_plain_tensors
 from dist_checkpointing.comm import TorchComm, default_comm
-from dist_checkpointing.serialization.save_steps import SaveJob
+from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from states import at_step
 
 ROUNDS = 2
@@ -113,22 +113,23 @@ def test_nothing_is_left(tmp_path: Path, store: Any, use: Any) -> None:
         assert held(store) == before
 
 
-def test_a_save_under_way_is_brought_to_its_end(
-    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_under_way_is_brought_to_its_end(tmp_path: Path, store: Any) -> None:
     """The thread needs the ranks' own channel, and gives it back."""
     default_comm().agree("being here", None)
     drop(tmp_path, 0)
     before = held(store)
-    may_go_on, write_own = threading.Event(), SaveJob.write_local
+    may_go_on = threading.Event()
 
-    def wait_and_write(self: SaveJob) -> Any:
-        assert may_go_on.wait(30)
-        return write_own(self)
+    class Writer(ZarrV3Writer):
+        def write_data(self, *args: Any) -> Any:
+            assert may_go_on.wait(30)
+            return super().write_data(*args)
 
-    monkeypatch.setattr(SaveJob, "write_local", wait_and_write)
+    class Waiting(Zarr3SaveShardedStrategy):
+        writer_type = Writer
+
     saver = AsyncSaver()
-    handle = saver.save(at_step(7), tmp_path / "c")
+    handle = saver.save(at_step(7), tmp_path / "c", Waiting())
     del saver
     gc.collect()
     assert look(store)["groups"] == before["groups"] + 1

@@ -20,11 +20,15 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm, ThreadComm, default_comm
-from dist_checkpointing.serialization.async_save import _KEPT_AS
 from dist_checkpointing.storage import Progress
 from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
 from states import assert_at_step, at_step
+
+
+def kept_by(comm: Comm) -> AsyncSaver:
+    (saver,) = (kept for kept in comm.kept.values() if isinstance(kept, AsyncSaver))
+    return saver
 
 
 def test_async_save_keeps_one_saver_for_its_ranks(
@@ -45,9 +49,9 @@ def test_async_save_keeps_one_saver_for_its_ranks(
         for step in (1, 2, 3):
             again = ThreadComm(comm._rendezvous, comm.rank)  # the same ranks
             async_save(at_step(step, again), tmp_path / str(step), comm=again)
-            pointers.add(comm.kept[_KEPT_AS]._buffers._memory.data_ptr())
+            pointers.add(kept_by(comm)._buffers._memory.data_ptr())
         assert len(pointers) == 1
-        comm.kept[_KEPT_AS].close()
+        kept_by(comm).close()
 
     run_ranks(2, one)
     assert sorted(made) == [0, 1], "a channel for each call"
@@ -83,7 +87,7 @@ def test_a_world_that_is_taken_down_takes_its_saver_along(tmp_path: Path) -> Non
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             async_save(at_step(step), tmp_path / str(step)).result(30)
-            savers.append(default_comm().kept[_KEPT_AS])
+            savers.append(kept_by(default_comm()))
         finally:
             dist.destroy_process_group()
     assert savers[0] is not savers[1]
