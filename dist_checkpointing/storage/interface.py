@@ -135,32 +135,26 @@ class WriteResults:
 
 def results_for_finish(results: Sequence[WriteResult], plan: SavePlan) -> tuple[WriteResult, ...]:
     """The results of the items of a plan, each under the index by which a reader asks for it."""
-    # Parts of one flattened range have the same index in a plan, and different ones as stored.
-    stored: dict[MetadataIndex, deque[MetadataIndex]] = defaultdict(deque)
-    if results:
-        for item, index in zip(plan.items, _stored_indices(plan), strict=True):
-            stored[item.index].append(index)
-    noted = []
-    for result in results:
-        known = stored.get(result.index)
-        index = known.popleft() if known else result.index
-        noted.append(replace(result, index=index, files=()))
-    return tuple(noted)
-
-
-def _stored_indices(plan: SavePlan) -> list[MetadataIndex]:
     table, pieces = plan.table, {} if plan.index is None else plan.index.pieces
     numbers = {
         key: {piece: number for number, piece in enumerate(pieces[key])}
         for key in set(table.key_column)
         if key in pieces
     }
-    indices = []
-    for row in range(len(table)):
+    # Parts of one flattened range have the same index in a plan, and different ones as stored.
+    stored: dict[MetadataIndex, deque[MetadataIndex]] = defaultdict(deque)
+    for row, item in enumerate(plan.items if results else ()):
         key, box = table.key(row), table.box(row)
         number = numbers[key].get((box, table.flat_range(row))) if key in numbers else None
-        indices.append(MetadataIndex(key, box.offset, number))
-    return indices
+        stored[item.index].append(MetadataIndex(key, box.offset, number))
+    return tuple(
+        replace(
+            result,
+            index=known.popleft() if (known := stored.get(result.index)) else result.index,
+            files=(),
+        )
+        for result in results
+    )
 
 
 T = TypeVar("T")
