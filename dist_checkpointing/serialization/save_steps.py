@@ -61,7 +61,8 @@ from dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     handles_objects,
-    require_method,
+    has_method,
+    lacks,
 )
 from dist_checkpointing.strategies.incremental import base_grids, require_sharing
 from dist_checkpointing.strategies.registry import StrategyAction
@@ -248,8 +249,8 @@ class SaveJob:
         common: SaveCommonStrategy = select_strategy(
             StrategyAction.SAVE_COMMON, self._options.get("common_strategy")
         )
-        if self.objects:
-            require_method(common, "save_sharded_objects", "writes ShardedObjects")
+        if self.objects and not has_method(common, "save_sharded_objects"):
+            raise lacks(common, "save_sharded_objects", "writes ShardedObjects")
         self.writer = writer = strategy.make_writer(self.folder.path)
         writer.report, durability = self.meter.add, writer.options.durability
         self._common_writer = common.lasting(durability)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from os import PathLike
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import (
@@ -75,25 +75,15 @@ __all__ = [
 
 PathOrStr = str | PathLike[str]
 """A folder, or the URL of a prefix in an object store."""
-M = TypeVar("M", bound=Callable[..., Any])
-
-
-def left_out(method: M) -> M:
-    """Mark a method that raises here, and that a strategy needs only for some checkpoints."""
-    method.is_left_out = True  # type: ignore[attr-defined]
-    return method
-
-
-def require_method(strategy: object, name: str, need: str) -> None:
-    """Refuse a strategy that lacks a method, before anything is written; ``need`` is a verb."""
-    if not has_method(strategy, name):
-        raise lacks(strategy, name, need)
 
 
 def has_method(strategy: object, name: str) -> bool:
-    """Whether the class of a strategy has the method, other than one that is only marked."""
+    """Whether a strategy has a method that it needs only for some checkpoints, other than one that
+    raises for all.
+    """
     method = getattr(type(strategy), name, None)
-    return callable(method) and not getattr(method, "is_left_out", False)
+    raising = (LoadShardedStrategy.remove_sharded_tensors, SaveCommonStrategy.save_sharded_objects)
+    return callable(method) and method not in raising
 
 
 def lacks(strategy: object, name: str, need: str) -> CheckpointingException:
@@ -209,7 +199,6 @@ class LoadShardedStrategy(LoadStrategyBase):
             return dict(self.load_tensors_metadata(checkpoint_dir))
         raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
 
-    @left_out
     def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
         """Delete all tensors whose key begins with ``key_prefix``."""
         raise NotImplementedError(f"{type(self).__name__} does not remove tensors")
@@ -249,7 +238,6 @@ class SaveCommonStrategy(SaveStrategyBase):
             The files that were made. None leaves it to rank 0 to look for them.
         """
 
-    @left_out
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
     ) -> Sequence[SealedFile] | None:
