@@ -232,8 +232,7 @@ def load(
     if filled is not wanted:
         clear_partly_stored(wanted.tensors, shapes)
     to_read = filled if made is None else made.to_read(filled, comm)
-    if made is not None:
-        objects = {path: leaf for path, leaf in made.objects.items() if path in objects}
+    objects = objects if made is None else made.objects_of(objects)
 
     # Verify what is not read whole; then read, and compare what memory holds.
     verifier = None

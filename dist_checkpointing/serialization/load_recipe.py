@@ -210,6 +210,10 @@ class RecipeLoad:
             sources = (source_leaves(self.derivation, leaf) for leaf in wanted.tensors)
             return WantedTable.of(chain.from_iterable(sources))
 
+    def objects_of(self, wanted: Mapping[TreePath, ShardedObject]) -> dict[TreePath, ShardedObject]:
+        """What is read for wanted objects."""
+        return {path: leaf for path, leaf in self.objects.items() if path in wanted}
+
 
 def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[ShardedTensor]:
     """The boxes of stored tensors that fill a wanted shard.
