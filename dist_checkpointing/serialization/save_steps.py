@@ -376,7 +376,7 @@ class SaveJob:
 
     def acquire_buffers(self, buffers: StagingBuffers, comm: Comm) -> None:
         """Get ready to copy. The first thing in the body of an agreement."""
-        self.prepare_write(comm)
+        self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
         buffers.acquire()
         self._buffers = buffers
 
@@ -420,7 +420,7 @@ class SaveJob:
             self._write_common_first(comm)
 
         def write_local() -> driver.Written:
-            self.prepare_write(comm)
+            self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
             self.folder.check(self.rank)
             return self.write_local()
 
@@ -450,10 +450,6 @@ class SaveJob:
             self.folder.check(self.rank)
             self.capture()
         return AsyncRequest(self.write_behind, (), [lambda: self.finish(comm)])
-
-    def prepare_write(self, comm: Comm) -> None:
-        """Let the writer change what this rank will write; see ``driver.prepare_write``."""
-        self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
 
     def write_local(self) -> driver.Written:
         """Write what this rank has to write. Not collective."""
@@ -519,7 +515,7 @@ class SaveJob:
         self.folder.make_durable(comm)
         self._outcome = Outcome(_WRITING, None, None)
         with comm.agreed("writing once more"):
-            self.prepare_write(comm)
+            self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
 
     # The end.
 
