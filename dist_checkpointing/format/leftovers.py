@@ -182,8 +182,8 @@ def _is_inside(name: str) -> bool:
 
 def refuse_foreign(folder: Path, names: Iterable[str], left: frozenset[str]) -> None:
     """Refuse to write over what no save of ours made."""
-    if {*location.names_in(folder)} <= {OWN_FOLDER, LOCK_NAME}:
-        names = [n for n in names if n.startswith(f"{OWN_FOLDER}/")]
+    if {*location.names_in(folder)} <= {DCKPT_FOLDER, LOCK_NAME}:
+        names = [n for n in names if n.startswith(f"{DCKPT_FOLDER}/")]
     foreign = {n for n in names if n not in left and location.is_there(folder / n)}
     # What is written below a link would lie outside of the checkpoint.
     above = {parent for n in names for parent in Path(n).parents}
