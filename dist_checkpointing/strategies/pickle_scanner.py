@@ -145,8 +145,7 @@ class _Walk:
                 memo.append(stack[-1])
                 memoized = True
                 continue
-            width = widths[opcode]
-            if width:
+            if width := widths[opcode]:
                 number = data[position]
                 if width > 1:
                     number = int.from_bytes(data[position : position + width], "little")
