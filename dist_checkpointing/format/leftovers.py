@@ -82,9 +82,7 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
 
 def end_removal(folder: Path) -> None:
     """Forget what was written down."""
-    path = folder / REMOVAL_NAME
-    if location.is_there(path):
-        local_folder.remove_all([path], folder)
+    local_folder.remove_all([folder / REMOVAL_NAME], folder)
 
 
 def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:

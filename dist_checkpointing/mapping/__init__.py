@@ -20,7 +20,7 @@ from dist_checkpointing.mapping.objects_and_factories import (
     is_main_replica,
 )
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
-from dist_checkpointing.mapping.tensor_memory import DTYPES, DType, as_numpy
+from dist_checkpointing.mapping.tensor_memory import DTYPES, DType, as_numpy, as_tensor
 
 __all__ = [
     "DTYPES",
@@ -42,6 +42,7 @@ __all__ = [
     "apply_factories",
     "apply_factory_merges",
     "as_numpy",
+    "as_tensor",
     "flatten",
     "is_main_replica",
     "unflatten",
