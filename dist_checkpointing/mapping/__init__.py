@@ -1,7 +1,8 @@
 """The four kinds of leaves of a sharded state dict: each says what it is a part of."""
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten as flatten
+from dist_checkpointing.mapping.nested_dicts import unflatten as unflatten
 from dist_checkpointing.mapping.objects_and_factories import (
     CommonStateDict,
     FactoryBuildFn,
@@ -20,13 +21,14 @@ from dist_checkpointing.mapping.objects_and_factories import (
     is_main_replica,
 )
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
-from dist_checkpointing.mapping.tensor_memory import DTYPES, DType, as_numpy, as_tensor
+from dist_checkpointing.mapping.tensor_memory import DTYPES as DTYPES
+from dist_checkpointing.mapping.tensor_memory import DType as DType
+from dist_checkpointing.mapping.tensor_memory import as_numpy as as_numpy
+from dist_checkpointing.mapping.tensor_memory import as_tensor as as_tensor
 
 __all__ = [
-    "DTYPES",
     "CheckpointingException",
     "CommonStateDict",
-    "DType",
     "FactoryBuildFn",
     "FactoryMergeFn",
     "LocalNonpersistentObject",
@@ -41,9 +43,5 @@ __all__ = [
     "StoredState",
     "apply_factories",
     "apply_factory_merges",
-    "as_numpy",
-    "as_tensor",
-    "flatten",
     "is_main_replica",
-    "unflatten",
 ]
