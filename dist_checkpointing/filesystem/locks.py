@@ -147,7 +147,6 @@ class FolderLock:
     def __init__(self, at: int, file: int | None, holder: Holder) -> None:
         # A save may be interrupted, or its request forgotten: the lock ends with this object.
         self._close = weakref.finalize(self, _release, at, file, holder, os.getpid())
-        self._file = file
 
     @classmethod
     def acquire(cls, folder: Path) -> FolderLock:

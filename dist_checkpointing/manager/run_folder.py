@@ -76,9 +76,28 @@ class RunRecord:
         """The record with one step replaced."""
         return replace(self, steps={**self.steps, step: record})
 
+    def with_changed(self, step: int, **changes: Any) -> RunRecord:
+        """The record with fields of a step replaced, if the step is known."""
+        known = self.steps.get(step)
+        return self if known is None else self.with_step(step, replace(known, **changes))
+
     def without_step(self, step: int) -> RunRecord:
         """The record without a step."""
         return replace(self, steps={s: r for s, r in self.steps.items() if s != step})
+
+    def to_json(self) -> bytes:
+        """The content of the file."""
+        steps = {
+            # Older versions do not know begun and metric, which are rarely there.
+            str(step): {
+                name: value
+                for name, value in asdict(known).items()
+                if name not in ("begun", "metric") or value is not None
+            }
+            for step, known in sorted(self.steps.items())
+        }
+        content = {"format": _FORMAT, "latest": self.latest, "steps": steps}
+        return json.dumps(content).encode()
 
     @property
     def metrics(self) -> dict[int, float]:
@@ -126,29 +145,6 @@ def _parsed(content: Any) -> RunRecord:
         if texts or not is_number or {type(value) for value in flags} != {bool}:
             raise ValueError(f"{record!r}")
     return RunRecord(latest, steps)
-
-
-def clear_unfinished(root: Location) -> None:
-    """Delete the temporary files of a killed ``write_record``."""
-    for path in location.temporaries([RECORD_NAME], root):
-        path.unlink()
-
-
-def write_record(record: RunRecord, root: Location, durability: local_folder.Durability) -> None:
-    """Replace the record."""
-    content = {
-        "format": _FORMAT,
-        "latest": record.latest,
-        "steps": {str(step): _as_json(known) for step, known in sorted(record.steps.items())},
-    }
-    location.make_folder(root)
-    location.write(root / RECORD_NAME, json.dumps(content).encode(), durability)
-
-
-def _as_json(known: StepRecord) -> dict[str, object]:
-    # Older versions do not know these, which are rarely there.
-    unknown = ("begun", "metric")
-    return {k: v for k, v in asdict(known).items() if k not in unknown or v is not None}
 
 
 _NO_PREFIX: Final = "\0no tensor\0"
@@ -268,31 +264,34 @@ class RunFolder:
         check_room(self.root, 0)
         with self._lock:
             if not self._is_tidy:
-                clear_unfinished(self.root)
+                for path in location.temporaries([RECORD_NAME], self.root):
+                    path.unlink()
                 self._is_tidy = True
-            stored = read_record(self.root)
-            record = self._current()
-            if step not in record.steps and not is_there(self.folder(step)):
-                record = record.with_step(step, StepRecord())
-            if record != stored:
-                self._write(record, Durability.PAGE_CACHE)
+            is_here = is_there(self.folder(step))
+            record = self._update(
+                lambda known: (
+                    known if is_here or step in known.steps else known.with_step(step, StepRecord())
+                )
+            )
             is_damaged = damaged is not None and damaged == self.number_of(step)
             return is_damaged and self._wrote(record, step)
 
     def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
-        with self._lock:
-            record = self._current()
+
+        def change(record: RunRecord) -> RunRecord:
             known = record.steps.get(step, StepRecord())
-            changed = record.with_step(step, replace(known, begun=attempt, metric=metric))
-            self._write(changed, Durability.PAGE_CACHE)
+            return record.with_step(step, replace(known, begun=attempt, metric=metric))
+
+        self._update(change)
 
     def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
             known = StepRecord(attempt_of(data_folder(self.folder(step))), metric=metric)
-            record = replace(self._current().with_step(step, known), latest=step)
-            self._write(record, Durability.FSYNC)
+            self._update(
+                lambda record: replace(record.with_step(step, known), latest=step), Durability.FSYNC
+            )
             self.apply_retention()
 
     def apply_retention(self) -> None:
@@ -308,33 +307,43 @@ class RunFolder:
         except (OSError, CheckpointingException) as error:
             logger.warning(message, subject, error)
 
-    def _current(self) -> RunRecord:
-        """The record, brought up to date with what is committed.
+    def _current(self, stored: RunRecord | None = None) -> RunRecord:
+        """The record, ``stored`` or read, brought up to date with what is committed.
 
         The stored pointer may be out of date: a process was killed, or a rank lost, between a
         commit and moving the pointer.
         """
-        record = read_record(self.root)
-        for step, known in sorted(record.steps.items()):
-            if known.attempt is not None and known.begun is None:
-                continue
+        record = stored = read_record(self.root) if stored is None else stored
+        for step, known in sorted(stored.steps.items()):
             folder = self.folder(step)
-            if not is_committed(folder):
+            if (known.attempt is not None and known.begun is None) or not is_committed(folder):
                 continue
             if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
-                record = replace(
-                    record.with_step(step, StepRecord(known.begun, metric=known.metric)),
-                    latest=step,
-                )
+                committed = StepRecord(known.begun, metric=known.metric)
+                record = replace(record.with_step(step, committed), latest=step)
             elif known.attempt is None and (record.latest is None or step > record.latest):
                 # Recorded by an older version, or saved without a manager: it exists, but no
                 # manager of this root may delete it.
                 record = replace(record, latest=step)
         return record
 
+    def _update(
+        self,
+        change: Callable[[RunRecord], RunRecord],
+        durability: Durability = Durability.PAGE_CACHE,
+    ) -> RunRecord:
+        """Change the record, and write it if it is another one or must be durable; what it is."""
+        with self._lock:
+            stored = read_record(self.root)
+            record = change(self._current(stored))
+            if record != stored or durability is Durability.FSYNC:
+                location.make_folder(self.root)
+                location.write(self.root / RECORD_NAME, record.to_json(), durability)
+            return record
+
     def verified(self, step: int) -> None:
         """Record that all of a step has been read back and compared."""
-        self._change(step, lambda known: replace(known, verified=True))
+        self._update(lambda record: record.with_changed(step, verified=True))
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint that a manager of this root wrote.
@@ -354,8 +363,8 @@ class RunFolder:
                 finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
                 raise CheckpointingException(f"step {step} is not deleted", [finding])
             if record.latest == step:
-                others = [other for other in self.committed_steps() if other != step]
-                self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
+                latest = max({*self.committed_steps()} - {step}, default=None)
+                self._update(lambda record: replace(record, latest=latest), Durability.FSYNC)
             self._delete(step)
 
     def wrote(self, step: int) -> bool:
@@ -401,7 +410,7 @@ class RunFolder:
     def _remove(self, step: int) -> None:
         if is_there(self.folder(step)):
             remove_checkpoint(self.folder(step))
-        self._write(self._current().without_step(step), Durability.PAGE_CACHE)
+        self._update(lambda record: record.without_step(step))
 
     def _strip(self, step: int) -> None:
         folder = self.folder(step)
@@ -411,7 +420,7 @@ class RunFolder:
             remove_sharded_tensors(folder, prefix, comm=SingleProcess())
         latest = self.latest()
         if prefixes or (latest is not None and self._optimizer_prefixes(latest)):
-            self._change(step, lambda known: replace(known, stripped=True))
+            self._update(lambda record: record.with_changed(step, stripped=True))
             return
         # Not recorded as stripped: a run with another prefix can still strip it.
         if not self._without_optimizer:
@@ -426,14 +435,3 @@ class RunFolder:
 
     def _optimizer_prefixes(self, step: int) -> list[str]:
         return self._retention.prefixes(Checkpoint.open(self.folder(step)).index)
-
-    def _change(self, step: int, change: Callable[[StepRecord], StepRecord]) -> None:
-        with self._lock:
-            record = self._current()
-            known = record.steps.get(step)
-            if known is not None:
-                changed = record.with_step(step, change(known))
-                self._write(changed, Durability.PAGE_CACHE)
-
-    def _write(self, record: RunRecord, durability: Durability) -> None:
-        write_record(record, self.root, durability)
