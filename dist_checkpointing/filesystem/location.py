@@ -265,19 +265,15 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
 
     Some network file systems look for changes only where a file ``opens``.
     """
+    if isinstance(folder, ObjectPath):
+        return None
     marks: list[int] = []
     for name in names:
-        if isinstance(folder, ObjectPath):
-            return None
+        path = f"{folder}/{name}"
         try:
-            if not opens:
-                status = os.stat(f"{folder}/{name}")  # noqa: PTH116 - for each slice
-            else:
-                descriptor = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                try:
-                    status = os.fstat(descriptor)
-                finally:
-                    os.close(descriptor)
+            if opens:
+                os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+            status = os.stat(path)  # noqa: PTH116 - for each slice
         except OSError:
             return None
         marks += (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
@@ -319,11 +315,6 @@ def names_in(folder: Location) -> list[str]:
     except OSError as error:
         raise_unless_gone(error)
         return []
-
-
-def folders_in(folder: Location) -> list[str]:
-    """Like ``names_in``, the names of the folders in it."""
-    return folders_and_files(folder)[0]
 
 
 def folders_and_files(folder: Location) -> tuple[list[str], list[str]]:

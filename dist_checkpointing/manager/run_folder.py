@@ -17,7 +17,7 @@ from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.location import check_room, folders_in, is_there
+from dist_checkpointing.filesystem.location import check_room, folders_and_files, is_there
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
@@ -193,7 +193,7 @@ class RunFolder:
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
-        matches = map(_FOLDER.fullmatch, folders_in(self.root))
+        matches = map(_FOLDER.fullmatch, folders_and_files(self.root)[0])
         return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
     def number_of(self, step: int) -> int:
