@@ -23,6 +23,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.filesystem import LOCK_NAME
 from dist_checkpointing.format import Attempt, CheckpointingConfig, remove_checkpoint
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.storage import WriteResults
@@ -72,8 +73,8 @@ def test_a_manager_clears_its_own(tmp_path: Path) -> None:
 def test_a_process_forked_during_a_save_does_not_keep_the_folder_taken(tmp_path: Path) -> None:
     """Such as a worker of a DataLoader: it shares the open file and with it the lock."""
     attempt = Attempt.begin(tmp_path, ["w"])
-    lock_file = attempt._lock._file
-    assert lock_file is not None
+    held = tmp_path / LOCK_NAME
+    lock_file = next(int(fd.name) for fd in Path("/proc/self/fd").iterdir() if fd.resolve() == held)
     child = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"],
         stdin=subprocess.PIPE,
