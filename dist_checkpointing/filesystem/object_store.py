@@ -1,14 +1,11 @@
-"""S3, GCS and Azure through obstore: paths, options, requests, retries, conditional puts."""
+"""S3, GCS and Azure through obstore: paths, options, requests."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
-import random
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -372,92 +369,3 @@ def _key(path: PurePosixPath) -> str:
 
 Location = Path | ObjectPath
 """Where a checkpoint or a file of it is: on a mounted file system or in an object store."""
-_TRIES: Final = 5
-_MAX_BYTES: Final = 1 << 20
-_probed: Final[set[ObjectStore]] = set()
-"""Buckets that were found to refuse a second put-if-absent of a name."""
-
-
-def read_object(path: ObjectPath, max_bytes: int = _MAX_BYTES) -> bytes | None:
-    """The content of a small object; None if there is none of this name.
-
-    Raises:
-        CorruptCheckpointError: if it is larger than ``max_bytes``.
-    """
-    try:
-        return path.store.get(path.key, max_bytes)
-    except FileNotFoundError:
-        return None
-
-
-def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
-    """Put an object unless there is one of this name; its content in either case.
-
-    An answer that is lost, or says that the server failed, leaves open whether the object was put:
-    the object is read then. So ``data`` must be no other caller's.
-
-    Raises:
-        CheckpointingException: if the store does not answer; names the object and the last answer.
-        PermissionError: if access is denied.
-    """
-
-    def request() -> bytes:
-        try:
-            path.store.put(path.key, data, create=True)
-        except PermissionError:
-            raise
-        except OSError:
-            stored = read_object(path)
-            if stored is None:
-                raise
-            return stored
-        return data
-
-    return _retried(path, request)
-
-
-def put_surely(path: ObjectPath, data: bytes) -> None:
-    """Like ``put_if_absent``, but replace one of this name: for what must follow a decision."""
-    _retried(path, lambda: path.store.put(path.key, data))
-
-
-def _retried(path: ObjectPath, request: Callable[[], T]) -> T:
-    answer: OSError
-    for wait in range(_TRIES):
-        try:
-            return request()
-        except PermissionError:
-            raise
-        except OSError as error:
-            answer = error
-        time.sleep(random.uniform(0.5, 1) * 0.1 * 2**wait)  # noqa: S311 - jitter
-    finding = Finding(f"the last answer was: {answer.strerror}", path=str(path))
-    raise CheckpointingException("an object cannot be put into the store", [finding]) from answer
-
-
-def require_conditions(folder: ObjectPath) -> None:
-    """Refuse a store that replaces an object that it should put only if absent.
-
-    One object is put below the folder and deleted, once for each bucket in a process.
-
-    Raises:
-        UnsupportedFormatError: naming the store.
-    """
-    if folder.store in _probed:
-        return
-    probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
-    try:
-        put_if_absent(probe, b"first")
-        has_conditions = put_if_absent(probe, b"second") == read_object(probe) == b"first"
-    finally:
-        probe.store.delete([probe.key])
-    if not has_conditions:
-        finding = Finding(
-            "a second conditional put of one name was not refused",
-            expected="status 412 to If-None-Match: *",
-            path=folder.store.url,
-            remedy="Save to S3, GCS, Azure, Ceph or another store with conditional puts: in this "
-            "one, two saves could mix into one checkpoint.",
-        )
-        raise UnsupportedFormatError("the store ignores conditional puts", [finding])
-    _probed.add(folder.store)

@@ -11,16 +11,25 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import random
 import time
+import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event, Thread
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from dist_checkpointing.errors import CheckpointExistsError, Finding
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    Finding,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem.location import read_regular
 from dist_checkpointing.filesystem.locks import Holder, Kind
-from dist_checkpointing.filesystem.object_store import ObjectPath, put_if_absent, read_object
+from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
 
 logger = logging.getLogger(__name__)
 CLAIMS: Final = ".dckpt/claims"
@@ -35,6 +44,88 @@ _given_up: Final[set[str]] = set()
 """Attempts of this process that go on no more, although it lives on."""
 _SILENT_PERIODS: Final = 3
 _LOOKS_PER_PERIOD: Final = 4
+
+
+_TRIES: Final = 5
+_MAX_BYTES: Final = 1 << 20
+_probed: Final[set[ObjectStore]] = set()
+"""Buckets that refuse a second put-if-absent of a name."""
+T = TypeVar("T")
+
+
+def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
+    """Put an object unless there is one of this name; its content in either case.
+
+    An answer that is lost, or says that the server failed, leaves open whether the object was put:
+    the object is read then. So ``data`` must be no other caller's.
+
+    Raises:
+        CheckpointingException: if the store does not answer; names the object and the last answer.
+        PermissionError: if access is denied.
+    """
+
+    def request() -> bytes:
+        try:
+            path.store.put(path.key, data, create=True)
+        except PermissionError:
+            raise
+        except OSError:
+            stored = read_regular(path, _MAX_BYTES)
+            if stored is None:
+                raise
+            return stored
+        return data
+
+    return _retried(path, request)
+
+
+def put_surely(path: ObjectPath, data: bytes) -> None:
+    """Like ``put_if_absent``, but replace one of this name: for what must follow a decision."""
+    _retried(path, lambda: path.store.put(path.key, data))
+
+
+def _retried(path: ObjectPath, request: Callable[[], T]) -> T:
+    answer: OSError
+    for wait in range(_TRIES):
+        try:
+            return request()
+        except PermissionError:
+            raise
+        except OSError as error:
+            answer = error
+        time.sleep(random.uniform(0.5, 1) * 0.1 * 2**wait)  # noqa: S311 - jitter
+    finding = Finding(f"the last answer was: {answer.strerror}", path=str(path))
+    raise CheckpointingException("an object cannot be put into the store", [finding]) from answer
+
+
+def require_conditions(folder: ObjectPath) -> None:
+    """Refuse a store that replaces an object that it should put only if absent.
+
+    One object is put below the folder and deleted, once for each bucket in a process.
+
+    Raises:
+        UnsupportedFormatError: naming the store.
+    """
+    if folder.store in _probed:
+        return
+    probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
+    try:
+        put_if_absent(probe, b"first")
+        has_conditions = (
+            put_if_absent(probe, b"second") == read_regular(probe, _MAX_BYTES) == b"first"
+        )
+    finally:
+        probe.store.delete([probe.key])
+    if not has_conditions:
+        finding = Finding(
+            "a second conditional put of one name was not refused",
+            expected="status 412 to If-None-Match: *",
+            path=folder.store.url,
+            remedy="Save to S3, GCS, Azure, Ceph or another store with conditional puts: in this "
+            "one, two saves could mix into one checkpoint.",
+        )
+        raise UnsupportedFormatError("the store ignores conditional puts", [finding])
+    _probed.add(folder.store)
 
 
 def numbers_in(folder: ObjectPath) -> tuple[list[int], list[int]]:
@@ -70,7 +161,7 @@ def read_outcome(folder: ObjectPath, number: int) -> dict[str, Any]:
         CorruptCheckpointError: if it cannot be read.
     """
     path = folder / f"{COMMITS}/{number}.json"
-    data = read_object(path)
+    data = read_regular(path, _MAX_BYTES)
     return {} if data is None else parsed_object(data, path)
 
 
@@ -137,7 +228,7 @@ def _claim_path(folder: ObjectPath, number: int) -> ObjectPath:
 def _read_claim(folder: ObjectPath, number: int) -> Claim | None:
     """A claim; None if it was removed."""
     path = _claim_path(folder, number)
-    data = read_object(path)
+    data = read_regular(path, _MAX_BYTES)
     return None if data is None else Claim.parsed(data, number, path)
 
 
@@ -196,7 +287,7 @@ class HeldClaim:
         Raises:
             CheckpointExistsError: if one has.
         """
-        stored = read_object(_claim_path(self._folder, self.claim.number))
+        stored = read_regular(_claim_path(self._folder, self.claim.number), _MAX_BYTES)
         if stored is None:
             raise self.lost("is not there any more: it was removed with all else")
         if stored != self.claim.to_json() or read_outcome(self._folder, self.claim.number):

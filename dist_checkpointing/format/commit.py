@@ -38,18 +38,15 @@ from dist_checkpointing.filesystem import local_folder, location, object_store_l
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
 from dist_checkpointing.filesystem.location import as_local_folder, as_location, is_file
 from dist_checkpointing.filesystem.locks import FolderLock
-from dist_checkpointing.filesystem.object_store import (
-    Location,
-    ObjectPath,
-    put_surely,
-    require_conditions,
-)
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import (
     BEATS,
     CLAIMS,
     COMMITS,
     PERIOD,
     HeldClaim,
+    put_surely,
+    require_conditions,
 )
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,

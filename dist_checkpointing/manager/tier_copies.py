@@ -22,7 +22,7 @@ from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import file_writer, location
-from dist_checkpointing.filesystem.object_store import Location, ObjectPath, read_object
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import (
     delete_below,
     parsed_object,
@@ -465,7 +465,7 @@ class PartCopier:
         done, path = 0, self._root / ORDER_NAME
         while self._waited():
             try:
-                content = parsed_object(read_object(path, _MAX_BYTES) or b"{}", path)
+                content = parsed_object(location.read_regular(path, _MAX_BYTES) or b"{}", path)
                 if content.get("run", self._disks.run) != self._disks.run:
                     return  # another manager has taken over
                 self._settle({int(step): n for step, n in content.get("settled", {}).items()})
