@@ -212,18 +212,15 @@ def tensor_entries(index: Index, wanted: Callable[[str], bool]) -> Iterator[Entr
         # The tensors of a large model have only a few different shapes.
         cut = (shape, None if chunk is None else tuple(chunk))
         if cut not in seen:
-            seen[cut] = math.prod(shape), sharding_text(*cut)
+            seen[cut] = math.prod(shape), "" if cut[1] is None else sharding_text(shape, cut[1])
         count, sharding = seen[cut]
-        if chunk is None:
-            pieces = len(index.pieces[key])
-            sharding = f"{pieces} piece{'s' if pieces != 1 else ''}"
+        pieces = 0 if chunk is not None else len(index.pieces[key])
+        sharding = sharding or f"{pieces} piece{'s' if pieces != 1 else ''}"
         yield Entry(key, shape, dtype, count * itemsizes[dtype], sharding)
 
 
-def sharding_text(shape: tuple[int, ...], chunk: tuple[int, ...] | None) -> str:
+def sharding_text(shape: tuple[int, ...], chunk: tuple[int, ...]) -> str:
     """``8x1 of 512x4096``: chunks along each axis, and the shape of a chunk."""
-    if chunk is None:
-        return "pieces"
     counts = [-(-extent // part) for extent, part in zip(shape, chunk, strict=True)]
     number = math.prod(counts)
     if number <= 1:
@@ -268,18 +265,14 @@ def _document(
         common = [{"key": e.key, "type": e.sharding} for e in others if e.dtype == COMMON]
         document |= {"objects": objects, "common": common}
     rows = []
-    for entry in tensors:
-        row: dict[str, Any] = {
-            "key": entry.key,
-            "shape": entry.shape,
-            "dtype": entry.dtype,
-            "num_bytes": entry.num_bytes,
-            "chunk_shape": opened.index.chunk_shape(entry.key),
-        }
-        if row["chunk_shape"] is None:
-            row["num_pieces"] = len(opened.index.pieces[entry.key])
+    for key, shape, dtype, num_bytes, _ in tensors:
+        chunk = opened.index.chunk_shape(key)
+        row: dict[str, Any] = {"key": key, "shape": shape, "dtype": dtype, "num_bytes": num_bytes}
+        row["chunk_shape"] = chunk
+        if chunk is None:
+            row["num_pieces"] = len(opened.index.pieces[key])
         if fingerprints is not None:
-            row["fingerprint"] = fingerprints[entry.key]
+            row["fingerprint"] = fingerprints[key]
         rows.append(row)
     return document | {"tensors": rows}
 
@@ -380,17 +373,22 @@ def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[
     for position, below in enumerate(branch.below.values()):
         child, name = _joined(below)
         text = f"{indent}{'└── ' if position == last else '├── '}{name}"
-        if child.entry is not None and not child.below:
-            yield text, *_leaf_facts(child.entry)
+        entry = child.entry
+        if entry is not None and not child.below:
+            if entry.shape is None:
+                yield text, "", entry.sharding
+            else:
+                size = "" if entry.dtype == OBJECT else bytes_text(entry.num_bytes)
+                yield text, size, f"{entry.dtype} {shape_text(entry.shape)}"
             continue
         is_cut = depth is not None and depth <= 1
         number = f"({child.num_entries:,}{' …' if is_cut else ''})"
         yield text, bytes_text(child.num_bytes) if child.num_bytes else "", number
         if is_cut:
             continue
-        if child.entry is not None:
+        if entry is not None:
             # It is a tensor itself, and also a prefix of other keys.
-            itself = Branch(".", entry=child.entry)
+            itself = Branch(".", entry=entry)
             child = Branch(child.name, below={".": itself, **child.below})
         longer = f"{indent}{'    ' if position == last else '│   '}"
         yield from _branches(child, longer, None if depth is None else depth - 1)
@@ -403,13 +401,6 @@ def _joined(branch: Branch) -> tuple[Branch, str]:
         (branch,) = branch.below.values()
         name = f"{name}.{branch.name}"
     return branch, name
-
-
-def _leaf_facts(entry: Entry) -> tuple[str, str]:
-    if entry.shape is None:
-        return "", entry.sharding
-    size = "" if entry.dtype == OBJECT else bytes_text(entry.num_bytes)
-    return size, f"{entry.dtype} {shape_text(entry.shape)}"
 
 
 # Following saves.
@@ -490,9 +481,7 @@ def _print_end(name: str, folder: Location, *, as_json: bool) -> bool:
 
 
 def _print(line: str, style: str | None = None) -> None:
-    report = Report()
-    report.line(line, style)
-    report.print()
+    Report(line, style).print()
 
 
 def _pause() -> None:

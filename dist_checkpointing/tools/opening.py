@@ -161,43 +161,34 @@ def explaining(path: Location) -> Iterator[None]:
     try:
         yield
     except CheckpointNotFoundError as error:
-        found = _what_it_is(path)
-        if found is None:
+        problem, remedy = _what_it_is(path)
+        if not problem:
             raise
-        problem, remedy = found
         finding = Finding(problem, path=str(path), remedy=remedy or None)
         message = f"{path} is not a distributed checkpoint"
         raise CheckpointNotFoundError(message, [finding]) from error
 
 
-def _what_it_is(path: Location) -> tuple[str, str] | None:
-    """What a path is instead of a checkpoint, and what to do."""
+def _what_it_is(path: Location) -> tuple[str, str]:
+    """What a path is instead of a checkpoint, and what to do; empty if nobody knows."""
     if isinstance(path, Path) and not path.is_dir():
         remedy = "dckpt ls, show, stats, diff and convert open files of safetensors and torch.save."
-        return ("it is a file, not a folder", remedy) if path.is_file() else None
+        return ("it is a file, not a folder", remedy) if path.is_file() else ("", "")
     if isinstance(path, Path) and (path / ATTEMPT_NAME).exists():
         holder = holder_of(path)
         now = f"it is being saved now, by process {holder.pid} on {holder.host}" if holder else ""
-        return (now, f"dckpt ls {path} --follow tells when it is done.") if now else None
+        return now, f"dckpt ls {path} --follow tells when it is done."
     if is_run(path):
         number = len(step_folders(path))
         remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."
         return f"it is a run with {number} step{'s' * (number != 1)}", remedy if number else ""
-    return _foreign(path) if isinstance(path, Path) else None
-
-
-def _foreign(path: Path) -> tuple[str, str] | None:
-    """What a folder holds instead of a checkpoint of this library, and what to do."""
+    if not isinstance(path, Path):
+        return "", ""
     folders_inside = sorted(inside for inside in path.iterdir() if inside.is_dir())
     for what, holds in (("checkpoints", is_committed), ("runs", is_run)):
         names = [inside.name for inside in folders_inside if holds(inside)]
         if names:
             return f"it holds {what}: {', '.join(names[:8])}", "Name one of them."
-    return next(
-        (
-            (f"it is {what}", remedy.format(path=path))
-            for what, patterns, remedy in _FOREIGN
-            if any(any(path.glob(pattern)) for pattern in patterns)
-        ),
-        None,
-    )
+    found = (row for row in _FOREIGN if any(any(path.glob(pattern)) for pattern in row[1]))
+    what, _, remedy = next(found, ("", (), ""))
+    return f"it is {what}" if what else "", remedy

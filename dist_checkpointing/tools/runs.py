@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -27,7 +27,7 @@ from dist_checkpointing.format.leftovers import (
     DCP_METADATA_NAME,
     attempt_of,
 )
-from dist_checkpointing.format.seal import Seal, read_seal
+from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.threads import in_threads
 from dist_checkpointing.tools.report import (
     Report,
@@ -56,7 +56,7 @@ _OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
 _MAX_POINTER_BYTES: Final = 1 << 10
 _THREADS: Final = 16
 _MAX_SHARING_SHOWN: Final = 3
-_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"))
+_UNITS: Final[Sequence[tuple[int, str]]] = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 Uses = Mapping[str, location.FileUse]
 """The files of a folder, by relative name."""
 
@@ -172,7 +172,10 @@ def located(path: Location) -> Location:
 
 def is_run(root: Location) -> bool:
     """Whether a folder is that of a run, which may have no steps yet."""
-    return bool(step_folders(root)) or (_is_marked(root) and not is_committed(root))
+    if step_folders(root):
+        return True
+    is_marked = any(location.is_file(root / name) for name in (MANAGER_RECORD, MEGATRON_POINTER))
+    return is_marked and not is_committed(root)
 
 
 def read_run(root: Location) -> Run:
@@ -186,13 +189,12 @@ def read_run(root: Location) -> Run:
     for step in steps:
         for inode in step.inodes:
             holders.setdefault(inode, []).append(step.name)
-
-    def known(step: RunStep) -> RunStep:
+    known = []
+    for step in steps:
         others = {name for inode in step.inodes for name in holders[inode]} - {step.name}
         shared_with = tuple(other.name for other in steps if other.name in others)
-        return replace(step, shared_with=shared_with, notes=notes(step))
-
-    return Run(root, tuple(map(known, steps)), latest, remark)
+        known.append(replace(step, shared_with=shared_with, notes=notes.get(step.name, ())))
+    return Run(root, tuple(known), latest, remark)
 
 
 def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Uses]:
@@ -241,18 +243,16 @@ def state_of(folder: Location, uses: Uses) -> StepState:
             seal = read_seal(folder / data)
             if seal is None or seal.is_open:
                 return StepState.COMMITTED
-            return StepState.WHOLE if _has_all(seal, data, uses) else StepState.DAMAGED
+            sizes = {name: use.num_bytes for name, use in uses.items()}
+            sealed = seal.files.items()
+            is_whole = all(sizes.get(data + name) == file.num_bytes for name, file in sealed)
+            return StepState.WHOLE if is_whole else StepState.DAMAGED
     except CorruptCheckpointError:
         return StepState.DAMAGED
     if (LOCK_NAME in uses or isinstance(folder, ObjectPath)) and holder_at(folder) is not None:
         return StepState.SAVING
     is_begun = attempt_of(folder) is not None or bool(location.names_in(folder / CLAIMS))
     return StepState.UNFINISHED if is_begun else StepState.FOREIGN
-
-
-def _has_all(seal: Seal, data: str, uses: Uses) -> bool:
-    sizes = {name: use.num_bytes for name, use in uses.items()}
-    return all(sizes.get(data + name) == file.num_bytes for name, file in seal.files.items())
 
 
 def holder_at(folder: Location) -> Holder | None:
@@ -283,10 +283,6 @@ def step_folders(root: Location) -> dict[str, Location]:
     return dict(sorted(found.items(), key=lambda row: int(row[0]) if row[0].isdecimal() else -1))
 
 
-def _is_marked(root: Location) -> bool:
-    return any(location.is_file(root / name) for name in (MANAGER_RECORD, MEGATRON_POINTER))
-
-
 def _is_begun(folder: Location) -> bool:
     """Whether a save of this library began there."""
     return location.is_file(folder / ATTEMPT_NAME) or bool(location.names_in(folder / CLAIMS))
@@ -313,20 +309,16 @@ def _latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None
     return next(committed, None), remark
 
 
-def _notes_of(root: Location) -> Callable[[RunStep], tuple[str, ...]]:
+def _notes_of(root: Location) -> dict[str, tuple[str, ...]]:
+    """What the record of a manager says about each step, by name."""
     if not location.is_file(root / MANAGER_RECORD):
-        return lambda _: ()
+        return {}
     from dist_checkpointing.manager.run_folder import read_record  # noqa: PLC0415 - imports torch
 
-    steps = read_record(root).steps
-
-    def notes(step: RunStep) -> tuple[str, ...]:
-        known = steps.get(int(step.name)) if step.name.isdecimal() else None
-        if known is None:
-            return ()
-        return ("verified",) * known.verified + ("without optimizer",) * known.stripped
-
-    return notes
+    return {
+        str(number): ("verified",) * known.verified + ("without optimizer",) * known.stripped
+        for number, known in read_record(root).steps.items()
+    }
 
 
 # What is printed.
@@ -372,15 +364,10 @@ def _row(step: RunStep, run: Run, now: float) -> tuple[str, ...]:
         notes.append(f"shares with {names}{f' and {more} more' if more > 0 else ''}")
     size = step.files.num_bytes
     own = bytes_text(size - step.files.num_bytes_shared)
-    age = _age_text(now - step.saved_at)
+    seconds = max(now - step.saved_at, 0)
+    size_of, unit = next(row for row in _UNITS if seconds >= row[0] or row[1] == "s")
+    age = f"{seconds // size_of:.0f} {unit}"
     return step.name, step.state.value, age, bytes_text(size), own, ", ".join(notes)
-
-
-def _age_text(seconds: float) -> str:
-    for size, unit in _UNITS:
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def _run_document(run: Run) -> dict[str, Any]:

@@ -111,9 +111,9 @@ def _show_tensor(
         return
     report = Report(handle.key)
     cut = (
-        sharding_text(handle.shape, handle.chunk_shape).replace(" of ", " chunks of ")
-        if handle.stored.pieces is None
-        else counted(len(handle.stored.pieces), "piece")
+        counted(handle.num_chunks, "piece")
+        if handle.chunk_shape is None
+        else sharding_text(handle.shape, handle.chunk_shape).replace(" of ", " chunks of ")
     )
     facts = [shape_text(handle.shape), handle.dtype_name, bytes_text(handle.num_bytes), cut]
     report.line("  ".join(facts))
