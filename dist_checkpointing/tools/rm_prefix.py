@@ -55,24 +55,24 @@ def rm_prefix(
     opened = open_named(checkpoint)
     planned = preview_removal(opened.path, prefix)
     if not planned.keys and not planned.is_unfinished:
-        raise LookupError(_nothing(opened, prefix))
+        tops = sorted({key.split(".")[0] for key in opened})
+        known = ", ".join(map(repr, tops[:8])) + (", ..." if len(tops) > 8 else "")
+        near = f"; keys begin with {known}" if tops else ""
+        raise LookupError(f"no tensor in {opened.path} has a key that begins with {prefix!r}{near}")
     document = _document(opened, prefix, planned)
     if not as_json:
         _report(opened, planned, document).print()
-    freed: dict[str, Any] = {"removed": False}
+    document["removed"] = not dry_run
     if not dry_run:
         _make_sure(len(planned.keys), yes=yes)
         before = count_files(opened.path).num_bytes_on_disk
         remove_sharded_tensors(opened.path, prefix, comm=SingleProcess())
-        freed = {
-            "removed": True,
-            "bytes_freed": before - count_files(opened.path).num_bytes_on_disk,
-        }
+        document["bytes_freed"] = before - count_files(opened.path).num_bytes_on_disk
     if as_json:
-        print_json(document | freed)
+        print_json(document)
     elif not dry_run:
-        count = counted(len(planned.keys), "tensor")
-        Report(f"Removed {count}: {bytes_text(freed['bytes_freed'])} are free again.").print()
+        count, freed = counted(len(planned.keys), "tensor"), bytes_text(document["bytes_freed"])
+        Report(f"Removed {count}: {freed} are free again.").print()
 
 
 def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any]) -> Report:
@@ -140,10 +140,3 @@ def _document(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[
         "bytes_not_freed": dict(planned.shared),
         "objects_kept": [key for key in opened.objects if key.startswith(prefix)],
     }
-
-
-def _nothing(opened: Checkpoint, prefix: str) -> str:
-    tops = sorted({key.split(".")[0] for key in opened})
-    known = ", ".join(repr(name) for name in tops[:8]) + (", ..." if len(tops) > 8 else "")
-    hint = f"; keys begin with {known}" if tops else ""
-    return f"no tensor in {opened.path} has a key that begins with {prefix!r}{hint}"

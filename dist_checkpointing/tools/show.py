@@ -88,8 +88,14 @@ def show(
         raise ValueError(f"{key!r} is not a tensor: only tensors have slices and histograms")
     if is_object:
         _show_object(opened.objects[key], as_json=as_json)
+    elif as_json:
+        print_json({"key": key, "type": values.type_text(value), "value": value})
     else:
-        _show_common(key, value, as_json=as_json)
+        report = Report(key)
+        report.line(f"common state, {values.type_text(value)}")
+        report.section()
+        _add_value(report, value)
+        report.print()
 
 
 def _show_tensor(
@@ -141,11 +147,9 @@ def _statistics_lines(found: Statistics) -> Iterator[str]:
             for name, value in named.items()
             if value is not None
         )
-    counts = [("NaN", found.num_nan), ("Inf", found.num_inf), ("zero", found.num_zero)]
-    texts = [
-        painted(f"{name} {number:,}", "red") if number and name != "zero" else f"{name} {number:,}"
-        for name, number in counts
-    ]
+    counts = {"NaN": found.num_nan, "Inf": found.num_inf}
+    texts = [painted(f"{name} {n:,}", "red" if n else None) for name, n in counts.items()]
+    texts.append(f"zero {found.num_zero:,}")
     yield f"{'  '.join(texts)}  of {counted(found.count, 'element')}"
     if found.num_finite not in (0, found.count):
         yield painted("min, max, mean and std are of the finite values", "dim")
@@ -179,17 +183,13 @@ def _add_chunks(report: Report, handle: TensorHandle, boxes: Collection[Box]) ->
         if not boxes or any(chunk.box.intersect(box) for box in boxes)
     )
     listed = list(itertools.islice(chosen, _MAX_CHUNKS + 1))
-    rows = [
-        (str(number), _box_text(chunk), bytes_text(chunk.num_bytes), _file_text(handle, number))
-        for number, chunk in listed[:_MAX_CHUNKS]
-    ]
+    rows = []
+    for number, chunk in listed[:_MAX_CHUNKS]:
+        file = handle.location(number).removeprefix(f"{handle.folder}/")
+        rows.append((str(number), _box_text(chunk), bytes_text(chunk.num_bytes), one_line(file)))
     report.table(("", "", "", ""), rows, right=[0, 2])
     if len(listed) > _MAX_CHUNKS:
         report.line("...")
-
-
-def _file_text(handle: TensorHandle, number: int) -> str:
-    return one_line(handle.location(number).removeprefix(f"{handle.folder}/"))
 
 
 def _box_text(chunk: StoredChunk) -> str:
@@ -222,7 +222,6 @@ def _document(
         document["histogram"] = dataclasses.asdict(histogram)
     if math.prod(shape) <= _MAX_JSON:
         document["values"] = values.as_numbers(handle[slices]).tolist()
-    chunks = list(itertools.islice(handle.iter_chunks(), _MAX_JSON))
     document["chunk_shape"] = handle.chunk_shape
     document["num_chunks"] = handle.num_chunks
     document["chunks"] = [
@@ -233,7 +232,7 @@ def _document(
             "num_bytes": chunk.num_bytes,
             "location": handle.location(number) if number < _MAX_CHUNKS else None,
         }
-        for number, chunk in enumerate(chunks)
+        for number, chunk in enumerate(itertools.islice(handle.iter_chunks(), _MAX_JSON))
     ]
     return document
 
@@ -262,17 +261,6 @@ def _common_value(opened: Checkpoint, key: str) -> Any:
             f"{opened.path} holds nothing called {key!r}"
             f"{near or '; dckpt ls --all lists everything in it'}"
         ) from None
-
-
-def _show_common(key: str, value: Any, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"key": key, "type": values.type_text(value), "value": value})
-        return
-    report = Report(key)
-    report.line(f"common state, {values.type_text(value)}")
-    report.section()
-    _add_value(report, value)
-    report.print()
 
 
 def _add_value(report: Report, value: Any) -> None:

@@ -120,24 +120,23 @@ def count_contents(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     tensors = [checkpoint.index[key] for key in checkpoint.index]
     uses = location.use_below(checkpoint.folder)
     sizes = {name: use.num_bytes for name, use in uses.items()}
-    by_dtype: dict[str, list[StoredTensor]] = {}
-    by_owner: dict[bool, list[StoredTensor]] = {True: [], False: []}
+    groups: dict[str | bool, list[StoredTensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype.name, []).append(tensor)
-        by_owner[is_of_optimizer(tensor.key)].append(tensor)
-    totals = {name: TensorTotal.of(group) for name, group in by_dtype.items()}
-    chunks = list(map(_chunks, tensors))
+        groups.setdefault(tensor.dtype.name, []).append(tensor)
+        groups.setdefault(is_of_optimizer(tensor.key), []).append(tensor)
+    model, optimizer = (TensorTotal.of(groups.pop(key, ())) for key in (False, True))
+    totals = {str(name): TensorTotal.of(group) for name, group in groups.items()}
     return Inventory(
         Files.of(uses.values()),
         _largest(sizes, most_listed),
         TensorTotal.of(tensors),
         dict(sorted(totals.items(), key=lambda row: (-row[1].num_bytes, row[0]))),
-        TensorTotal.of(by_owner[False]),
-        TensorTotal.of(by_owner[True]),
+        model,
+        optimizer,
         _largest({tensor.key: tensor.num_bytes for tensor in tensors}, most_listed),
         sum(tensor.num_bytes // tensor.dtype.itemsize for tensor in tensors),
-        sum(count for count, _ in chunks),
-        max((num_bytes for _, num_bytes in chunks), default=0),
+        sum(tensor.num_parts for tensor in tensors),
+        max(map(_chunk_bytes, tensors), default=0),
         _facts(checkpoint, sizes),
     )
 
@@ -146,16 +145,16 @@ def _largest(sizes: Mapping[str, int], most: int) -> tuple[tuple[str, int], ...]
     return tuple(sorted(sizes.items(), key=lambda row: (-row[1], row[0]))[:most])
 
 
-def _chunks(stored: StoredTensor) -> tuple[int, int]:
-    """Number of chunks or pieces, and bytes of the largest one."""
-    itemsize = stored.dtype.itemsize
+def _chunk_bytes(stored: StoredTensor) -> int:
+    """Bytes of the largest chunk or piece."""
     if stored.pieces is None:
-        chunk = map(min, stored.grid.chunk_shape, stored.global_shape)
-        return stored.num_parts, math.prod(chunk) * itemsize
-    counts = [
-        box.num_elements if flat is None else flat[1] - flat[0] for box, flat in stored.pieces
-    ]
-    return len(counts), max(counts, default=0) * itemsize
+        count = math.prod(map(min, stored.grid.chunk_shape, stored.global_shape))
+    else:
+        counts = [
+            box.num_elements if flat is None else flat[1] - flat[0] for box, flat in stored.pieces
+        ]
+        count = max(counts, default=0)
+    return count * stored.dtype.itemsize
 
 
 def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
@@ -229,15 +228,10 @@ def _report(
 
 def _add_shares(report: Report, title: str, shares: Mapping[str, TensorTotal]) -> None:
     total = sum(share.num_bytes for share in shares.values())
-    rows = [
-        (
-            name,
-            f"{share.num_tensors:,}",
-            bytes_text(share.num_bytes),
-            f"{share.num_bytes / total:.1%}" if total else "",
-        )
-        for name, share in shares.items()
-    ]
+    rows = []
+    for name, share in shares.items():
+        part = f"{share.num_bytes / total:.1%}" if total else ""
+        rows.append((name, f"{share.num_tensors:,}", bytes_text(share.num_bytes), part))
     report.section()
     report.table((title, "TENSORS", "SIZE", ""), rows, right=[1, 2, 3])
 

@@ -318,7 +318,9 @@ def entries(value: Any, name: str = "") -> dict[str, Any]:
         path, node, above = waiting.pop()
         children = None if id(node) in above else list(_children(node))
         if not children:
-            found[_free(path, found)] = node
+            # The keys 1 and "1" of one dict have the same text.
+            names = (f"{path} ({number})" for number in itertools.count(2))
+            found[next(n for n in itertools.chain([path], names) if n not in found)] = node
             continue
         if len(found) + len(waiting) > _MAX_ENTRIES:
             raise ValueError(f"more than {_MAX_ENTRIES} values are nested in {name or 'the state'}")
@@ -337,12 +339,6 @@ def _children(node: Any) -> Iterator[tuple[object, Any]]:
         yield from node.items()
     elif isinstance(node, list | tuple) and not isinstance(node, torch.Size):
         yield from enumerate(node)
-
-
-def _free(path: str, used: dict[str, Any]) -> str:
-    """A path that is not used: the keys 1 and "1" of one dict have the same text."""
-    names = itertools.chain([path], (f"{path} ({number})" for number in itertools.count(2)))
-    return next(name for name in names if name not in used)
 
 
 def below(value: Any, path: str) -> Any:

@@ -54,13 +54,13 @@ def verify(
     path = located(checkpoint)
     with progress_bar("verifying", None) as bar, explaining(path):
         found = examine_checkpoint(path, trusted=trusted, progress=bar.show)
+    bad = "damaged"
     # Fingerprints are compared only where nothing is damaged.
-    verdict = "sound" if found.is_sound else "damaged"
     if against is not None and expected is not None and found.is_sound:
         opened = open_named(checkpoint, trusted=trusted)
         others = other_fingerprints(opened.fingerprints(stored=False), expected, against)
-        found = dataclasses.replace(found, findings=tuple(others))
-        verdict = "sound" if found.is_sound else "not what the file says"
+        found, bad = dataclasses.replace(found, findings=tuple(others)), "not what the file says"
+    verdict = "sound" if found.is_sound else bad
     if as_json:
         print_json(_document(checkpoint, found))
     elif not (quiet and found.is_sound):
@@ -142,18 +142,10 @@ def _document(checkpoint: Path, found: Examination) -> dict[str, Any]:
         "path": str(checkpoint),
         "is_sound": found.is_sound,
         **dataclasses.asdict(found),
-        "findings": _findings(found.findings),
-        "refused": _findings(found.refused),
-        "remarks": _findings(found.remarks),
+        **{name: _findings(getattr(found, name)) for name in ("findings", "refused", "remarks")},
     }
 
 
 def _findings(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [
-        {
-            name: value
-            for name, value in dataclasses.asdict(finding).items()
-            if value or name == "key"
-        }
-        for finding in findings
-    ]
+    rows = map(dataclasses.asdict, findings)
+    return [{name: value for name, value in row.items() if value or name == "key"} for row in rows]
