@@ -35,11 +35,6 @@ class Selected:
     within: tuple[int | slice, ...]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the array that the boxes make up is what is selected."""
-        return all(part == _ALL for part in self.within)
-
-    @property
     def shape(self) -> Ints:
         """Shape of what is selected."""
         extents = list(self.boxes[0].shape)
@@ -56,7 +51,7 @@ class Selected:
         import torch  # noqa: PLC0415 - a checkpoint is listed without it
 
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self.axis)
-        if self.is_whole:
+        if all(part == _ALL for part in self.within):
             return whole
         part = whole[self.within]
         # A thin view would keep all that was read.
@@ -70,20 +65,18 @@ def parse_slices(text: str) -> tuple[int | slice | Any, ...]:
         ValueError: if it is something else.
     """
     parts: list[Any] = []
-    for word in text.strip().removeprefix("[").removesuffix("]").split(","):
-        bounds = word.strip().split(":")
+    for word in map(str.strip, text.strip().removeprefix("[").removesuffix("]").split(",")):
+        bounds = word.split(":")
         try:
-            if word.strip() == "...":
+            if word == "...":
                 parts.append(Ellipsis)
             elif len(bounds) == 1:
                 parts.append(int(word))
-            elif len(bounds) <= 3:
+            else:  # slice itself refuses more than three
                 parts.append(slice(*(int(bound) if bound.strip() else None for bound in bounds)))
-            else:
-                raise ValueError(word)
-        except ValueError:
+        except (TypeError, ValueError):
             raise ValueError(
-                f"cannot read {word.strip()!r} in the slice {text!r}; write one index or "
+                f"cannot read {word!r} in the slice {text!r}; write one index or "
                 "start:stop:step for each axis, such as '0:4,:8' or '-1,...'"
             ) from None
     return tuple(parts)

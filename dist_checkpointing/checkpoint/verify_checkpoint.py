@@ -156,13 +156,11 @@ class Notes:
 
     def plausible(self, checkpoint: Checkpoint, index: Index, keys: list[str]) -> list[str]:
         """The tensors that the files can hold; the others are damaged, and are not looked at."""
-        try:
+        known = len(self.findings)
+        with self.noting():
             checkpoint.reads.require_stored(large_tensors(index, keys), index)
-        except CorruptCheckpointError as error:
-            self.findings += _findings(error)
-            lost = {finding.key for finding in error.findings}
-            return [key for key in keys if key not in lost]
-        return keys
+        lost = {finding.key for finding in self.findings[known:]}
+        return [key for key in keys if key not in lost]
 
     def checksums(self, folder: Location, index: Index) -> dict[str, list[StoredPart]]:
         """The parts that have a checksum, by key."""
@@ -194,17 +192,14 @@ class Notes:
         for key in sorted(set(digests) - set(index)):
             folder = checkpoint.folder / key
             if key in going:
-                self.remarks.append(
-                    Finding("its removal was cut off", key, remedy="Remove it once more.")
-                )
+                remedy = "Remove it once more."
+                self.remarks.append(Finding("its removal was cut off", key, remedy=remedy))
             elif location.is_folder(folder):
-                self.findings.append(
-                    Finding("its metadata is gone, its chunks are there", key, path=str(folder))
-                )
+                problem = "its metadata is gone, its chunks are there"
+                self.findings.append(Finding(problem, key, path=str(folder)))
             else:
-                self.remarks.append(
-                    Finding("has checksums and no files: removed on purpose, or lost", key)
-                )
+                problem = "has checksums and no files: removed on purpose, or lost"
+                self.remarks.append(Finding(problem, key))
 
     def look_at_what_others_read(self, checkpoint: Checkpoint) -> None:
         """Our readers have the index; zarr-python and xarray need the consolidated metadata."""
@@ -336,9 +331,13 @@ def examine_checkpoint(
         seen.look_at_what_others_read(checkpoint)
     parts = []
     for key in keys:
-        parts += _parts(index[key], digests.get(key, []))
+        stored, checked = index[key], digests.get(key, [])
+        # What has checksums, if that is all of it; else every chunk too.
+        parts += checked
+        if sum(part.num_elements for part in checked) != math.prod(stored.global_shape):
+            parts += [StoredPart(key, box, flat) for box, flat in stored.parts()]
         if digests and not seen.lacks_checksums:
-            seen.findings += not_covered(index[key], digests.get(key, []))
+            seen.findings += not_covered(stored, checked)
     seen.findings += _coverage_problems([index[key] for key in keys])
     meter = Meter("verify", rank, progress)
     with meter.phase("verifying"), seen.noting():
@@ -361,13 +360,6 @@ def examine_checkpoint(
     )
 
 
-def _parts(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[StoredPart]:
-    """What to read of a tensor: what has checksums if that is all of it, else every chunk too."""
-    if sum(part.num_elements for part in checked) == math.prod(stored.global_shape):
-        return list(checked)
-    return [*checked, *(StoredPart(stored.key, box, flat) for box, flat in stored.parts())]
-
-
 def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:
     """Tensors whose pieces leave gaps or overlap; a chunk grid does neither."""
     leaves: list[ShardedBase] = [
@@ -382,15 +374,10 @@ def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:
     except InvalidShardingError as error:
         return list(_findings(error))
     written = table.take(table.num_elements > 0)
+    problem = "the stored pieces do not make it up once"
     return [
-        replace(
-            finding,
-            problem=f"the stored pieces do not make it up once: {finding.problem}",
-            expected=None,
-            ranks=(),
-            remedy=None,
-        )
-        for finding in find_coverage_problems(table, written)
+        Finding(f"{problem}: {f.problem}", f.key, found=f.found, path=f.path)
+        for f in find_coverage_problems(table, written)
     ]
 
 

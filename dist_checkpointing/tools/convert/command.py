@@ -175,7 +175,13 @@ def _report(done: Conversion, destination: Path, *, dry_run: bool) -> Report:
     report = Report()
     plan = done.plan
     if dry_run:
-        _add_tensors(report, done)
+        for line in str(done.made or "").splitlines():
+            report.line(line)
+        for tensor in plan.tensors:
+            old, dtype = tensor.source, tensor.dtype.name
+            arrow = "" if old.key == tensor.key else f"{old.key} -> "
+            change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
+            report.line(f"{arrow}{tensor.key}  {change}{list(tensor.shape)}")
     report.line(f"{_summary(done, dry_run=dry_run)}: {destination}")
     if done.made is not None and not dry_run:
         _add_recipe(report, done.made)
@@ -216,17 +222,6 @@ def _add_recipe(report: Report, made: Derivation) -> None:
     ):
         if count:
             report.line(f"  recipe: {text}, see --dry-run")
-
-
-def _add_tensors(report: Report, done: Conversion) -> None:
-    for line in str(done.made or "").splitlines():
-        report.line(line)
-    for tensor in done.plan.tensors:
-        old = tensor.source
-        arrow = "" if old.key == tensor.key else f"{old.key} -> "
-        dtype = tensor.dtype.name
-        change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-        report.line(f"{arrow}{tensor.key}  {change}{list(tensor.shape)}")
 
 
 def _summary(done: Conversion, *, dry_run: bool) -> str:
