@@ -206,21 +206,22 @@ def split_filled(
 
 def values_of(leaf: ShardedTensor, part: StoredPart, dtype: torch.dtype) -> torch.Tensor | None:
     """The memory of a leaf that holds a stored part; None if it does not hold all of it as is."""
-    data, box, own, stored = leaf.data, leaf.box, leaf.flat_range, part.flat_range
-    is_whole = own == stored and part.box == box and not leaf.prepend_axis_num
+    data, box, wanted, stored = leaf.data, leaf.box, leaf.flat_range, part.flat_range
+    is_whole = wanted == stored and part.box == box and not leaf.prepend_axis_num
     if data is None or data.dtype is not dtype or not (is_whole or box.contains(part.box)):
         return None
     if is_whole:
         return data
-    if own is None and stored is None:
+    if wanted is None and stored is None:
         whole = data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
         return whole[part.box.relative_to(box.offset).slices()]
     run = Window(0, box.shape, part.box.relative_to(box.offset)).contiguous_range()
     if run is None:
         return None
     start, stop = run if stored is None else (run[0] + stored[0], run[0] + stored[1])
-    if own is not None:
-        return data[start - own[0] : stop - own[0]] if own[0] <= start <= stop <= own[1] else None
+    if wanted is not None:
+        first, end = wanted
+        return data[start - first : stop - first] if first <= start <= stop <= end else None
     return data.view(-1)[start:stop] if data.is_contiguous() else None
 
 
@@ -233,20 +234,20 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
     """
     parts, rows = filled
     of_parts = sum(values.nbytes for _, values in parts)
-    meter.expect(of_parts + sum(int(own.num_bytes.sum()) for own in rows))
-    small = [own for own in parts if own[1].nbytes <= SMALL_BYTES]
-    large = [own for own in parts if own[1].nbytes > SMALL_BYTES]
+    meter.expect(of_parts + sum(int(table.num_bytes.sum()) for table in rows))
+    small = [pair for pair in parts if pair[1].nbytes <= SMALL_BYTES]
+    large = [pair for pair in parts if pair[1].nbytes > SMALL_BYTES]
 
-    def compare(own: FilledPart) -> tuple[StoredPart, int]:
-        part, values = own
+    def compare(filled: FilledPart) -> tuple[StoredPart, int]:
+        part, values = filled
         found = checksum_of(_blocks(values))
         meter.add(values.nbytes)
         return part, found
 
     # Many small parts are work for the interpreter: threads would only take turns.
     with paused_collector():
-        digests = [found for own in rows for found in own.differing(meter.add)]
-        digests += [compare(own) for own in small]
+        digests = [found for table in rows for found in table.differing(meter.add)]
+        digests += [compare(pair) for pair in small]
     digests += in_threads(compare, large, options.threads)
     remedy = (
         "Give each leaf memory of its own. If it has, memory or the file system of this machine "
@@ -397,7 +398,7 @@ class Verifier:
                 raise StateMismatchError("the checkpoint does not hold what is wanted", misfitting)
             set_up_reader(reader, index, rank=0, world_size=1)
             cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
-            known = [cell for own in tables for cell in own.objects()]
+            known = [cell for table in tables for cell in table.objects()]
             findings += damage_of_objects(cells, known, reader)
         _require_none(findings)
         return filled
@@ -433,9 +434,9 @@ def parts_of(
 ) -> tuple[dict[str, list[StoredPart]], list[Finding]]:
     """The parts of tensors that have a checksum, by key; and of which tensor they are not all."""
     parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
-    for part in (part for own in tables for part in own.parts(parts)):
+    for part in (part for table in tables for part in table.parts(parts)):
         parts[part.key].append(part)
-    findings = [finding for key, own in parts.items() for finding in not_covered(index[key], own)]
+    findings = [f for key, known in parts.items() for f in not_covered(index[key], known)]
     return parts, findings
 
 
@@ -516,8 +517,8 @@ def _verify(
     start = 0
     for number, (part, size) in enumerate(batch):
         leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
-        own = memory[start : start + size].view(leaf.dtype)
-        leaf.data = own.view(part.box.shape if part.flat_range is None else -1)
+        flat = memory[start : start + size].view(leaf.dtype)
+        leaf.data = flat.view(part.box.shape if part.flat_range is None else -1)
         leaves[DictKey(number),] = leaf
         values.append(leaf.data)
         start += _aligned(size)

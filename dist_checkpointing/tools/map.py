@@ -174,8 +174,8 @@ def _by_file_name(checkpoint: Checkpoint, keys: Sequence[str]) -> Mapping[str, l
         ]
     files = iter(checkpoint.reads.files(checkpoint.index, [*itertools.chain(*chunks.values())]))
     found: dict[str, list[Writers]] = {}
-    for key, own in chunks.items():
-        matches = [_DCP_FILE.fullmatch(file or "") for file in itertools.islice(files, len(own))]
+    for key, parts in chunks.items():
+        matches = [_DCP_FILE.fullmatch(file or "") for file in itertools.islice(files, len(parts))]
         found[key] = [() if match is None else (int(match[1]),) for match in matches]
     return found
 

@@ -87,8 +87,8 @@ class Files:
 
     def own_text(self) -> str:
         """How much of it is shared with nothing else."""
-        own = bytes_text(self.num_bytes - self.num_bytes_shared)
-        return f"{own} of {bytes_text(self.num_bytes)}, the rest is shared with other checkpoints"
+        part, whole = map(bytes_text, (self.num_bytes - self.num_bytes_shared, self.num_bytes))
+        return f"{part} of {whole}, the rest is shared with other checkpoints"
 
 
 def count_files(folder: Location) -> Files:
@@ -345,10 +345,10 @@ def print_run(run: Run, *, as_json: bool) -> None:
         if is_narrow and row[-1]:
             report.line(f"      {row[-1]}", "dim")
     # A file that several steps share counts once.
-    own = sum(step.files.num_bytes - step.files.num_bytes_shared for step in run.steps)
+    unshared = sum(step.files.num_bytes - step.files.num_bytes_shared for step in run.steps)
     shared = sum(size for _, _, size in {inode for step in run.steps for inode in step.inodes})
     latest = "none is committed" if run.latest is None else f"latest {run.latest}"
-    report.section(f"{counted(len(run.steps), 'step')}, {bytes_text(own + shared)}, {latest}")
+    report.section(f"{counted(len(run.steps), 'step')}, {bytes_text(unshared + shared)}, {latest}")
     if run.remark is not None:
         report.line(run.remark, "yellow")
     report.print()
@@ -363,11 +363,11 @@ def _row(step: RunStep, run: Run, now: float) -> tuple[str, ...]:
         names = ", ".join(nearest[:_MAX_SHARING_SHOWN])
         notes.append(f"shares with {names}{f' and {more} more' if more > 0 else ''}")
     size = step.files.num_bytes
-    own = bytes_text(size - step.files.num_bytes_shared)
+    unshared = bytes_text(size - step.files.num_bytes_shared)
     seconds = max(now - step.saved_at, 0)
     size_of, unit = next(row for row in _UNITS if seconds >= row[0] or row[1] == "s")
     age = f"{seconds // size_of:.0f} {unit}"
-    return step.name, step.state.value, age, bytes_text(size), own, ", ".join(notes)
+    return step.name, step.state.value, age, bytes_text(size), unshared, ", ".join(notes)
 
 
 def _run_document(run: Run) -> dict[str, Any]:

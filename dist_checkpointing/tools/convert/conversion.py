@@ -272,20 +272,17 @@ class _Job(ABC):
         try:
             with _stopping(stop):
                 self.write(stop)
-        except RankFailedError as error:
-            # There is one rank, so its name and its traceback say nothing to the caller.
-            findings = [Finding(f.problem, f.key, path=f.path) for f in error.findings]
-            raise CheckpointingException(self._nothing_is_left, findings) from error
-        except OSError as error:
-            if isinstance(error, CheckpointingException):
+        except (RankFailedError, OSError) as error:
+            if isinstance(error, RankFailedError):
+                # There is one rank, so its name and its traceback say nothing to the caller.
+                findings = [Finding(f.problem, f.key, path=f.path) for f in error.findings]
+            elif isinstance(error, CheckpointingException):
                 raise
-            remedy = "Free some space." if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
-            finding = Finding(str(error), remedy=remedy)
-            raise CheckpointingException(self._nothing_is_left, [finding]) from error
-
-    @property
-    def _nothing_is_left(self) -> str:
-        return f"cannot write {self.destination}: nothing of it is left"
+            else:
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                findings = [Finding(str(error), remedy="Free some space." if is_full else None)]
+            message = f"cannot write {self.destination}: nothing of it is left"
+            raise CheckpointingException(message, findings) from error
 
     def prove(self, written: Checkpoint) -> None:
         """Compare what was written with the fingerprints of the source.
@@ -444,7 +441,7 @@ class _ToTorch(_ToFiles):
         if self.rules.tensors_only:
             return
         handles = {o.key: self.source.objects[o.source_key] for o in self.plan.objects}
-        cells = {key: {cell: own[cell] for cell in own} for key, own in handles.items()}
+        cells = {key: dict(handle) for key, handle in handles.items()}
         common = self.source.opened.common
         self.common, self.objects = torch_file.loadable(common), torch_file.loadable(cells)
         for what, given, kept in (

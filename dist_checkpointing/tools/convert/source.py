@@ -89,8 +89,8 @@ class Source:
     @property
     def paths(self) -> tuple[Location, ...]:
         """What must not be written to while it is read."""
-        own = self.opened.files.paths if isinstance(self.opened, OpenedFiles) else ()
-        return (self.opened.path, *own)
+        files = self.opened.files.paths if isinstance(self.opened, OpenedFiles) else ()
+        return (self.opened.path, *files)
 
     def find_checksums(self, keys: Collection[str]) -> None:
         """Compare what is read of some tensors from now on, if the source keeps checksums."""
@@ -237,8 +237,9 @@ def checks_of(opened: Checkpoint, keys: Collection[str]) -> PartChecks | None:
         _refuse([*check_config(seal, folder), *check_files(seal, folder, names)])
     tables = read_tables(folder)
     if is_sealed:
-        _refuse(stored_objects_damage(opened, [cell for own in tables for cell in own.objects()]))
-    if not any((own.is_object == 0).any() for own in tables):
+        cells = [cell for table in tables for cell in table.objects()]
+        _refuse(stored_objects_damage(opened, cells))
+    if not any((table.is_object == 0).any() for table in tables):
         return None
     parts, findings = parts_of(tables, sorted(keys), tensors)
     if findings:
