@@ -152,8 +152,8 @@ class TensorHandle:
         checkpoint, stored = self._checkpoint, self.stored
         selected = select(stored.global_shape, slices, stored.key)
         rows = [(stored, box) for box in selected.boxes]
-        index, boxes = checkpoint.index, checkpoint.reads.boxes
-        return selected.joined(checkpoint.reading(lambda: boxes(index, rows)))
+        parts = checkpoint.reading(checkpoint.reads.boxes, checkpoint.index, rows)
+        return selected.joined(parts)
 
     def read(self, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read the whole tensor.
@@ -234,9 +234,8 @@ class ObjectHandle(Mapping[Ints, Any]):
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
         opened = self._checkpoint
-        return opened.reading(
-            lambda: opened.reads.object_cell(opened.index, self.key, self.shape, index)
-        )
+        read = opened.reads.object_cell
+        return opened.reading(read, opened.index, self.key, self.shape, index)
 
     def __contains__(self, cell: object) -> bool:
         if not isinstance(cell, tuple) or len(cell) != len(self.shape):
@@ -341,7 +340,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         Raises:
             CheckpointingException: if that cannot be found out.
         """
-        index = self.reading(lambda: read_index(self.folder))
+        index = self.reading(read_index, self.folder)
         return self.reading(self.reads.index) if index is None else index
 
     @cached_property
@@ -436,16 +435,16 @@ class Checkpoint(Mapping[str, TensorHandle]):
         rows = [(self[key].stored, box) for key, box in wanted]
         for stored, box in rows:
             _require_inside(stored.global_shape, stored.key, box)
-        return self.reading(lambda: self.reads.boxes(self.index, rows))
+        return self.reading(self.reads.boxes, self.index, rows)
 
-    def reading(self, read: Callable[[], T]) -> T:
-        """What ``read`` returns, if that is of the checkpoint that was opened.
+    def reading(self, read: Callable[..., T], *arguments: Any) -> T:
+        """What ``read(*arguments)`` returns, if that is of the checkpoint that was opened.
 
         Raises:
             CorruptCheckpointError: if it was deleted or overwritten.
         """
         try:
-            found = read()
+            found = read(*arguments)
         except Exception:
             # That it was deleted says more than that a file is gone.
             self.require_unchanged()
