@@ -14,7 +14,7 @@ from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dist_checkpointing.checkpoint.notebook import html_of
+from dist_checkpointing.checkpoint.key_tree import html_of
 from dist_checkpointing.checkpoint.slicing import select
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location

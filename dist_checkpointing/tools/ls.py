@@ -6,14 +6,14 @@ import fnmatch
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.key_tree import Branch, as_tree
 from dist_checkpointing.errors import hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
@@ -55,7 +55,6 @@ OBJECT = "object"
 COMMON = "common"
 _NARROW = 90
 _MAX_SUBTOTALS = 12
-_MAX_LEVELS = 100
 _POLL_SECONDS = 0.5
 _EXIT_NO_MATCH = 1
 _EXIT_NOT_SAVED = 1
@@ -332,40 +331,6 @@ def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
 
 
 # The tree.
-
-
-@dataclass(slots=True)
-class Branch:
-    """One part of the keys, the entry with exactly this key, and the parts below it by name.
-
-    The sums are of the entries here and below.
-    """
-
-    name: str
-    below: dict[str, Branch] = field(default_factory=dict)
-    entry: Entry | None = None
-    num_entries: int = 0
-    num_bytes: int = 0
-
-
-def as_tree(entries: Iterable[Entry]) -> Branch:
-    """The entries as a tree of the parts of their keys, which are separated by ``.`` and ``/``."""
-    root = Branch("")
-    for entry in entries:
-        path = [root]
-        for name in entry.key.replace("/", ".").split(".", _MAX_LEVELS):
-            below = path[-1].below
-            if name not in below:
-                below[name] = Branch(name)
-            path.append(below[name])
-        # If two keys differ only in their separators, the second gets its own line.
-        if path[-1].entry is not None:
-            path[-1] = path[-2].below.setdefault(entry.key, Branch(entry.key))
-        path[-1].entry = entry
-        for branch in path:
-            branch.num_entries += 1
-            branch.num_bytes += entry.num_bytes
-    return root
 
 
 def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[str, str, str]]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dist_checkpointing as dc
-from dist_checkpointing.checkpoint import notebook as html_view
+from dist_checkpointing.checkpoint import key_tree as html_view
 from dist_checkpointing.comm import default_comm
 from dist_checkpointing.format import Box
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy

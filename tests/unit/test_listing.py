@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from dist_checkpointing.checkpoint.key_tree import as_tree
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
 from dist_checkpointing.tools.ls import (
     Entry,
-    as_tree,
     name_filter,
     sharding_text,
     subtotals,
