@@ -233,8 +233,7 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
             be good nevertheless: another read tells.
     """
     parts, rows = filled
-    of_parts = sum(values.nbytes for _, values in parts)
-    meter.expect(of_parts + sum(int(table.num_bytes.sum()) for table in rows))
+    meter.expect(sum(v.nbytes for _, v in parts) + sum(int(t.num_bytes.sum()) for t in rows))
     small = [pair for pair in parts if pair[1].nbytes <= SMALL_BYTES]
     large = [pair for pair in parts if pair[1].nbytes > SMALL_BYTES]
 
