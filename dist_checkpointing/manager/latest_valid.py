@@ -28,7 +28,7 @@ from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
-from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
+from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.serialization.load import load
@@ -127,9 +127,8 @@ def asks_for_all(
         checkpoint = Checkpoint.open(folder)
         stored = {key: checkpoint.index[key].global_shape for key in checkpoint.index}
         stored |= {key: handle.shape for key, handle in checkpoint.objects.items()}
-        return all(asked.get(key) == shape for key, shape in stored.items()) and (
-            not find_coverage_problems(catalog, main_rows(catalog))
-        )
+        is_there = all(asked.get(key) == shape for key, shape in stored.items())
+        return is_there and not find_coverage_problems(catalog)
 
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -26,10 +25,10 @@ from dist_checkpointing.format.geometry import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.shard_table import (
-    OBJECT,
     Bools,
     Int64s,
     ShardTable,
+    concatenate,
     counted,
     shared_shapes,
 )
@@ -200,6 +199,12 @@ class KeyGroups:
         return np.maximum(np.maximum.reduceat(shapes, self.starts, axis=0), 1)
 
     @cached_property
+    def grid_shapes(self) -> Int64s:
+        """The same, but the whole shape, 1 where it is 0, of a tensor that nobody writes."""
+        is_written = self.any_row(self.counted)[:, None]
+        return np.where(is_written, self.chunk_shapes, np.maximum(self.global_shapes, 1))
+
+    @cached_property
     def is_grid(self) -> Bools:
         """Per group: whether every counted row is exactly one chunk of the grid."""
         table, chunk = self.table, self.chunk_shapes[self.of_row]
@@ -259,7 +264,7 @@ class RowBlockLayout:
         groups = KeyGroups(written, written.num_elements > 0)
         firsts = written.take(groups.starts)
         shapes = firsts.global_shape_column
-        chunks: list[Ints | None] = [*shared_shapes(groups.chunk_shapes, firsts.ndim)]
+        chunks: list[Ints | None] = [*shared_shapes(groups.grid_shapes, firsts.ndim)]
         has_grid = groups.is_grid.copy()
         chunk_bytes = firsts.itemsizes * groups.chunk_shapes.prod(axis=1)
         divided: dict[tuple[Ints, Ints, int], Ints | None] = {}
@@ -377,9 +382,8 @@ class WholeShardLayout:
             divisor = np.gcd.reduceat(np.where(counted, cuts, 0), groups.starts, axis=0)
             few = divisor * self.max_chunks_per_shard >= largest
             largest = np.where(is_regular, largest, np.where(few, divisor, full))
-        is_held = groups.any_row(groups.counted)[:, None]
-        largest = np.where(is_held, largest, np.maximum(full, 1))
-        chunks = shared_shapes(largest, firsts.ndim)
+        is_written = groups.any_row(groups.counted)[:, None]
+        chunks = shared_shapes(np.where(is_written, largest, groups.grid_shapes), firsts.ndim)
         shapes = firsts.global_shape_column
         return Index(firsts.key_column, firsts.dtype_column, shapes, chunks)
 
@@ -394,24 +398,16 @@ Layout = RowBlockLayout | WholeShardLayout
 
 def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Index:
     """What a checkpoint will hold, from the shards of all ranks and those that are written."""
-    index = layout.index(written.take(~written.is_object))
-    groups = KeyGroups(announced, np.zeros(len(announced), dtype=np.bool_))
-    firsts = announced.take(groups.starts)
-    special = firsts.take(firsts.is_object | (firsts.global_shapes == 0).any(axis=1))
-    objects: dict[str, Ints] = {}
-    empty: list[tuple[Any, ...]] = []
-    for row in range(len(special)):
-        key, shape = special.key(row), special.global_shape(row)
-        if special.dtype(row) == OBJECT:
-            objects[key] = shape
-        elif key not in index:
-            chunk = tuple(max(extent, 1) for extent in shape)
-            empty.append((key, special.dtype(row), shape, chunk))
-    if not empty:
-        return replace(index, objects=objects)
-    rows = sorted([*_rows_of(index), *empty], key=itemgetter(0))
-    keys, names, shapes, chunks = map(list, zip(*rows, strict=True))
-    return Index(keys, names, shapes, chunks, index.pieces, objects)
+    firsts = announced.take(KeyGroups(announced, announced.main).starts)
+    tensors = written.take(~written.is_object)
+    is_object = firsts.is_object
+    # What has no elements is in the index, but nobody writes it.
+    is_empty = (firsts.global_shapes == 0).any(axis=1) & ~is_object
+    if is_empty.any():
+        tensors = concatenate([tensors, firsts.take(is_empty)])
+    objects = firsts.take(is_object)
+    grids = dict(zip(objects.key_column, objects.global_shape_column, strict=True))
+    return replace(layout.index(tensors), objects=grids)
 
 
 def _rows_of(index: Index) -> Iterator[tuple[Any, ...]]:

@@ -103,7 +103,7 @@ def main_rows(catalog: ShardTable) -> ShardTable:
     return catalog.take(catalog.main & (catalog.num_elements > 0)).of_ranks()
 
 
-def check_coverage(catalog: ShardTable, written: ShardTable) -> None:
+def check_coverage(catalog: ShardTable, written: ShardTable | None = None) -> None:
     """Raise one error with everything ``find_coverage_problems`` finds."""
     if findings := find_coverage_problems(catalog, written):
         problem = "the shards do not make up each global tensor exactly once"
@@ -120,14 +120,16 @@ def check_agreement(catalog: ShardTable) -> None:
     """
     groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
     if _find_disagreements(groups)[0]:
-        check_coverage(catalog, main_rows(catalog))
+        check_coverage(catalog)
 
 
-def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Finding]:
+def find_coverage_problems(catalog: ShardTable, written: ShardTable | None = None) -> list[Finding]:
     """Whether all ranks agree on every key, and every element is written exactly once.
 
-    Both tables are sorted by key.
+    Both tables are sorted by key. The main replicas are written unless others are given.
     """
+    if written is None:
+        written = main_rows(catalog)
     groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
     findings, broken = _find_disagreements(groups)
     # Flattened ranges that follow each other from end to end count as their box.

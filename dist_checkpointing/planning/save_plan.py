@@ -17,7 +17,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import Layout
-from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
+from dist_checkpointing.planning.coverage import check_agreement, check_coverage
 from dist_checkpointing.planning.items import Metadata, whole_items
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.replica_check import ReplicaFacts
@@ -185,7 +185,7 @@ class SavePlanning:
             return cache.value
         others = exchanged.catalog(_OTHERS)
         if len(others):
-            check_coverage(others, main_rows(others))
+            check_coverage(others)
         catalog = exchanged.catalog(*_KINDS)
         if _assigns(planner):
             check_agreement(catalog)

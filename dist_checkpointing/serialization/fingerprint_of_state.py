@@ -25,11 +25,7 @@ from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
-from dist_checkpointing.planning.coverage import (
-    check_coverage,
-    find_coverage_problems,
-    main_rows,
-)
+from dist_checkpointing.planning.coverage import check_coverage, find_coverage_problems
 from dist_checkpointing.planning.replica_check import Copies, copies_of
 from dist_checkpointing.planning.shard_table import Bools, ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
@@ -92,7 +88,7 @@ def fingerprint(
 
     catalog = exchange_tables(comm, "describing the shards", describe_local).catalog("shards")
     with comm.agreed("checking the shards"):
-        check_coverage(catalog, main_rows(catalog))
+        check_coverage(catalog)
     number = {name: position for position, name in enumerate(catalog.names)}
 
     def sum_up() -> bytes:

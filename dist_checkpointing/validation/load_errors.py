@@ -30,7 +30,7 @@ from dist_checkpointing.mapping.nested_dicts import path_text
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.mapping.tensor_memory import is_lossless, overlaps_itself
-from dist_checkpointing.planning.coverage import check_coverage, main_rows
+from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
@@ -306,7 +306,7 @@ def check_access(parts: StateDictParts, comm: Comm) -> None:
     )
     with comm.agreed("checking the template"):
         catalog = exchanged.catalog("shards")
-        check_coverage(catalog, main_rows(catalog))
+        check_coverage(catalog)
 
 
 def first_names(keys: Iterable[str]) -> tuple[str, ...] | None:

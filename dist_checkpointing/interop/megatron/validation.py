@@ -13,7 +13,7 @@ from dist_checkpointing.comm import default_comm
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
 from dist_checkpointing.interop.megatron import state_dicts
 from dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedStateDict
-from dist_checkpointing.planning.coverage import check_coverage, main_rows
+from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -64,7 +64,7 @@ def validate_sharding_integrity(
         return
     catalog = concatenate([describe(own, rank) for rank, own in enumerate(global_metadata)])
     try:
-        check_coverage(catalog, main_rows(catalog))
+        check_coverage(catalog)
     except InvalidShardingError as error:
         broken = {f.key for f in error.findings if f.problem.startswith("flattened ranges")}
         first = next((x for own in global_metadata for x in own if x.key in broken), None)
