@@ -17,7 +17,6 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase, as_numpy
-from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from dist_checkpointing.testing import run_ranks
 from ocdbt_databases import read_by_tensorstore
 
@@ -52,10 +51,6 @@ def assert_holds(folder: Path, keys: set[str]) -> None:
 def test_it_holds_what_was_saved() -> None:
     assert_holds(GOLDEN, set(EXPECTED["tensors"]))
     dc.verify_checkpoint(GOLDEN)
-    # It is one of TensorStore's own: small values lie in the tree.
-    _, values = Tree(GOLDEN).all()
-    assert values.inline
-    assert (values.extents.file >= 0).any()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
