@@ -185,16 +185,17 @@ class ReplicaComparison:
         if self._is_off:
             return
         comm, cache = self._comm, self._cache
-        if any(of_rank is None for of_rank in facts):
+        if None in facts:
             facts = comm.exchange(_STEP, self.digests_of_rank)
         known = [of_rank for of_rank in facts if of_rank is not None]
-        is_known = len(known) == comm.world_size and len({(f.copies, f.sample) for f in known}) == 1
-        if is_known and cache.value is not None:
+        if len(known) == comm.world_size and len({(f.copies, f.sample) for f in known}) == 1:
+            assert cache.value is not None
             copies, of_ranks = cache.value, [of_rank.digests for of_rank in known]
         else:
             copies = self._find_copies()
             if self._is_sampled:
-                self._sample = comm.broadcast(cache.num_samples) % SAMPLES
+                cache.num_samples = comm.broadcast(cache.num_samples)
+                self._sample = cache.num_samples % SAMPLES
             of_ranks = comm.exchange(_STEP, lambda: self._digest(copies))
         cache.num_samples += self._is_sampled
         lowest = {part: digest for digests in of_ranks for part, digest in digests.items()}
@@ -217,21 +218,14 @@ class ReplicaComparison:
         return (self._comm.rank, self._comm.world_size, *plan_inputs(self._shards))
 
     def _find_copies(self) -> Copies:
-        """The copies of the ranks; those of the last save, while nothing but values has changed."""
-        comm, cache = self._comm, self._cache
-        with comm.agreed("describing the shards"):
-            inputs = self._inputs()
-        if comm.all_same(cache.hash_if_cached(inputs)):
-            assert cache.value is not None
-            return cache.value
+        """The copies of the ranks, and keep them while nothing but values changes. Collective."""
+        comm, step = self._comm, "describing the shards"
         exchanged = exchange_tables(
-            comm,
-            "describing the shards",
-            lambda: ({"shards": describe(self._shards, comm.rank)}, None),
+            comm, step, lambda: ({"shards": describe(self._shards, comm.rank)}, None)
         )
         with comm.agreed("looking for replicas"):
             copies = copies_of(exchanged.catalog("shards"), comm.rank)
-            cache.keep(inputs, copies, exchanged.digests)
+            self._cache.keep(self._inputs(), copies, exchanged.digests)
         return copies
 
     def _digest(self, copies: Copies) -> dict[int, bytes]:
