@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -259,32 +259,16 @@ old_trees = st.dictionaries(
 )
 
 
+def _overlaid(template: Any, base: Any) -> Any:
+    found, structure = flatten(template)
+    wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
+    return overlaid(base, structure, wrapped)
+
+
 @examples(300)
 @given(old_trees)
 def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any]) -> None:
-    found, structure = flatten(tree)
-    wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    assert same(overlaid(_close_gaps(tree), structure, wrapped), tree)
-
-
-@pytest.mark.parametrize(
-    ("template", "stored"),
-    [
-        (lambda w: [w("0"), 1, w("2"), 3], [1, 3]),
-        (lambda w: {"a": [w("0"), [w("1"), 5], 7]}, {"a": [[5], 7]}),
-        (lambda w: {"a": [w("0"), {"s": w("1"), "lr": 5}]}, {"a": [{"lr": 5}]}),
-        (lambda w: {"a": [{"s": w("0")}, {"lr": 5}, w("2")]}, {"a": [{"lr": 5}]}),
-        (lambda w: {"a": [w("0"), [], {}]}, {"a": [[], {}]}),
-    ],
-    ids=["flat", "list-in-list", "half-plain-dict", "vanished-dict", "empty"],
-)
-def test_closed_lists_by_example(
-    template: Callable[[Callable[[str], Wrapped]], Any], stored: Any
-) -> None:
-    tree = template(Wrapped)
-    found, structure = flatten(tree)
-    wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    assert same(overlaid(stored, structure, wrapped), tree)
+    assert same(_overlaid(tree, _close_gaps(tree)), tree)
 
 
 def test_mixed_lists_keep_their_places() -> None:
@@ -347,12 +331,6 @@ def test_a_structure_keeps_no_leaf_alive() -> None:
     del tree, found, leaf
     assert structure is not None
     assert alive() is None, "large tensors must not wait for the garbage collector either"
-
-
-def _overlaid(template: Any, base: Any) -> Any:
-    found, structure = flatten(template)
-    wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
-    return overlaid(base, structure, wrapped)
 
 
 W = Wrapped("w")
