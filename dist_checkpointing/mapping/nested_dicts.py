@@ -69,9 +69,6 @@ class Structure:
     def is_dict(self) -> bool:
         return isinstance(self.prototype, dict)
 
-    def step(self, number: int) -> Step:
-        return DictKey(self.keys[number]) if self.is_dict else Position(number)
-
     def fill(self, values: Sequence[Any], keys: Sequence[Any] | None = None) -> Any:
         """A new container of this kind with a value for each entry, or for some keys of a dict."""
         if isinstance(self.prototype, type):
@@ -301,12 +298,13 @@ def overlay(base: Any, structure: Structure | None, values: Sequence[Any], path:
     if not known and not structure.below and all(map(_is_value, values)):
         return structure.fill(values)
     merged: dict[Any, Any] = {}
+    kind = DictKey if structure.is_dict else Position
     for number, child, below in _entries(structure, values):
         value = known.pop(key := structure.keys[number], MISSING)
         if child is None and value is MISSING:
             value = MISSING if below[0] is NO_LEAF else below[0]
         else:
-            value = overlay(value, child, below, (*path, structure.step(number)))
+            value = overlay(value, child, below, (*path, kind(key)))
         if value is not MISSING:
             merged[key] = value
         elif not structure.is_dict:
