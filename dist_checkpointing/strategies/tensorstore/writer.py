@@ -139,11 +139,10 @@ class RowWriter:
                 digests.append(self._put_object(row, own, files))
                 continue
             assert isinstance(own, torch.Tensor)
-            array = _in_place(own)
-            if array is None:
+            if is_on_gpu(own):
                 self._write_copies(row, own, left, files, digests, most_bytes)
                 break
-            digests.append(self._put(row, array, files))
+            digests.append(self._put(row, _contiguous(own), files))
         self.digests[rows] = columns_of(digests)
 
     def _put_object(self, row: int, data: object, files: DataFiles) -> bytes:
@@ -179,9 +178,9 @@ class RowWriter:
         digests: list[bytes],
         most_bytes: int,
     ) -> None:
-        """Write the first of some rows that is not in place, and those that are left.
+        """Write the first of some rows that is on a GPU, and those that are left.
 
-        Of tensors on GPUs the next block is copied while one is written.
+        The next block is copied while one is written.
         """
         asked: deque[tuple[int, object]] = deque()
 
@@ -231,13 +230,6 @@ def _together(data: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Array:
         flat[start : start + part.size] = part.reshape(-1)
         start += part.size
     return whole
-
-
-def _in_place(data: torch.Tensor) -> Array | None:
-    """The bits of a tensor in C order; None if they must be copied from elsewhere first."""
-    if data.requires_grad:
-        data = data.detach()
-    return tensor_memory.fillable(data.contiguous(), data.dtype)
 
 
 def _contiguous(data: torch.Tensor) -> Array:

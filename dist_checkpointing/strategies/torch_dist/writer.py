@@ -23,7 +23,6 @@ from typing import Any, ClassVar, NamedTuple
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from torch.serialization import get_crc32_options
@@ -31,7 +30,7 @@ from torch.serialization import get_crc32_options
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME, bytes_of, checksum_of_bytes
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, split_rows, values_of_part
 from dist_checkpointing.format.index import Index
@@ -265,7 +264,7 @@ class RecordFile(DataFiles):
         # The memory of the copies from a GPU is used again.
         self.stays &= not is_on_gpu(data)
         blocks = (
-            (_bytes_of(tensor_memory.as_numpy(block)) for _, block in self._host_blocks.of([data]))
+            (_bytes_of(block) for _, block in self._host_blocks.of([data]))
             if is_on_gpu(data)
             else _blocks(data, self._buffer_bytes)
         )
@@ -287,17 +286,16 @@ def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
     if data.requires_grad:
         data = data.detach()
     if data.is_cpu and data.is_contiguous():
-        yield _bytes_of(tensor_memory.as_numpy(data))
+        yield _bytes_of(data)
         return
     most = max(1, buffer_bytes // data.dtype.itemsize)
     for box in split_rows(Box.whole(tuple(data.shape)), most):
-        yield _bytes_of(tensor_memory.as_numpy(data[box.slices()].to("cpu")))
+        yield _bytes_of(data[box.slices()].to("cpu"))
 
 
-def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    """The elements of an array in C order; its own memory, if they lie so."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return memoryview(flat.view(np.uint8))  # type: ignore[arg-type]
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    """The elements of a tensor on the CPU in C order; its own memory, if they lie so."""
+    return bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(data)))
 
 
 _MIN_FILE_BYTES = 32 * 2**20
