@@ -271,18 +271,9 @@ class Filler:
         assert dtype is not None
         return dtype
 
-    def fill(self, row: int, chunk: Array) -> int:
-        """Fill a row from its chunk, whose bytes are in memory; returns the bytes of the row."""
-        self._fill(row, chunk, 0, chunk.nbytes)
-        return int(self.num_bytes[row])
-
-    def fill_run(self, rows: Int64s, starts: Int64s, sizes: Int64s, block: Array) -> int:
-        """Fill rows whose chunks lie in one block of memory; returns the bytes of the rows."""
-        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=True):
-            self._fill(row, block, start, size)
-        return int(self.num_bytes[rows].sum())
-
-    def _fill(self, row: int, block: Array, start: int, size: int) -> None:
+    def fill(self, row: int, block: Array, start: int = 0, size: int | None = None) -> int:
+        """Fill a row from its chunk, some bytes in memory; returns the bytes of the row."""
+        size = block.nbytes if size is None else size
         destination, num_bytes = self._destinations.acquire(row), int(self.num_bytes[row])
         begin = int(self._starts[row])
         if (
@@ -295,7 +286,7 @@ class Filler:
             source = block.ctypes.data + start + begin
             ctypes.memmove(destination.data_ptr(), source, num_bytes)
             self._destinations.filled(row, destination)
-            return
+            return num_bytes
         dtype = self.dtype(row)
         values = block[start : start + size].view(dtype.bits)
 
@@ -304,6 +295,7 @@ class Filler:
             target[...] = part[window.box.slices()]
 
         self._put(row, destination, _PART_BYTES, copy)
+        return num_bytes
 
     def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
         """Fill rows from chunks that follow each other in a long enough file, if that pays."""
@@ -443,7 +435,8 @@ def read_chunks(
                 return
             num_bytes = int(starts[last] + sizes[last]) - begin
             block = file.view(begin, num_bytes, of_thread.scratch)
-        report(filler.fill_run(rows, starts - begin, sizes, block))
+        chunks = zip(rows.tolist(), (starts - begin).tolist(), sizes.tolist(), strict=True)
+        report(sum(filler.fill(row, block, start, size) for row, start, size in chunks))
 
     def read_one(position: int) -> None:
         with opened(position) as file:
@@ -480,17 +473,12 @@ def read_extent(extent: Extent, key: str) -> bytes:
     Raises:
         CorruptCheckpointError: if the file is missing or too short; names ``key``.
     """
-    with _opened_extent(extent, key) as file:
+    with opened_extent(extent, key) as file:
         return file.view(extent.offset, extent.num_bytes).tobytes()
 
 
-def read_part(extent: Extent, key: str, window: Window, target: Array, most_bytes: int) -> None:
-    """Read a window of a chunk, see ``read_window``."""
-    with _opened_extent(extent, key) as file:
-        read_window(file, extent.offset, window, target, most_bytes)
-
-
-def _opened_extent(extent: Extent, key: str) -> AbstractContextManager[OpenFile]:
+def opened_extent(extent: Extent, key: str) -> AbstractContextManager[OpenFile]:
+    """The file of an extent, long enough for it; errors as those of ``read_extent``."""
     opening = partial(open_file, extent.folder, extent.name)
     return _opened(opening, extent.path, key, extent.offset + extent.num_bytes, is_all=False)
 

@@ -26,9 +26,10 @@ from dist_checkpointing.strategies.chunk_reads import (
     Extent,
     Filler,
     damaged,
+    opened_extent,
     read_chunks,
     read_extent,
-    read_part,
+    read_window,
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import database
@@ -123,7 +124,8 @@ class TensorStoreReader(StorageReader):
         target = tensor_memory.fillable(part, part.dtype)
         assert target is not None
         extent = Extent(self.checkpoint_dir, place[0], place[1], num_bytes)
-        read_part(extent, tensor.key, window, target, num_bytes)
+        with opened_extent(extent, tensor.key) as file:
+            read_window(file, extent.offset, window, target, num_bytes)
         return part
 
     def location(self, chunk: MetadataIndex) -> str:
