@@ -80,6 +80,9 @@ if typing.TYPE_CHECKING:
     from dist_checkpointing.strategies.torch_dist import (
         TorchDistSaveShardedStrategy as TorchDistSaveShardedStrategy,
     )
+    from dist_checkpointing.strategies.torch_dist.metadata import (
+        read_dcp_metadata as read_dcp_metadata,
+    )
     from dist_checkpointing.strategies.zarr import (
         Zarr3LoadShardedStrategy as Zarr3LoadShardedStrategy,
     )
@@ -129,6 +132,7 @@ _NAMES_BY_MODULE = {
         "TorchDistLoadShardedStrategy",
         "TorchDistSaveShardedStrategy",
     ),
+    "torch_dist.metadata": ("read_dcp_metadata",),
     "zarr": (
         "Zarr3LoadShardedStrategy",
         "Zarr3SaveShardedStrategy",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import numcodecs
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,6 @@ import hostile_state
 from dist_checkpointing import load, save
 from dist_checkpointing.format import INDEX_NAME
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
-from dist_checkpointing.strategies.zarr.compression import make_codec
 from limited_child import LimitedChild
 from tiers import share
 
@@ -272,8 +272,7 @@ def test_a_chunk_never_unpacks_to_more_than_it_is(
     child: LimitedChild, tmp_path: Path, codec: str
 ) -> None:
     save(hostile_state.state(), tmp_path / "c", Zarr3SaveShardedStrategy(codec=codec))
-    encoder = make_codec(codec)
-    assert encoder is not None
+    encoder = numcodecs.get_codec({"id": codec} | ({} if codec == "blosc" else {"level": 5}))
     bomb = bytes(encoder.encode(np.zeros(400 << 20, dtype=np.uint8)))
     assert len(bomb) < 20 << 20
     (tmp_path / "c" / "grid" / "c.0.0").write_bytes(bomb)

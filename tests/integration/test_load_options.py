@@ -479,8 +479,6 @@ def test_removal_of_all_or_nothing_leaves_a_checkpoint(
 def test_removal_from_zarr_2_keeps_index_and_consolidated_metadata_in_step(tmp_path: Path) -> None:
     import zarr
 
-    import dist_checkpointing.strategies.zarr  # noqa: F401 - teaches zarr bfloat16
-
     dc.save(removable(), tmp_path, ("zarr", 2))
     dc.remove_sharded_tensors(tmp_path, "optimizer")
     assert set(zarr.open_group(str(tmp_path), mode="r").keys()) == {"model.w", "opt"}

@@ -21,7 +21,7 @@ import dist_checkpointing as dc
 from dist_checkpointing import ShardedObject, ShardedTensor, load
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
+from dist_checkpointing.strategies import read_dcp_metadata
 from dist_checkpointing.testing import run_ranks
 from samples import GOLDEN
 from states import save_on, shard

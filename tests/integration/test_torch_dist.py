@@ -31,6 +31,7 @@ from dist_checkpointing.strategies import (
     LocalShardsContainer,
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
+    read_dcp_metadata,
 )
 from dist_checkpointing.testing import (
     CUT_SHAPE,
