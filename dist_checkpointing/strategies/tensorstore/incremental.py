@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.local_folder import copy_range
-from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
@@ -30,28 +29,20 @@ from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.database import DATA_FOLDER
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
-from dist_checkpointing.strategies.zarr_metadata import chunk_name
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_ANY: Final = -1
+_ANY, _NOWHERE = -1, -2
 
 
 def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidates:
     """Where values of the same box lie in the base, and values in which others may lie."""
-    same_box = np.flatnonzero(base.same_box)
-    names = database.row_keys(table.take(same_box), base.index)
-    columns = (same_box.tolist(), table.is_object[same_box], table.num_bytes[same_box].tolist())
-    sizes = [
-        _ANY if is_object else _stored_bytes(base, table, index, row, num_bytes)
-        for row, is_object, num_bytes in zip(*columns, strict=True)
-    ]
-    entries = [*zip(same_box.tolist(), [0] * len(names), sizes, names, strict=True)]
-    entries += _nested(base, table, index)
-    numbers = np.array([entry[:3] for entry in entries], dtype=np.int64).reshape(-1, 3)
-    rows, begins, expected = numbers.T
-    is_nested = np.arange(len(rows)) >= len(same_box)
-    values = Tree(base.folder).find([name for *_, name in entries])
+    may_be_nested = ~table.is_object & (table.flat[:, 0] < 0) & (table.num_bytes > 0)
+    asked = np.flatnonzero(base.same_box | base.same_dtype & may_be_nested).tolist()
+    places = [(row, *_place(base, table, index, row)) for row in asked]
+    rows, begins, expected = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    is_nested = ~base.same_box[rows]
+    values = Tree(base.folder).find(database.row_keys(table.take(rows), base.index))
     file, offset, length = values.extents
     in_data = [name if name.startswith(f"{DATA_FOLDER}/") else "" for name in values.files]
     files = tuple(base.seal.files[name] for name in in_data if name in base.seal.files)
@@ -67,46 +58,26 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     return Candidates(rows, files, extents, is_nested).take(is_good)
 
 
-def _stored_bytes(
-    base: BaseParts, table: ShardTable, index: Index, row: int, num_bytes: int
-) -> int:
-    """Bytes that the value of a row must have in the base to be what would be written."""
-    key = table.key(row)
-    chunk = index.chunk_shape(key)
-    if chunk is None or math.prod(chunk) == math.prod(table.box(row).shape):
-        return num_bytes
-    # At the edge of a tensor it is padded, and the padding depends on the chunk.
-    if tuple(chunk) != tuple(base.index.chunk_shape(key) or ()):
-        return 0
-    return math.prod(chunk) * index.dtype_of(key).itemsize
-
-
-def _nested(
-    base: BaseParts, table: ShardTable, index: Index
-) -> Iterator[tuple[int, int, int, bytes]]:
-    """Rows that lie in one piece in a larger chunk of the base.
-
-    Yields:
-        The row, its first byte in the chunk, bytes of the chunk, and its key in the database.
-    """
-    left = base.same_dtype & ~base.same_box & ~table.is_object & (table.flat[:, 0] < 0)
-    for row in np.flatnonzero(left & (table.num_bytes > 0)).tolist():
-        key, box = table.key(row), table.box(row)
-        stored, wanted = base.index.chunk_shape(key), index.chunk_shape(key)
-        if stored is None or len(stored) != len(box.shape):
-            continue
-        if wanted is not None and math.prod(wanted) != box.num_elements:
-            continue  # padded
-        chunk = tuple(stored)
-        number = tuple(o // c for o, c in zip(box.offset, chunk, strict=True))
-        first = tuple(n * c for n, c in zip(number, chunk, strict=True))
-        window = Window(0, chunk, box.relative_to(first))
-        is_inside = Box.whole(chunk).contains(window.box)
-        run = window.contiguous_range() if is_inside else None
-        if run is not None:
-            size = base.index.dtype_of(key).itemsize
-            name = f"{disk_name(key)}/{chunk_name(number)}".encode()
-            yield row, run[0] * size, window.array_size * size, name
+def _place(base: BaseParts, table: ShardTable, index: Index, row: int) -> tuple[int, int]:
+    """First byte of a row in a value of the base, and bytes that this value must have."""
+    key, box = table.key(row), table.box(row)
+    if table.is_object[row]:
+        return 0, _ANY
+    stored, wanted = base.index.chunk_shape(key), index.chunk_shape(key)
+    is_padded = wanted is not None and math.prod(wanted) != box.num_elements
+    itemsize, chunk = index.dtype_of(key).itemsize, tuple(stored or ())
+    if base.same_box[row]:
+        if wanted is None or not is_padded:
+            return 0, int(table.num_bytes[row])
+        # At the edge of a tensor it is padded, and the padding depends on the chunk.
+        return 0, math.prod(wanted) * itemsize if tuple(wanted) == chunk else _NOWHERE
+    # It may lie in one piece in a larger chunk.
+    if is_padded or len(chunk) != len(box.shape):
+        return 0, _NOWHERE
+    first = tuple(o % c for o, c in zip(box.offset, chunk, strict=True))
+    window = Window(0, chunk, Box(first, box.shape))
+    run = window.contiguous_range() if Box.whole(chunk).contains(window.box) else None
+    return (0, _NOWHERE) if run is None else (run[0] * itemsize, window.array_size * itemsize)
 
 
 _COPIED_BYTES: Final = 2**24
