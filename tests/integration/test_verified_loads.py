@@ -259,3 +259,22 @@ def test_memory_that_two_leaves_share_is_no_damage(tmp_path: Path) -> None:
         load(wanted, tmp_path, verify=True)
     assert not isinstance(raised.value, CorruptCheckpointError)
     load({"v": shard("w", memory), "w": shard("w", memory)}, tmp_path, verify=True)
+
+
+def test_memory_that_two_small_leaves_share_is_noticed(tmp_path: Path) -> None:
+    save({f"w{n}": shard(f"w{n}", torch.full((64,), float(n))) for n in range(4)}, tmp_path)
+    shared = torch.zeros(64)
+    memory = [torch.zeros(64), shared, shared, torch.zeros(64)]
+    with pytest.raises(CheckpointingException, match="memory of its own"):
+        load({f"w{n}": shard(f"w{n}", memory[n]) for n in range(4)}, tmp_path, verify=True)
+
+
+def test_the_leaves_of_a_template_stay_as_they_are(tmp_path: Path) -> None:
+    save({key: shard(key, torch.ones(64)) for key in "ab"}, tmp_path)
+    template = {key: shard(key, torch.zeros(64)) for key in "ab"}
+    template["b"].data = None
+    before = {key: dict(vars(leaf)) for key, leaf in template.items()}
+    loaded = load(template, tmp_path)
+    assert {key: dict(vars(leaf)) for key, leaf in template.items()} == before
+    assert loaded["a"] is template["a"].data
+    assert torch.equal(loaded["b"], torch.ones(64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Filler,
     read_chunks,
+    read_scattered,
     read_window,
 )
 from dist_checkpointing.threads import in_threads
@@ -292,3 +294,30 @@ def test_runs_far_apart_are_mapped_only_if_they_are_cached(
         read_all([item(0, window)], extents, path, kind, [tensor], maps_files=True)
         assert torch.equal(tensor, torch.from_numpy(values[:, :columns]))
         assert sum(bytes_read) == (0 if is_mapped else tensor.nbytes)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_scattered_values_arrive_each_at_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    sizes = np.array([5, 1, 0, 300, 5] * 700, dtype=np.int64)
+    starts = 11 + np.cumsum(sizes) - sizes
+    starts[1000:] += 40  # a gap
+    path, content = tmp_path / "data", np.random.default_rng(3).bytes(int(starts[-1] + sizes[-1]))
+    path.write_bytes(content)
+    arrays = [np.zeros(size, dtype=np.uint8) for size in sizes.tolist()]
+    addresses = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
+    if is_short:
+        whole = os.preadv
+
+        def some(descriptor: int, buffers: list[Any], position: int) -> int:
+            return whole(descriptor, buffers[: len(buffers) // 2 + 1], position)
+
+        monkeypatch.setattr(os, "preadv", some)
+    with path.open("rb") as file:
+        assert read_scattered(file.fileno(), starts, sizes, addresses)
+        for array, start in zip(arrays, starts.tolist(), strict=True):
+            assert array.tobytes() == content[start : start + len(array)]
+        os.truncate(path, len(content) - 1)
+        with pytest.raises(EOFError):
+            read_scattered(file.fileno(), starts, sizes, addresses)
