@@ -295,16 +295,14 @@ class TensorStoreWriter(StorageWriter):
             self.report,
             min(_MOST_THREADS, self.options.threads),
         )
-        extents = Extents(*np.empty((3, len(table)), dtype=np.int64))
-        names: list[str] = []
+        places, names = np.empty((3, len(table)), dtype=np.int64), list[str]()
         for (_, own), (files, _) in zip(shares, written, strict=True):
-            extents.file[own] = np.array(files.file) + len(names)
-            extents.offset[own], extents.length[own] = files.offset, files.length
+            places[:, own] = np.array(files.file) + len(names), files.offset, files.length
             names += files.names
-        file, offset, length = reused.extents.T
-        extents.file[reused.rows] = file + len(names)
-        extents.offset[reused.rows], extents.length[reused.rows] = offset, length
+        places[:, reused.rows] = reused.extents.T
+        places[0, reused.rows] += len(names)
         names += [file.name for file in reused.files]
+        extents = Extents(*places)
         results = WriteResults(
             table,
             extents.length,
