@@ -31,7 +31,6 @@ from dist_checkpointing.strategies import (
     LocalShardsContainer,
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
-    read_dcp_metadata,
 )
 from dist_checkpointing.testing import (
     CUT_SHAPE,
