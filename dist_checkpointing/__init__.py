@@ -57,7 +57,7 @@ if typing.TYPE_CHECKING:
     )
     from dist_checkpointing.serialization.save import save as save
     from dist_checkpointing.storage.staging import StagingBuffers as StagingBuffers
-    from dist_checkpointing.validation.strictness import StrictHandling as StrictHandling
+    from dist_checkpointing.validation.load_errors import StrictHandling as StrictHandling
 
 __version__ = "0.1.0"
 
@@ -102,7 +102,7 @@ _NAMES_BY_MODULE = {
     ),
     "serialization.save": ("save",),
     "storage.staging": ("StagingBuffers",),
-    "validation.strictness": ("StrictHandling",),
+    "validation.load_errors": ("StrictHandling",),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - type checkers see the imports above

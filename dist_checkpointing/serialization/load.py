@@ -40,19 +40,21 @@ from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.load_errors import (
     Cast,
     StoredTensors,
+    StrictHandling,
     check_access,
+    check_filled,
     clear_partly_stored,
     compare,
     first_names,
     handle_strictly,
     hash_of_names,
     noting_filled,
+    parse_strict_flag,
     require_same_save,
     warn_of_unasked,
     with_memory,
 )
-from dist_checkpointing.validation.save_errors import check_filled, refuse_distributed
-from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
+from dist_checkpointing.validation.save_errors import refuse_distributed
 
 T = TypeVar("T", bound=ShardedBase)
 Verify = bool | Literal["restored"]

@@ -78,8 +78,7 @@ def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> No
     @paused_collector()
     def differences() -> dict[str, str]:
         own = digests().leaves
-        findings = _lost_tensors(reference, own)
-        if findings:
+        if findings := _lost_tensors(reference, own):
             message = "the ranks hold different tensors in the common state"
             raise InvalidShardingError(message, findings)
         return _differences(reference, own)
@@ -91,27 +90,20 @@ def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> No
 
 def _lost_tensors(reference: Mapping[str, _Leaf], own: Mapping[str, _Leaf]) -> list[Finding]:
     """The tensors of this rank that would be lost, because rank 0 has others or none."""
-    findings = []
-    for path, leaf in own.items():
-        at_rank0 = reference.get(path)
-        if not leaf.text or at_rank0 == leaf:
-            continue
-        findings.append(
-            Finding(
-                "this tensor is not wrapped, and only rank 0's would be saved",
-                path,
-                expected=f"as on rank 0: {'nothing' if at_rank0 is None else _kind(at_rank0)}",
-                found=f"another {leaf.text}",
-                remedy="A part of a whole: ShardedTensor.from_rank_offsets(key, tensor, (axis, "
-                "part, number of parts)). A value that each rank has for itself, such as the state "
-                "of a random number generator: ShardedObject(key, value, (world_size,), (rank,)).",
-            )
+    nothing = _Leaf(b"", "nothing")
+    return [
+        Finding(
+            "this tensor is not wrapped, and only rank 0's would be saved",
+            path,
+            expected=f"as on rank 0: {reference.get(path, nothing).text or 'no tensor'}",
+            found=f"another {leaf.text}",
+            remedy="A part of a whole: ShardedTensor.from_rank_offsets(key, tensor, (axis, "
+            "part, number of parts)). A value that each rank has for itself, such as the state "
+            "of a random number generator: ShardedObject(key, value, (world_size,), (rank,)).",
         )
-    return findings
-
-
-def _kind(leaf: _Leaf) -> str:
-    return leaf.text or "no tensor"
+        for path, leaf in own.items()
+        if leaf.text and reference.get(path) != leaf
+    ]
 
 
 def _differences(reference: Mapping[str, _Leaf], own: Mapping[str, _Leaf]) -> dict[str, str]:
@@ -143,10 +135,9 @@ def _warning(different: list[dict[str, str]]) -> str:
 
 
 def _described(leaf: object) -> _Leaf:
-    text = ""
     if isinstance(leaf, torch.Tensor) and leaf.ndim:
-        text = f"{leaf.dtype} of shape {list(leaf.shape)}"
-    return _Leaf(_digest(leaf), text)
+        return _Leaf(_digest(leaf), f"{leaf.dtype} of shape {list(leaf.shape)}")
+    return _Leaf(_digest(leaf), "")
 
 
 class _DigestingPickler(pickle.Pickler):

@@ -1,4 +1,4 @@
-"""Does this template fit this checkpoint? Keys, shapes and dtypes, all findings at once."""
+"""Whether a template fits a checkpoint: keys, shapes, dtypes. All findings come at once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from itertools import chain
 from os import PathLike
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -25,8 +26,16 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath
-from dist_checkpointing.mapping.nested_dicts import path_text
+from dist_checkpointing.mapping.nested_dicts import (
+    MISSING,
+    NO_LEAF,
+    DictKey,
+    Path,
+    Position,
+    overlay,
+    path_text,
+    paths_of,
+)
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.mapping.tensor_memory import is_lossless, overlaps_itself
@@ -34,14 +43,91 @@ from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
-from dist_checkpointing.validation.save_errors import is_there
-from dist_checkpointing.validation.strictness import StrictHandling
+from dist_checkpointing.validation.save_errors import ValuePath, walk
 
 logger: logging.Logger = logging.getLogger(__name__)
 Cast = Literal["error", "widen", "any"]
 _MOST_HINTS: Final = 20
 _MOST_NAMED: Final = 4
 _MOST_SENT: Final = 256
+
+
+class StrictHandling(Enum):
+    """How ``load`` treats keys that only the template or only the checkpoint has.
+
+    An "unexpected" key is in the template of this rank and not in the checkpoint. A "missing" key
+    is in the checkpoint and in the template of no rank.
+
+    Example:
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, "ckpt/7")
+        >>> template = {"v": ShardedTensor.from_rank_offsets("v", torch.empty(2))}
+        >>> state, missing, unexpected = load(template, "ckpt/7", strict=StrictHandling.RETURN_ALL)
+        >>> missing, unexpected
+        ({'w'}, {'v'})
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(value: StrictHandling) -> bool:
+        """Whether unexpected keys are handled before the backend sees them."""
+        return value != StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(value: StrictHandling) -> bool:
+        """Whether the keys of all ranks are needed."""
+        return value in (
+            StrictHandling.IGNORE_ALL,
+            StrictHandling.RAISE_ALL,
+            StrictHandling.RETURN_ALL,
+            StrictHandling.LOG_ALL,
+        )
+
+    @staticmethod
+    def requires_returning_mismatch_keys(value: StrictHandling) -> bool:
+        """Whether ``load`` also returns the sets of missing and unexpected keys."""
+        return value in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+def parse_strict_flag(strict: StrictHandling | str) -> StrictHandling:
+    """The flag, given as such or by its name in lower case.
+
+    Raises:
+        ValueError: for any other value.
+
+    Example:
+        >>> parse_strict_flag("raise_all")
+        <StrictHandling.RAISE_ALL: 'raise_all'>
+    """
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        names = ", ".join(member.value for member in StrictHandling)
+        given: object = strict  # whatever it is
+        near = "; 'raise_all' is the strictest" if given is True else ""
+        near = "; 'ignore_all' is the mildest" if given is False else near
+        raise ValueError(
+            f"Invalid strict flag: strict={strict!r}; expected one of {names}{near}"
+        ) from None
+
+
+_DEMANDING: Final = (
+    StrictHandling.ASSUME_OK_UNEXPECTED,
+    StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.RAISE_ALL,
+)
+
+_WRAP_REMEDY: Final = (
+    "Wrap it: ShardedTensor.from_rank_offsets(key, tensor, (axis, part, number of parts)), or the "
+    "whole state dict with dist_checkpointing.interop.shard_state_dict."
+)
 
 
 class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
@@ -104,28 +190,26 @@ def handle_strictly(
         missing = stored_keys.difference(*comm.all_gather(own))
     if flag in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
         with comm.agreed("comparing keys"):
-            if missing or unexpected:
-                findings = [
-                    Finding(f"asked for, but not in the checkpoint{near}", k)
-                    for k, near in _hinted(sorted(unexpected), stored_keys)
-                ]
-                findings += [
+            hints = _hinted(sorted(unexpected), stored_keys)
+            findings = [
+                *(Finding(f"asked for, but not in the checkpoint{near}", k) for k, near in hints),
+                *(
                     Finding("in the checkpoint, but asked for by no rank", k)
                     for k in sorted(missing)
-                ]
+                ),
+            ]
+            if findings:
                 raise StateMismatchError(mismatch_text(missing, unexpected), findings)
     if flag in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
         logger.warning("%s", mismatch_text(missing, unexpected))
-    if flag == StrictHandling.IGNORE_ALL:
-        missing = set()
-    return missing, unexpected
+    return set() if flag is StrictHandling.IGNORE_ALL else missing, unexpected
 
 
 def _hinted(keys: Iterable[str], stored_keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Each key with what is stored under nearly the same name; of few keys, as that is slow."""
     known = [*stored_keys]
-    for place, key in enumerate(keys):
-        yield key, hint(key, known) if place < _MOST_HINTS else ""
+    for number, key in enumerate(keys):
+        yield key, hint(key, known) if number < _MOST_HINTS else ""
 
 
 def mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
@@ -178,45 +262,21 @@ def compare(
             return True
         stored = stored.of(wanted.keys)
     findings: list[Finding] = []
-    missing: dict[str, TreePath] = {}
+    missing: dict[str, Path] = {}
     for path, leaf in zip(wanted.leaves, wanted.tensors, strict=True):
-        found, data = stored.get(leaf.key), leaf.data
-        if found is None:
-            if not planner_knows_keys:
-                missing.setdefault(leaf.key, path)
-            continue
-        shape, dtype = found
-        own_dtype = leaf.dtype if data is None else data.dtype
-        if shape != leaf.global_shape:
-            findings += _other_shape(leaf, shape)
-        if dtype is not own_dtype:
-            findings += _other_dtype(leaf.key, dtype, own_dtype, cast)
-        if data is not None and data.is_meta:
-            findings.append(
-                Finding(
-                    "the tensor to fill is on the meta device",
-                    leaf.key,
-                    remedy="Materialise it, or pass data=None.",
-                )
-            )
-        elif data is not None and overlaps_itself(data):
-            findings.append(overlap_finding(leaf.key, data))
-    if missing:
-        findings += [
-            Finding(
-                f"it was saved without being wrapped, so it is in the common state at "
-                f"{path_text(missing[key])}",
-                key,
-                remedy="Load it by load({}, path); wrap the state dict when you save it again.",
-            )
-            if is_there(common, missing[key])
-            else Finding(
-                f"not in the checkpoint (asked for at {path_text(missing[key])}){near}",
-                key,
-                remedy="Remove it from the template, or pass strict=.",
-            )
-            for key, near in _hinted(missing, known_keys())
-        ]
+        found = stored.get(leaf.key)
+        if found is not None:
+            findings += _misfits(leaf, *found, cast)
+        elif not planner_knows_keys:
+            missing.setdefault(leaf.key, path)
+    for key, near in _hinted(missing, known_keys()) if missing else ():
+        at = path_text(missing[key])
+        problem = f"not in the checkpoint (asked for at {at}){near}"
+        remedy = "Remove it from the template, or pass strict=."
+        if _is_there(common, missing[key]):
+            problem = f"it was saved without being wrapped, so it is in the common state at {at}"
+            remedy = "Load it by load({}, path); wrap the state dict when you save it again."
+        findings.append(Finding(problem, key, remedy=remedy))
     if findings:
         message = (
             "the template does not fit the checkpoint "
@@ -224,6 +284,24 @@ def compare(
         )
         raise StateMismatchError(message, findings)
     return False
+
+
+def _misfits(leaf: ShardedTensor, shape: Ints, dtype: torch.dtype, cast: Cast) -> Iterator[Finding]:
+    """Why what is stored cannot fill a tensor."""
+    key, data, own = leaf.key, leaf.data, tuple(leaf.global_shape)
+    if shape != own and not (leaf.allow_shape_mismatch and len(shape) == len(own)):
+        remedy = "Only allow_shape_mismatch=True takes another extent."
+        yield Finding("global shape differs", key, own, shape, remedy=remedy)
+    own_dtype = leaf.dtype if data is None else data.dtype
+    is_lost = cast == "error" or (cast == "widen" and not is_lossless(dtype, own_dtype))
+    if dtype is not own_dtype and is_lost:
+        remedy = "cast='any' converts." if cast == "widen" else "cast='widen' or 'any' converts."
+        yield Finding("dtype differs", key, own_dtype, dtype, remedy=remedy)
+    if data is not None and data.is_meta:
+        remedy = "Materialise it, or pass data=None."
+        yield Finding("the tensor to fill is on the meta device", key, remedy=remedy)
+    elif data is not None and overlaps_itself(data):
+        yield overlap_finding(key, data)
 
 
 def overlap_finding(key: str, data: torch.Tensor) -> Finding:
@@ -236,36 +314,13 @@ def overlap_finding(key: str, data: torch.Tensor) -> Finding:
     )
 
 
-def _other_shape(leaf: ShardedTensor, shape: Ints) -> list[Finding]:
-    own = tuple(leaf.global_shape)
-    if shape == own or (leaf.allow_shape_mismatch and len(shape) == len(own)):
-        return []
-    return [
-        Finding(
-            "global shape differs",
-            leaf.key,
-            expected=own,
-            found=shape,
-            remedy="Only allow_shape_mismatch=True takes another extent.",
-        )
-    ]
-
-
-def _other_dtype(key: str, dtype: torch.dtype, own: torch.dtype, cast: Cast) -> list[Finding]:
-    if cast == "any" or (cast == "widen" and is_lossless(dtype, own)):
-        return []
-    remedy = "cast='any' converts." if cast == "widen" else "cast='widen' or 'any' converts."
-    return [Finding("dtype differs", key, expected=own, found=dtype, remedy=remedy)]
-
-
 def with_memory(
     leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
 ) -> ShardedTensor:
     """A copy of the leaf that has memory to fill; new memory is zero where nothing is stored."""
     copied = shallow_copy(leaf)
     if leaf.data is None:
-        is_partly = _is_partly_stored(leaf, stored)
-        copied.init_data("cpu", torch.zeros if is_partly else torch.empty)
+        copied.init_data("cpu", torch.zeros if _is_partly_stored(leaf, stored) else torch.empty)
     return copied
 
 
@@ -283,6 +338,63 @@ def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torc
     is_whole = shape == tuple(leaf.local_shape) and not any(leaf.global_offset)
     found = stored.get(leaf.key)
     return (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
+
+
+def check_filled(parts: StateDictParts, stored: Mapping[Any, Any], flag: StrictHandling) -> None:
+    """Check that every plain tensor of a template gets a value.
+
+    Args:
+        parts: parts of the template.
+        stored: the common state of the checkpoint.
+        flag: a flag that tolerates unexpected keys makes this a warning.
+
+    Raises:
+        StateMismatchError: with all tensors that get none.
+    """
+    plain = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
+    wanted = [path for path in plain if all(isinstance(step, DictKey | Position) for step in path)]
+    if not wanted:
+        return
+    sharded = {*parts.tensors, *parts.objects, *parts.factories, *parts.local}
+    values = [MISSING if path in sharded else NO_LEAF for path in paths_of(parts.skeleton)]
+    result = overlay(stored, parts.skeleton, values)
+    problem = (
+        "this tensor of the template is not wrapped, and the common state of the checkpoint has no "
+        "value for it: it would not be filled"
+    )
+    findings = [
+        Finding(
+            problem,
+            path_text(path),
+            found=f"{plain[path].dtype} of shape {tuple(plain[path].shape)}",
+            remedy=_WRAP_REMEDY,
+        )
+        for path in wanted
+        if not _is_there(result, path)
+    ]
+    if not findings:
+        return
+    error = StateMismatchError("tensors of the template would not be filled", findings)
+    if flag in _DEMANDING:
+        raise error
+    logger.warning("%s", error)
+
+
+def _is_there(tree: Any, path: ValuePath) -> bool:
+    """Whether a nested state dict has a value at a path."""
+    for step in path:
+        if isinstance(step, DictKey):
+            if not isinstance(tree, dict) or step.key not in tree:
+                return False
+            tree = tree[step.key]
+        else:
+            # In a list, None replaces a sharded leaf.
+            if not isinstance(tree, list | tuple) or step.index >= len(tree):
+                return False
+            tree = tree[step.index]
+            if tree is None:
+                return False
+    return True
 
 
 def require_same_save(is_same: bool, checkpoint_dir: str | PathLike[str]) -> None:

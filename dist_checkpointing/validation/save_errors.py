@@ -1,5 +1,5 @@
 """What a save refuses about a state dict: no data, unwrapped distributed tensors, layouts, and keys
-that clash. Also plain tensors of a template that a load would not fill.
+that clash.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import argparse
 import collections
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
+from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from dist_checkpointing.mapping.nested_dicts import (
@@ -29,23 +29,11 @@ from dist_checkpointing.mapping.nested_dicts import (
 )
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.shard_table import ShardTable
-from dist_checkpointing.validation.strictness import StrictHandling
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 LARGE_BYTES: Final = 64 << 20
 """``save`` warns about more than this of tensors in the common state."""
-
-WRAP_REMEDY: Final = (
-    "Wrap it: ShardedTensor.from_rank_offsets(key, tensor, (axis, part, number of parts)), or the "
-    "whole state dict with dist_checkpointing.interop.shard_state_dict."
-)
-
-_DEMANDING: Final = (
-    StrictHandling.ASSUME_OK_UNEXPECTED,
-    StrictHandling.RAISE_UNEXPECTED,
-    StrictHandling.RAISE_ALL,
-)
 
 _PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 
@@ -150,29 +138,30 @@ def refuse_distributed(parts: StateDictParts, objects: Mapping[Path, ShardedObje
     Raises:
         InvalidShardingError: with all such tensors.
     """
-    findings = [
-        _unwrapped(found.value, path_text(found.path))
-        for found in walk(parts.common)
-        if is_distributed_tensor(found.value)
+    findings = [_unwrapped(f.value, path_text(f.path)) for f in _distributed(parts.common)]
+    findings += [
+        _unwrapped(f.value, leaf.key, f" inside a ShardedObject at {path_text(f.path)}")
+        for path, leaf in objects.items()
+        for f in _distributed(leaf.data, path)
     ]
-    for path, leaf in objects.items():
-        findings += [
-            _unwrapped(found.value, leaf.key, f" inside a ShardedObject at {path_text(found.path)}")
-            for found in walk(leaf.data, path)
-            if is_distributed_tensor(found.value)
-        ]
-    if not {*_PLAIN_TENSORS, type(None)}.issuperset(
-        map(type, map(attrgetter("data"), parts.tensors.values()))
-    ):
+    kinds = set(map(type, map(attrgetter("data"), parts.tensors.values())))
+    if not kinds.issubset({*_PLAIN_TENSORS, type(None)}):
         what = " but is the data of the ShardedTensor "
         findings += [
             _unwrapped(leaf.data, leaf.key, f"{what}{path_text(path)}")
             for path, leaf in parts.tensors.items()
             if is_distributed_tensor(leaf.data)
         ]
+    _refuse("the state dict holds sharded tensors that are not wrapped", findings)
+
+
+def _refuse(message: str, findings: Sequence[Finding]) -> None:
     if findings:
-        message = "the state dict holds sharded tensors that are not wrapped"
         raise InvalidShardingError(message, findings)
+
+
+def _distributed(tree: object, path: ValuePath = ()) -> Iterator[Found]:
+    return (found for found in walk(tree, path) if is_distributed_tensor(found.value))
 
 
 def _unwrapped(value: object, key: str, where: str = "") -> Finding:
@@ -184,72 +173,6 @@ def _unwrapped(value: object, key: str, where: str = "") -> Finding:
         remedy="Pass the state dict through dist_checkpointing.interop.shard_state_dict: "
         "save(shard_state_dict(state), path), load(shard_state_dict(state), path).",
     )
-
-
-def unfilled_tensors(parts: StateDictParts, stored: Mapping[Any, Any]) -> list[Finding]:
-    """Plain tensors of a template that ``load`` would not fill.
-
-    Args:
-        parts: parts of the template.
-        stored: the common state of the checkpoint.
-    """
-    tensors = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
-    wanted = {
-        path: tensor
-        for path, tensor in tensors.items()
-        if all(isinstance(step, DictKey | Position) for step in path)
-    }
-    if not wanted:
-        return []
-    result = parts.rebuild(stored, {}, {})
-    return [
-        Finding(
-            "this tensor of the template is not wrapped, and the common state of the checkpoint "
-            "has no value for it: it would not be filled",
-            path_text(path),
-            found=f"{value.dtype} of shape {tuple(value.shape)}",
-            remedy=WRAP_REMEDY,
-        )
-        for path, value in wanted.items()
-        if not is_there(result, path)
-    ]
-
-
-def is_there(tree: Any, path: ValuePath) -> bool:
-    """Whether a nested state dict has a value at a path."""
-    for step in path:
-        if isinstance(step, DictKey):
-            if not isinstance(tree, dict) or step.key not in tree:
-                return False
-            tree = tree[step.key]
-        else:
-            # In a list, None replaces a sharded leaf.
-            if not isinstance(tree, list | tuple) or step.index >= len(tree):
-                return False
-            tree = tree[step.index]
-            if tree is None:
-                return False
-    return True
-
-
-def check_filled(parts: StateDictParts, stored: Mapping[Any, Any], flag: StrictHandling) -> None:
-    """Check that every plain tensor of a template gets a value.
-
-    Args:
-        parts: parts of the template.
-        stored: the common state of the checkpoint.
-        flag: a flag that tolerates unexpected keys makes this a warning.
-
-    Raises:
-        StateMismatchError: with all tensors that get none.
-    """
-    findings = unfilled_tensors(parts, stored)
-    if not findings:
-        return
-    error = StateMismatchError("tensors of the template would not be filled", findings)
-    if flag in _DEMANDING:
-        raise error
-    logger.warning("%s", error)
 
 
 def check_data(parts: StateDictParts) -> None:
@@ -266,8 +189,7 @@ def check_data(parts: StateDictParts) -> None:
         for path, leaf in parts.tensors.items()
         if leaf.data is None and is_main_replica(leaf.replica_id)
     ]
-    if findings:
-        raise InvalidShardingError("there is nothing to save for some shards", findings)
+    _refuse("there is nothing to save for some shards", findings)
 
 
 def refuse_shared_keys(index: Index, objects: ShardTable) -> None:
@@ -283,8 +205,7 @@ def refuse_shared_keys(index: Index, objects: ShardTable) -> None:
         for key in sorted({*objects.key_column})
         if key in index
     ]
-    if findings:
-        raise InvalidShardingError("keys of the state dict clash", findings)
+    _refuse("keys of the state dict clash", findings)
 
 
 def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
@@ -301,8 +222,7 @@ def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
         if leaf.data is not None
         for problem, remedy in without_values(leaf.data)
     ]
-    if findings:
-        raise InvalidShardingError("the data of some shards cannot be stored", findings)
+    _refuse("the data of some shards cannot be stored", findings)
 
 
 def without_values(tensor: torch.Tensor) -> list[tuple[str, str]]:

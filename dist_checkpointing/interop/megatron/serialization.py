@@ -37,7 +37,7 @@ from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
-from dist_checkpointing.validation.strictness import StrictHandling
+from dist_checkpointing.validation.load_errors import StrictHandling
 
 CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 Folder = str | PathLike[str]

@@ -23,7 +23,7 @@ from dist_checkpointing.mapping import (
     apply_factories,
     apply_factory_merges,
 )
-from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
+from dist_checkpointing.validation.load_errors import StrictHandling, parse_strict_flag
 
 try:
     _nvrx: Any = importlib.import_module(

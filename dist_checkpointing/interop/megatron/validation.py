@@ -21,9 +21,9 @@ from dist_checkpointing.strategies.base import (
     handles_objects,
 )
 from dist_checkpointing.strategies.selection import Selection, open_checkpoint
-from dist_checkpointing.validation.load_errors import mismatch_text
-from dist_checkpointing.validation.strictness import (
+from dist_checkpointing.validation.load_errors import (
     StrictHandling,
+    mismatch_text,
     parse_strict_flag,  # noqa: F401 - one of the names that Megatron has here
 )
 
