@@ -12,13 +12,19 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
-from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, tensor_memory
-from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.planning.chunking import (
+    Layout,
+    RowBlockLayout,
+    cut_along_grid,
+    index_of,
+)
 from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.shard_table import (
     COLUMNS,
@@ -87,14 +93,12 @@ class TensorWriteData:
             data = cls(chunk, _dtype_name(_part(given, "properties")), size)
         except InvalidShardingError as error:
             (finding,) = error.findings
-            message = str(error).split("\n")[0]
-            raise InvalidShardingError(message, [replace(finding, key=key)]) from None
+            raise InvalidShardingError(error.message, [replace(finding, key=key)]) from None
         box, axes = data.chunk, len(data.size)
         if not len(box.offset) == len(box.shape) == axes:
             problem = "chunk and size have different numbers of axes"
-            found = f"offsets {box.offset}, sizes {box.shape}"
             expected = f"{axes} offsets and sizes, as size has"
-            raise _unusable_data(problem, key, expected, found)
+            raise _unusable_data(problem, key, expected, f"offsets {box.offset}, sizes {box.shape}")
         return data
 
     @property
@@ -248,8 +252,8 @@ class SavePlan:
     ) -> None:
         rows = items if table is None else table
         rows = rows if isinstance(rows, ShardTable) else table_of_rows(0, list(map(_row, rows)))
-        own = {"storage_data": storage_data, "planner_data": planner_data}
-        vars(self).update(own, table=rows, index=index)
+        own = {"index": index, "storage_data": storage_data, "planner_data": planner_data}
+        vars(self).update(own, table=rows)
 
     @cached_property
     def items(self) -> tuple[WriteItem, ...]:
@@ -268,6 +272,20 @@ class SavePlan:
     def for_index(self, index: Index | None) -> SavePlan:
         """This plan with an index, unless it has one."""
         return replace(self, index=index) if self.index is None else self
+
+    def along_grids(self, grids: Mapping[str, Ints]) -> SavePlan:
+        """This plan of whole chunks, cut along other grids that ``nested_grids`` has found."""
+        table, index = self.table, self.index
+        assert index is not None
+        rows = zip(index.keys_column, index.chunk_shape_column, strict=True)
+        index = replace(index, chunk_shape_column=[grids.get(key, own) for key, own in rows])
+        is_cut = np.array([name in grids for name in table.names], dtype=np.bool_)[table.keys]
+        is_cut &= ~table.is_object
+        if is_cut.any():
+            own, kept = table.take(is_cut), table.take(~is_cut)
+            chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
+            table = kept.followed_by(cut_along_grid(own, chunks)[0])
+        return replace(self, table=table, index=index)
 
     def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
         """This plan with other items in place of its own."""
@@ -450,95 +468,6 @@ def _unplaced(
     return Window(0, (), box)
 
 
-def placed_items(
-    items: Sequence[ReadItem], index: Index, leaves: Sequence[ShardedBase]
-) -> tuple[list[ReadItem], list[Finding]]:
-    """Items with everything that is not known of them yet, and what the checkpoint has not."""
-    placed: list[ReadItem] = []
-    findings: list[Finding] = []
-    for item in items:
-        try:
-            placed.append(item if item.is_placed else _placed(item, index, leaves))
-        except InvalidShardingError as error:
-            findings += error.findings
-    return placed, findings
-
-
-def _placed(item: ReadItem, index: Index, leaves: Sequence[ShardedBase]) -> ReadItem:
-    source = _source(item.dest_index, leaves)
-    dest_index = replace(item.dest_index, index=source)
-    stored, key = item.storage_index, item.storage_index.fqn
-    if item.type is LoadItemType.BYTE_IO:
-        if key not in index.objects:
-            raise _misplaced("not in the checkpoint", key)
-        cell = tuple(stored.offset or (0,) * len(index.objects[key]))
-        return replace(item, dest_index=dest_index, storage_index=MetadataIndex(key, cell))
-    if key not in index:
-        raise _misplaced("not in the checkpoint", key)
-    number, shape = _chunk(stored, index[key])
-    storage = _window(item.storage.box, shape, key, "the stored chunk")
-    leaf = leaves[source] if source is not None and 0 <= source < len(leaves) else None
-    if isinstance(leaf, ShardedTensor):
-        flat = leaf.flat_range
-        own = leaf.box.shape if flat is None else (flat[1] - flat[0],)
-        dest = _window(item.dest.box, own, leaf.key, "the shard to fill")
-    else:  # where it goes, only the planner knows
-        dest = Window(0, item.dest.box.stop, item.dest.box)
-    storage_index = MetadataIndex(key, stored.offset or (0,) * len(shape), number)
-    return ReadItem(item.type, dest_index, dest, storage_index, storage)
-
-
-def _source(wanted: MetadataIndex, leaves: Sequence[ShardedBase]) -> int | None:
-    """Which leaf an index means; None if it is none of these."""
-
-    def is_it(leaf: ShardedBase) -> bool:
-        if leaf.key != wanted.fqn or not isinstance(leaf, ShardedTensor | ShardedObject):
-            return False
-        return wanted.offset is None or tuple(wanted.offset) == tuple(leaf.global_offset)
-
-    hint = wanted.index
-    if hint is not None and 0 <= hint < len(leaves) and is_it(leaves[hint]):
-        return hint
-    return next((source for source, leaf in enumerate(leaves) if is_it(leaf)), hint)
-
-
-def _chunk(chunk: MetadataIndex, tensor: StoredTensor) -> tuple[int | None, Ints]:
-    """The number of the piece that an index means, None on a grid, and the shape of its array."""
-    offset = tuple(chunk.offset or (0,) * len(tensor.global_shape))
-    if tensor.pieces is None:
-        grid = tensor.grid
-        if Box.whole(tensor.global_shape).contains(Box(offset, (0,) * len(offset))) and not any(
-            o % n for o, n in zip(offset, grid.chunk_shape, strict=True)
-        ):
-            return None, grid.chunk_shape
-        begins: object = f"a multiple of {grid.chunk_shape} in {tensor.global_shape}"
-    else:
-        offsets = [box.offset for box, _ in tensor.pieces]
-        hint = chunk.index
-        if hint is None or not 0 <= hint < len(offsets) or offsets[hint] != offset:
-            hint = offsets.index(offset) if offset in offsets else None
-        if hint is not None:
-            box, flat = tensor.pieces[hint]
-            return hint, box.shape if flat is None else (flat[1] - flat[0],)
-        begins = f"one of {sorted(set(offsets))[:16]}"
-    raise _misplaced("no stored chunk begins here", chunk.fqn, begins, offset)
-
-
-def _window(box: Box, shape: Ints, key: str, what: str) -> Window:
-    if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
-        problem = f"the box of a ReadItem is not inside {what}"
-        raise _misplaced(problem, key, f"inside {shape}", str(box))
-    return Window(0, shape, box)
-
-
-def _misplaced(
-    problem: str, key: str, expected: object = None, found: object = None
-) -> InvalidShardingError:
-    remedy = "Compare storage_index and dest_index with what configure_planner was given."
-    finding = Finding(problem, key, expected, found, remedy=remedy)
-    return InvalidShardingError("the plan cannot be read", [finding])
-
-
 _EXTRAS = ("planner_data", "storage_data", "storage_meta", "version")
 
 
@@ -625,11 +554,8 @@ class Metadata(Index):
             CheckpointingException: if the planner returned no metadata.
         """
         if not hasattr(given, "state_dict_metadata"):
-            finding = Finding(
-                "build_global_plan must return the plans of all ranks and what they make up",
-                expected="Metadata or Index",
-                found=type(given).__name__,
-            )
+            problem = "build_global_plan must return the plans of all ranks and what they make up"
+            finding = Finding(problem, None, "Metadata or Index", type(given).__name__)
             raise CheckpointingException("the plan of a planner cannot be used", [finding])
         filled = written.take(written.num_elements > 0)
         metadata = cls.from_index(index_of(layout, announced, filled))
@@ -641,16 +567,14 @@ class Metadata(Index):
     def state_dict_metadata(self) -> dict[str, Any]:
         """For each key a TensorStorageMetadata or BytesStorageMetadata of torch."""
         dcp = importlib.import_module("torch.distributed.checkpoint.metadata")
-        size = importlib.import_module("torch").Size
+        size = torch.Size
         described: dict[str, Any] = {}
-        for tensor in map(self.__getitem__, self):
+        for tensor in self.values():
+            boxes = [(size(box.offset), size(box.shape)) for box, _ in tensor.parts()]
             described[tensor.key] = dcp.TensorStorageMetadata(
                 dcp.TensorProperties(dtype=tensor.dtype.torch),
                 size(tensor.global_shape),
-                [
-                    dcp.ChunkStorageMetadata(size(box.offset), size(box.shape))
-                    for box, _ in tensor.parts()
-                ],
+                [dcp.ChunkStorageMetadata(*box) for box in boxes],
             )
         return described | {key: dcp.BytesStorageMetadata() for key in self.objects}
 

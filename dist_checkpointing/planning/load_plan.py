@@ -15,10 +15,10 @@ from typing import Any, Self, overload
 import numpy as np
 import torch
 
-from dist_checkpointing.errors import StateMismatchError
+from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Ints, Window, padded, padded_rows
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedBase
+from dist_checkpointing.mapping import ShardedBase, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import Path, Position, chained
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
 from dist_checkpointing.mapping.tensor_memory import plain_addresses
@@ -27,7 +27,6 @@ from dist_checkpointing.planning.items import (
     LoadItemType,
     MetadataIndex,
     ReadItem,
-    placed_items,
 )
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
 
@@ -431,6 +430,26 @@ def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
     return replace(ReadTable.of(items), given=None)
 
 
+def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
+    """Why the checkpoint cannot hold this cell of an object: no such object, or another grid."""
+    stored = index.objects.get(leaf.key)
+    if stored is None:
+        return [Finding("not in the checkpoint", leaf.unique_key)]
+    return [] if stored == tuple(leaf.global_shape) else [other_grid(leaf, stored)]
+
+
+def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) -> Finding:
+    """What to say about a cell of an object that is stored in another grid, or in several."""
+    return Finding(
+        "the grid of the sharded object differs",
+        leaf.unique_key,
+        expected=tuple(leaf.global_shape),
+        found=stored,
+        path=path,
+        remedy="Ask for the cells of the stored grid: an object cannot be resharded.",
+    )
+
+
 @dataclass(frozen=True, eq=False, init=False)
 class LoadPlan:
     """What one rank reads.
@@ -477,21 +496,3 @@ class LoadPlan:
     def with_items(self, items: Iterable[ReadItem]) -> LoadPlan:
         """This plan with other items in place of its own."""
         return replace(self, table=ReadTable.of(items))
-
-    def placed(self, index: Index, leaves: Sequence[ShardedBase]) -> LoadPlan:
-        """This plan, with all that a planner of the user's own has left open about its items.
-
-        Args:
-            index: what the checkpoint holds.
-            leaves: of this rank.
-
-        Raises:
-            StateMismatchError: with every item that reads or fills what is not there.
-        """
-        given = self.table.given
-        if given is None or all(item.is_placed for item in given):
-            return self
-        items, findings = placed_items(given, index, leaves)
-        if findings:
-            raise StateMismatchError("the checkpoint does not hold what is planned", findings)
-        return self.with_items(items)

@@ -24,7 +24,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.format.geometry import Ints, ravel_offset
+from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path
@@ -42,6 +42,7 @@ from dist_checkpointing.planning.load_plan import (
     LoadPlan,
     WantedTable,
     contiguous_ranges,
+    misfits,
     object_rows,
 )
 from dist_checkpointing.planning.resharding import plan_load
@@ -402,20 +403,15 @@ class DefaultSavePlanner(SavePlanner):
         return data
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        leaf = self._leaf_of(item)
-        if not isinstance(leaf, ShardedTensor) or item.tensor_data is None:
-            data: object = leaf.data
-            return data
-        assert leaf.data is not None
-        part = item.tensor_data
-        if leaf.flattened_range is not None:
-            origin, (start, stop) = leaf.flattened_range.start, _range_of(part, leaf)
-            values = leaf.data[start - origin : stop - origin]
-            return values if part.flat_range is not None else values.view(part.chunk.shape)
-        whole = leaf.data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else leaf.data
-        if part.chunk.shape == whole.shape:
-            return whole
-        return whole[part.chunk.relative_to(leaf.box.offset).slices()]
+        leaf, part = self._leaf_of(item), item.tensor_data
+        if not isinstance(leaf, ShardedTensor) or part is None:
+            value: object = leaf.data
+            return value
+        if leaf.flattened_range is None:
+            return _part(_whole(leaf), part.chunk.relative_to(leaf.box.offset))
+        origin, (start, stop) = leaf.flattened_range.start, _range_of(part, leaf)
+        values = _whole(leaf)[start - origin : stop - origin]
+        return values if part.flat_range is not None else values.view(part.chunk.shape)
 
     def _leaf_of(self, item: WriteItem) -> ShardedBase:
         """The leaf that an item is a part of."""
@@ -438,6 +434,18 @@ class DefaultSavePlanner(SavePlanner):
         raise InvalidShardingError("the planner has no data for an item", [finding])
 
 
+def _whole(leaf: ShardedTensor) -> torch.Tensor:
+    """The data of a leaf with all axes of its box; that of a flattened one as it is."""
+    assert leaf.data is not None
+    data = leaf.data.detach() if leaf.data.requires_grad else leaf.data
+    is_box = leaf.prepend_axis_num and leaf.flattened_range is None
+    return data[(None,) * leaf.prepend_axis_num] if is_box else data
+
+
+def _part(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    return whole if box.shape == whole.shape else whole[box.slices()]
+
+
 def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
     """Which elements of a flattened leaf's box an item is: a range, or a box that is one."""
     if part.flat_range is not None:
@@ -452,26 +460,6 @@ def _holds_range(leaf: ShardedTensor, part: TensorWriteData) -> bool:
         return part.flat_range is None
     (begin, end), (start, stop) = leaf.flat_range, _range_of(part, leaf)
     return begin <= start and stop <= end
-
-
-def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
-    """Why the checkpoint cannot hold this cell of an object: no such object, or another grid."""
-    stored = index.objects.get(leaf.key)
-    if stored is None:
-        return [Finding("not in the checkpoint", leaf.unique_key)]
-    return [] if stored == tuple(leaf.global_shape) else [other_grid(leaf, stored)]
-
-
-def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) -> Finding:
-    """What to say about a cell of an object that is stored in another grid, or in several."""
-    return Finding(
-        "the grid of the sharded object differs",
-        leaf.unique_key,
-        expected=tuple(leaf.global_shape),
-        found=stored,
-        path=path,
-        remedy="Ask for the cells of the stored grid: an object cannot be resharded.",
-    )
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -526,24 +514,17 @@ class DefaultLoadPlanner(LoadPlanner):
         return LoadPlan(table.followed_by(object_rows(cells)) if cells else table)
 
     def destinations(self, plan: LoadPlan) -> Destinations:
-        if any(
-            name in vars(self) or getattr(type(self), name) is not getattr(DefaultLoadPlanner, name)
-            for name in _HOOKS
-        ):
+        hooks = ((getattr(self, name), getattr(DefaultLoadPlanner, name)) for name in _HOOKS)
+        if not all(_is(hook, own) for hook, own in hooks):
             return super().destinations(plan)
         return _OwnMemory(self, plan, self._wanted)
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        leaf = self._leaf(item)
-        data: torch.Tensor = leaf.data.detach() if leaf.data.requires_grad else leaf.data
-        if leaf.flattened_range is None:
-            whole = data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
-        else:
-            start = item.dest.start
-            whole = data[start : start + item.dest.array_size].view(item.dest.shape)
-        if item.dest.box.shape == whole.shape:
-            return whole
-        return whole[item.dest.box.slices()]
+        leaf, dest = self._leaf(item), item.dest
+        whole = _whole(leaf)
+        if leaf.flattened_range is not None:
+            whole = whole[dest.start : dest.start + dest.array_size].view(dest.shape)
+        return _part(whole, dest.box)
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         whole = self._leaf(item).data
@@ -559,12 +540,8 @@ class DefaultLoadPlanner(LoadPlanner):
 
 
 _HOOKS = (
-    "acquire_tensor",
-    "apply_tensor",
-    "apply_bytes",
-    "resolve_tensor",
-    "commit_tensor",
-    "load_bytes",
+    *("acquire_tensor", "apply_tensor", "apply_bytes"),
+    *("resolve_tensor", "commit_tensor", "load_bytes"),
 )
 
 
@@ -587,12 +564,10 @@ class _OwnMemory(Destinations):
 
     def acquire(self, row: int) -> torch.Tensor:
         leaf: Any = self._leaves[int(self._sources[row])]
-        data: torch.Tensor = leaf.data
         # What has as many elements as the whole is the whole; a flattened one has another shape.
-        is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
-        if not is_whole or leaf.prepend_axis_num:
-            return self.planner.acquire_tensor(self.plan.table.item(row))
-        return data.detach() if data.requires_grad else data
+        if leaf.flattened_range is None and leaf.data.numel() == self._sizes[row]:
+            return _whole(leaf)
+        return self.planner.acquire_tensor(self.plan.table.item(row))
 
     def filled(self, row: int, destination: torch.Tensor) -> None:
         """Nothing is left to do: the destination is the leaf's own memory."""
@@ -603,7 +578,7 @@ class _OwnMemory(Destinations):
             return None  # a planner of a user may have changed what the rows mean
         number = {dtype: i for i, dtype in enumerate(dtypes)}
         own_numbers = np.array([number.get(dtype, -1) for dtype in own.data_dtypes])
-        itemsizes = np.array([0 if dtype is None else dtype.itemsize for dtype in dtypes])
+        sizes = np.array([0 if dtype is None else dtype.itemsize for dtype in dtypes])[numbers]
         # The position of a leaf among the tensors; no row of a tensor has that of an object.
         position = np.zeros(len(self._leaves), dtype=np.int64)
         position[own.sources] = np.arange(len(own))
@@ -611,15 +586,12 @@ class _OwnMemory(Destinations):
         starts, is_run = contiguous_ranges(
             table.dest_starts, table.dest_shapes, table.dest_boxes, table.lengths
         )
-        items = itemsizes[numbers]
-        is_flat = own.flat[rows, 0] >= 0
-        ends = table.dest_starts + table.dest_shapes.prod(axis=1)
-        fits = np.where(
-            is_flat, ends * items <= own.num_bytes[rows], ends * items == own.num_bytes[rows]
-        )
+        ends = (table.dest_starts + table.dest_shapes.prod(axis=1)) * sizes
+        bytes_of_rows, is_flat = own.num_bytes[rows], own.flat[rows, 0] >= 0
+        fits = np.where(is_flat, ends <= bytes_of_rows, ends == bytes_of_rows)
         fits &= is_run & ~table.is_object & (own_numbers[rows] == numbers)
         fits &= own.addresses[rows] >= 0
-        return np.where(fits, own.addresses[rows] + starts * items, -1)
+        return np.where(fits, own.addresses[rows] + starts * sizes, -1)
 
     def apply_bytes(self, row: int, value: object) -> None:
         self._leaves[int(self._sources[row])].data = value

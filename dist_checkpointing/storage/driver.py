@@ -38,7 +38,7 @@ from dist_checkpointing.planning.shard_table import (
     concatenate,
     pack,
 )
-from dist_checkpointing.planning.user_planner import call_hook
+from dist_checkpointing.planning.user_planner import call_hook, placed
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.interface import (
     StorageReader,
@@ -306,7 +306,7 @@ def read(
         plan = planner.build_local_plan()
         is_global = type(planner).build_global_plan is not LoadPlanner.build_global_plan
         if not is_global:
-            plan = planner.finalize_plan(plan).placed(index, wanted.rows)
+            plan = placed(planner.finalize_plan(plan), index, wanted.rows)
         # So that ranks wait for each other once and not twice.
         if plan_reader is read_plan and not is_global:
             plan = prepare_read(plan, reader, index, comm)
@@ -315,5 +315,5 @@ def read(
         plans = comm.all_gather(plan)
         with comm.agreed("planning the load"):
             plan = planner.finalize_plan(planner.build_global_plan(plans)[comm.rank])
-            plan = plan.placed(index, wanted.rows)
+            plan = placed(plan, index, wanted.rows)
     plan_reader(plan, planner, reader, index, comm)

@@ -23,7 +23,7 @@ from dist_checkpointing.format.index import large_objects, require_backing
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
-from dist_checkpointing.planning.planners import other_grid
+from dist_checkpointing.planning.load_plan import other_grid
 from dist_checkpointing.strategies.base import KnownFormats, LoadCommonStrategy, SaveCommonStrategy
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
 

@@ -42,8 +42,7 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memo
 from dist_checkpointing.mapping.nested_dicts import DictKey
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.planning import DefaultLoadPlanner, MetadataIndex
-from dist_checkpointing.planning.load_plan import WantedTable, contiguous_ranges
-from dist_checkpointing.planning.planners import misfits
+from dist_checkpointing.planning.load_plan import WantedTable, contiguous_ranges, misfits
 from dist_checkpointing.planning.shard_table import Bools, Int64s
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader, set_up_reader
