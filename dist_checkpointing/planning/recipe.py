@@ -21,7 +21,7 @@ from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
 from dist_checkpointing.planning.recipe_rules import (
     RULES,
-    Misfit,
+    Change,
     Missing,
     NameRule,
     Rule,
@@ -29,6 +29,7 @@ from dist_checkpointing.planning.recipe_rules import (
     Wanted,
 )
 
+T = TypeVar("T", DerivedTensor, str)
 Made = TypeVar("Made", bound="Callable[..., Recipe]")
 
 READY_MADE: dict[str, Callable[..., Recipe]] = {}
@@ -50,7 +51,10 @@ def _rules_of_file(path: Path) -> list[Rule | Recipe]:
     try:
         text = path.read_text()
         is_yaml = path.suffix in (".yaml", ".yml")
-        rows = _yaml(path)(text) if is_yaml else json.loads(text, object_pairs_hook=_once_each)
+        rows = _yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once_each)
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
+        raise _unreadable(path, "the package PyYAML is missing", remedy) from error
     except (OSError, ValueError) as error:
         raise _unreadable(path, str(error)) from error
     if not isinstance(rows, list):
@@ -69,12 +73,8 @@ def _unreadable(path: Path, problem: str, remedy: str | None = None) -> Checkpoi
     return CheckpointingException("the recipe cannot be read", [finding])
 
 
-def _yaml(path: Path) -> Callable[[str], Any]:
-    try:
-        yaml = import_module("yaml")
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
-        raise _unreadable(path, "the package PyYAML is missing", remedy) from error
+def _yaml(text: str) -> Any:
+    yaml = import_module("yaml")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -82,13 +82,10 @@ def _yaml(path: Path) -> Callable[[str], Any]:
             made: dict[Any, Any] = super().construct_mapping(node, deep)
             return made
 
-    def parse(text: str) -> Any:
-        try:
-            return yaml.load(text, Loader)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-
-    return parse
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def _once_each(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -384,24 +381,11 @@ def derive(
     counts = []
     for number, rule in enumerate(recipe.rules, 1):
         change = rule.change(tensors, wanted)
-        count = change.count
-        taken = {*change.taken}
-        rest = tensors
-        if taken:
-            rest = {key: tensor for key, tensor in tensors.items() if key not in taken}
-        findings = list(change.findings)
-        for key, tensor in change.made:
-            other = rest.setdefault(key, tensor)
-            if not key:
-                findings.append(Finding("it would have no name", ", ".join(tensor.sources)))
-            elif other is not tensor:
-                both = " and ".join(", ".join(own.sources[:3]) for own in (other, tensor))
-                problem = "several tensors would have this name"
-                remedy = "Drop or rename one of them before."
-                findings.append(Finding(problem, key, found=f"made of {both}", remedy=remedy))
+        rest, findings, count = _changed(tensors, change, "tensors"), change.findings, change.count
         if isinstance(rule, NameRule) and not findings:
-            names, matched = _renamed(rule, names, findings)
-            count += matched
+            change = rule.change(names, wanted)
+            names, count = _changed(names, change, "objects"), count + change.count
+            findings = change.findings
         findings += [
             Finding("a tensor and a sharded object would have this name", key)
             for key in names
@@ -419,27 +403,26 @@ def derive(
     return Derivation(tensors, names, kept, left, counts, index)
 
 
-def _renamed(
-    rule: NameRule, names: Mapping[str, str], findings: list[Finding]
-) -> tuple[dict[str, str], int]:
-    """The sharded objects by their new names, and how many the rule matches."""
-    try:
-        matched, changed = rule.new_names(names)
-    except Misfit as misfit:
-        findings.append(misfit.finding)
-        return {}, 0
-    found: dict[str, str] = {}
-    for key, stored in names.items():
-        new = changed.get(key, key)
-        if new == "":
-            findings.append(Finding("it would have no name", stored))
-        if new is not None and found.setdefault(new, stored) != stored:
-            findings.append(
-                Finding(
-                    "several objects would have this name", new, found=f"{found[new]}, {stored}"
-                )
+def _changed(things: dict[str, T], change: Change, what: str) -> dict[str, T]:
+    """The tensors, or stored keys of the objects, by their new names; notes names that clash."""
+    taken = {*change.taken}
+    rest = {key: own for key, own in things.items() if key not in taken} if taken else things
+    for key, made in change.made:
+        other = rest.setdefault(key, made)
+        if not key:
+            change.findings.append(Finding("it would have no name", ", ".join(_sources(made))))
+        elif other is not made:
+            both = " and ".join(", ".join(_sources(own)[:3]) for own in (other, made))
+            problem, remedy = (
+                f"several {what} would have this name",
+                "Drop or rename one of them before.",
             )
-    return found, len(matched)
+            change.findings.append(Finding(problem, key, found=f"made of {both}", remedy=remedy))
+    return rest
+
+
+def _sources(own: DerivedTensor | str) -> Sequence[str]:
+    return (own,) if isinstance(own, str) else own.sources
 
 
 def _fill_missing(

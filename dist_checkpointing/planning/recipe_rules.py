@@ -21,8 +21,8 @@ Tensors = Mapping[str, DerivedTensor]
 Wanted = Mapping[str, tuple[Ints, DType]]
 """Global shape and dtype of the tensors of a template, by key."""
 
-Made = list[tuple[str, DerivedTensor]]
-"""New tensors with their keys."""
+Made = list[tuple[str, Any]]
+"""New tensors, or stored keys of sharded objects, with their keys."""
 
 RULES: dict[str, type[Rule]] = {}
 """The rules by the names that they have in files."""
@@ -158,7 +158,7 @@ class NameRule(Rule):
     def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
         """The keys that it matches, and the new names of those that it changes; None drops one."""
 
-    def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
+    def change(self, tensors: Mapping[str, Any], wanted: Wanted | None) -> Change:  # noqa: ARG002
         change = Change()
         with change.noting():
             matched, names = self.new_names(tensors)
