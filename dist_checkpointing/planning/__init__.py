@@ -27,7 +27,7 @@ from dist_checkpointing.planning.planners import (
     LoadPlanner,
     SavePlanner,
 )
-from dist_checkpointing.planning.recipe import Recipe
+from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.planning.recipe_rules import (
     CastTo,
     Concat,
@@ -54,6 +54,7 @@ __all__ = [
     "Concat",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "Derivation",
     "Destinations",
     "Drop",
     "Keep",
@@ -82,6 +83,7 @@ __all__ = [
     "WholeShardLayout",
     "WriteItem",
     "WriteItemType",
+    "derive",
     "distribute_shards_to_ranks",
     "llama_to_megatron",
     "megatron_to_llama",

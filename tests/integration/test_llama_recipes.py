@@ -21,7 +21,7 @@ from dist_checkpointing.planning import (
     mixtral_to_megatron,
 )
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tools.convert import convert
+from dist_checkpointing.tools import convert
 from states import blanks, rows, shard, wholes
 from tiny_llama import (
     CHOSEN,
@@ -79,7 +79,7 @@ def back(kind: Kind, *, layers: Literal["stacked", "apart"] = "stacked") -> Reci
 @KINDS
 def test_megatron_computes_the_same(kind: Kind, tmp_path: Path) -> None:
     save_file(weights_of(kind), tmp_path / "hf.safetensors")
-    convert(tmp_path / "hf.safetensors", tmp_path / "megatron", recipe=there(kind))
+    convert.convert(tmp_path / "hf.safetensors", tmp_path / "megatron", recipe=there(kind))
     weights: Any = load_plain_tensors(tmp_path / "megatron")
     assert not [key for key in weights if key.startswith("model.")]
     assert weights["embedding.word_embeddings.weight"].shape == (PADDED, HIDDEN)
@@ -106,9 +106,11 @@ def test_there_and_back_is_the_same_bits(
 ) -> None:
     (tmp_path / "model").mkdir()
     save_file(weights_of(kind), tmp_path / "model" / "model.safetensors")
-    convert(tmp_path / "model", tmp_path / "megatron", to, recipe=there(kind, layers=layers))
+    convert.convert(
+        tmp_path / "model", tmp_path / "megatron", to, recipe=there(kind, layers=layers)
+    )
     recipe = back(kind, layers=layers)
-    convert(tmp_path / "megatron", tmp_path / "hf", "safetensors", recipe=recipe)
+    convert.convert(tmp_path / "megatron", tmp_path / "hf", "safetensors", recipe=recipe)
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == weights_of(kind).keys()
     assert all(torch.equal(found[key], own) for key, own in weights_of(kind).items())
@@ -120,7 +122,7 @@ def test_experts_of_a_state_dict(tmp_path: Path, experts: str) -> None:
     hf = weights_of("mixtral")
     save_file(hf, tmp_path / "hf.safetensors")
     recipe = there("mixtral", layers="apart")
-    convert(tmp_path / "hf.safetensors", tmp_path / "m", recipe=recipe)
+    convert.convert(tmp_path / "hf.safetensors", tmp_path / "m", recipe=recipe)
     state = {k: own for k, own in load_plain_tensors(tmp_path / "m").items() if "experts" not in k}
     for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)):
         own = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
@@ -131,7 +133,7 @@ def test_experts_of_a_state_dict(tmp_path: Path, experts: str) -> None:
             state[f"{place}.{grouped if experts == 'grouped' else apart}"] = value
     torch.save(state, tmp_path / "state.pt")
     recipe = back("mixtral", layers="apart")
-    convert(tmp_path / "state.pt", tmp_path / "hf", "safetensors", recipe=recipe)
+    convert.convert(tmp_path / "state.pt", tmp_path / "hf", "safetensors", recipe=recipe)
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == hf.keys()
     assert all(torch.equal(found[key], own) for key, own in hf.items())
@@ -192,8 +194,8 @@ def test_numbers_that_cannot_be_are_refused(make: Callable[[], Recipe], said: st
 
 def test_tensor_parallel_ranks_load_their_parts(model: Path, tmp_path: Path) -> None:
     """As Megatron cuts them: query, key and value by group, gate and up each on its own."""
-    convert(model, tmp_path / "plain")
-    convert(model, tmp_path / "megatron", recipe=llama_to_megatron(GROUPS))
+    convert.convert(model, tmp_path / "plain")
+    convert.convert(model, tmp_path / "megatron", recipe=llama_to_megatron(GROUPS))
     full: Any = load_plain_tensors(tmp_path / "megatron")
 
     def load_rank(comm: Comm) -> None:
@@ -225,7 +227,9 @@ def test_tensor_parallel_ranks_load_their_parts(model: Path, tmp_path: Path) -> 
 
 
 def test_a_training_with_megatron_loads_into_hugging_face(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "megatron", recipe=llama_to_megatron(GROUPS, vocab_size=PADDED))
+    convert.convert(
+        model, tmp_path / "megatron", recipe=llama_to_megatron(GROUPS, vocab_size=PADDED)
+    )
     weights: Any = load_plain_tensors(tmp_path / "megatron")
     state = {key: own for key, own in weights.items() if isinstance(own, torch.Tensor)}
     moments = {f"optimizer.state.exp_avg.{key}": own * 2 for key, own in state.items()}
@@ -251,8 +255,8 @@ def test_a_file_names_the_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["tensorstore", "zarr:1", "torch_dist", "torch"])
 def test_small_files_come_back(model: Path, tmp_path: Path, to: str) -> None:
-    convert(model, tmp_path / "between", to)
-    done = convert(tmp_path / "between", tmp_path / "back", "safetensors")
+    convert.convert(model, tmp_path / "between", to)
+    done = convert.convert(tmp_path / "between", tmp_path / "back", "safetensors")
     assert done.left_out == ()
     names = {"config.json", "tokenizer.model", "chat_template.jinja"}
     assert {p.name for p in (tmp_path / "back").iterdir()} == names | {"model.safetensors"}
@@ -261,16 +265,16 @@ def test_small_files_come_back(model: Path, tmp_path: Path, to: str) -> None:
     from dist_checkpointing.tools.convert import ConvertOptions
 
     again = ConvertOptions(overwrite=True)
-    convert(tmp_path / "between", tmp_path / "back", "safetensors", options=again)
+    convert.convert(tmp_path / "between", tmp_path / "back", "safetensors", options=again)
     (tmp_path / "back" / "mine.txt").write_text("notes")
     with pytest.raises(FileExistsError, match="holds something else"):
-        convert(tmp_path / "between", tmp_path / "back", "safetensors", options=again)
+        convert.convert(tmp_path / "between", tmp_path / "back", "safetensors", options=again)
 
 
 def test_one_file_cannot_carry_them(model: Path, tmp_path: Path) -> None:
-    done = convert(model, tmp_path / "one.safetensors", "safetensors")
+    done = convert.convert(model, tmp_path / "one.safetensors", "safetensors")
     assert done.left_out == ("common state that is no text (hugging_face)",)
-    convert(tmp_path / "one.safetensors", tmp_path / "ckpt")
+    convert.convert(tmp_path / "one.safetensors", tmp_path / "ckpt")
     assert Checkpoint.open(tmp_path / "ckpt").common == {}
 
 
@@ -280,7 +284,7 @@ def test_one_file_cannot_carry_them(model: Path, tmp_path: Path) -> None:
 def test_names_that_lead_elsewhere_are_not_written(tmp_path: Path, name: str) -> None:
     files = {name: b"{}", "config.json": b"{}"}
     save({**wholes({"w": torch.ones(2)}), "hugging_face": files}, tmp_path / "ckpt")
-    convert(tmp_path / "ckpt", tmp_path / "out" / "hf", "safetensors")
+    convert.convert(tmp_path / "ckpt", tmp_path / "out" / "hf", "safetensors")
     found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*")}
     assert found == {"hf/config.json", "hf/model.safetensors"}
 
@@ -303,8 +307,8 @@ def test_transformers_loads_what_comes_back(tmp_path: Path, kind: Kind) -> None:
     model.save_pretrained(tmp_path / "hf", max_shard_size="5KB")
     expected = model(IDS).logits
     torch.testing.assert_close(expected.double(), hf_logits(weights), rtol=1e-3, atol=1e-3)
-    convert(tmp_path / "hf", tmp_path / "megatron", recipe=there(kind))
+    convert.convert(tmp_path / "hf", tmp_path / "megatron", recipe=there(kind))
     assert not [key for key in Checkpoint.open(tmp_path / "megatron") if key.startswith("model.")]
-    convert(tmp_path / "megatron", tmp_path / "back", "safetensors", recipe=back(kind))
+    convert.convert(tmp_path / "megatron", tmp_path / "back", "safetensors", recipe=back(kind))
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert torch.equal(found(IDS).logits, expected)

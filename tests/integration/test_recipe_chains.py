@@ -25,6 +25,7 @@ from dist_checkpointing.format import ELEMENT_TYPES, FLOATING, Box
 from dist_checkpointing.planning import (
     CastTo,
     Concat,
+    Derivation,
     Drop,
     Keep,
     Missing,
@@ -37,18 +38,15 @@ from dist_checkpointing.planning import (
     Unstack,
     derived_tensors,
 )
-from dist_checkpointing.planning.recipe import Derivation
-from dist_checkpointing.serialization import preview_recipe
-from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
-from dist_checkpointing.strategies.safetensors_folder import DTYPE_NAMES
-from dist_checkpointing.strategies.selection import open_checkpoint
+from dist_checkpointing.serialization import get_default_load_sharded_strategy, preview_recipe
+from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper, safetensors_folder
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tools.convert import convert, open_source
+from dist_checkpointing.tools import convert
 from states import BACKENDS
 from tiers import examples
 
 DTYPES = [row.name for row in ELEMENT_TYPES if row.name not in ("uint16", "uint32", "uint64")]
-IN_SAFETENSORS = {*DTYPE_NAMES.values()}
+IN_SAFETENSORS = {*safetensors_folder.DTYPE_NAMES.values()}
 KEPT = 8.0
 """What a template holds; every dtype has it, and bool makes True of it."""
 ZEROS, TEMPLATE = 0, -1
@@ -485,7 +483,7 @@ def test_a_load_is_what_torch_makes(
                 leaf.data = filled(wanted[key], turned=turned) if is_given else None
             strategy = None
             if shares:
-                reading = open_checkpoint(folder).sharded
+                reading: Any = get_default_load_sharded_strategy(str(folder))
                 strategy = FullyParallelLoadStrategyWrapper(reading, comm, min_shared_bytes=0)
             found: Any = load(
                 template, folder, strategy, comm=comm, recipe=Recipe(*rules), verify=verify,
@@ -545,8 +543,8 @@ def test_a_conversion_is_what_torch_makes(
     with tempfile.TemporaryDirectory(prefix="recipes") as name:
         folder, out = Path(name) / "ckpt", Path(name) / "out"
         written(case, folder, backend, world, seed)
-        done = convert(folder, out, to, recipe=Recipe(*case.rules))
-        source = open_source(out)
+        done = convert.convert(folder, out, to, recipe=Recipe(*case.rules))
+        source = convert.open_source(out)
         assert sorted(source.index) == sorted(case.full)
         is_empty = not any(own.numel() for own in case.stored.values())
         assert (done.not_verified is None) != is_empty

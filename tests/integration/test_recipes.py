@@ -15,7 +15,7 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing import load
 from dist_checkpointing.interop import TorchState
-from dist_checkpointing.mapping.state_dict_parts import StateDictParts
+from dist_checkpointing.mapping import flatten
 from dist_checkpointing.planning import (
     CastTo,
     Concat,
@@ -29,12 +29,11 @@ from dist_checkpointing.planning import (
     Stack,
     Transpose,
     Unstack,
+    derive,
 )
-from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.strategies import LoadShardedStrategy, TensorStoreLoadShardedStrategy
-from dist_checkpointing.tools.convert import convert
-from dist_checkpointing.tools.load_forecast import RankWants, forecast_of
+from dist_checkpointing.tools import convert, load_forecast
 from states import blanks, shard, wholes
 
 
@@ -45,7 +44,7 @@ def numbered(*shape: int, start: int = 0) -> torch.Tensor:
 def test_what_is_only_renamed_is_proven(tmp_path: Path) -> None:
     dc.save(wholes({"a": numbered(4, 3), "b": numbered(2)}), tmp_path / "c", fingerprints=True)
     recipe = dc.Recipe(Rename("a", to="c"), Resize("b", size=3))
-    assert convert(tmp_path / "c", tmp_path / "d", recipe=recipe).num_proven == 1
+    assert convert.convert(tmp_path / "c", tmp_path / "d", recipe=recipe).num_proven == 1
 
 
 @pytest.fixture
@@ -222,10 +221,12 @@ RECIPES: list[list[Rule]] = [
 def test_a_plan_finds_what_a_load_finds(ckpt: Path, rules: list[Rule]) -> None:
     template: dict[str, Any] = blanks({"wte": torch.empty(5, 2), "new": torch.empty(3)})
     template["rng"] = dc.ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
-    parts, recipe, seen = StateDictParts.of(template), dc.Recipe(*rules), list[int]()
+    rng = template["rng"]
+    tensors = {path: leaf for path, leaf in flatten(template)[0].items() if leaf is not rng}
+    recipe, seen = dc.Recipe(*rules), list[int]()
     made = preview_recipe(recipe, ckpt, template)
-    wants = RankWants((0,), dict(parts.tensors), tuple(parts.objects.values()))
-    plan = forecast_of(dc.Checkpoint.open(ckpt), [wants], made)
+    wants = load_forecast.RankWants((0,), tensors, (rng,))
+    plan = load_forecast.forecast_of(dc.Checkpoint.open(ckpt), [wants], made)
     found: set[str | None] = set()
     try:
         load(template, ckpt, recipe=recipe, progress=lambda now: seen.append(now.bytes_total))
@@ -409,7 +410,7 @@ def test_what_is_no_recipe_is_refused(ckpt: Path, tmp_path: Path, given_recipe: 
     with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
         load({}, ckpt, recipe=given_recipe)
     with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
-        convert(ckpt, tmp_path / "out", recipe=given_recipe)
+        convert.convert(ckpt, tmp_path / "out", recipe=given_recipe)
     with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
         preview_recipe(given_recipe, ckpt)
 
@@ -470,7 +471,7 @@ def test_damage_is_found_through_a_rule(
     with pytest.raises(dc.CorruptCheckpointError, match="'w': checksum differs"):
         load(template, tmp_path / "c", recipe=recipe, verify=True)
     with pytest.raises(dc.CorruptCheckpointError, match="not what was saved"):
-        convert(tmp_path / "c", tmp_path / "out", recipe=recipe)
+        convert.convert(tmp_path / "c", tmp_path / "out", recipe=recipe)
     if shape == (4, 8) or dtype == torch.float64:
         load(template, tmp_path / "c", recipe=recipe, verify="restored")
         assert "1 tensors are not compared with what was saved" in caplog.text

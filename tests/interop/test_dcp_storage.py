@@ -39,8 +39,7 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.format import read_index
-from dist_checkpointing.format.leftovers import leftovers
+from dist_checkpointing.format import leftovers, read_index
 from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner
@@ -383,7 +382,7 @@ def test_the_files_of_all_ranks_are_announced(tmp_path: Path) -> None:
     writer = DCPWriter(tmp_path, "torch_dist")
     writer.set_up_storage_writer(is_coordinator=True)
     writer.prepare_global_plan([SavePlan([]), SavePlan([])])
-    assert {"__0_0.distcp", "__1_0.distcp"} <= leftovers(tmp_path)
+    assert {"__0_0.distcp", "__1_0.distcp"} <= leftovers.leftovers(tmp_path)
     writer.reset()
 
 

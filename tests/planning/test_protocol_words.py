@@ -25,7 +25,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box, Index, Pieces, SealedFile, StoredTensor, Window
-from dist_checkpointing.mapping.tensor_memory import from_torch
+from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     BalancedSavePlanner,
     DefaultLoadPlanner,
@@ -40,8 +40,8 @@ from dist_checkpointing.planning import (
     WholeShardLayout,
     WriteItem,
     WriteItemType,
+    user_planner,
 )
-from dist_checkpointing.planning.user_planner import placed
 from dist_checkpointing.storage import WriteResult, WriteResults
 from dist_checkpointing.strategies import (
     TensorStoreLoadShardedStrategy,
@@ -145,7 +145,7 @@ def test_plans_of_nothing_and_of_items() -> None:
 
 # --- what is read ---------------------------------------------------------------------------------
 
-FLOAT = from_torch(torch.float32)
+FLOAT = tensor_memory.from_torch(torch.float32)
 INDEX = Index.of(
     [
         StoredTensor("grid", FLOAT, (4, 6), (3, 6)),
@@ -185,7 +185,7 @@ LEAVES = [shard(key, torch.zeros(4, 6)) for key in ("pieces", "grid")]
 
 def test_the_chunks_of_items_are_found() -> None:
     plan = LoadPlan([item("grid", [3, 0], [0, 1], [1, 5]), item("pieces", (1, 0), (2, 0), (1, 6))])
-    on_grid, in_piece = placed(plan, INDEX, LEAVES).items
+    on_grid, in_piece = user_planner.placed(plan, INDEX, LEAVES).items
     assert on_grid.storage == Window(0, (3, 6), Box((0, 1), (1, 5)))
     assert on_grid.dest == Window(0, (4, 6), Box((0, 0), (1, 5)))
     assert on_grid.dest_index.index == 1
@@ -197,14 +197,14 @@ def test_the_chunks_of_items_are_found() -> None:
 def test_a_hint_that_is_wrong_misleads_nobody() -> None:
     wrong = MetadataIndex("grid", (0, 0), 0)
     plan = LoadPlan([item("grid", (0, 0), (0, 0), (1, 6), dest_index=wrong)])
-    assert placed(plan, INDEX, LEAVES).items[0].dest_index.index == 1
+    assert user_planner.placed(plan, INDEX, LEAVES).items[0].dest_index.index == 1
 
 
 def test_a_cell_of_an_object() -> None:
     where = MetadataIndex("o")
     leaves = [ShardedObject("o", None, (1,), (0,))]
     plan = LoadPlan([ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)])
-    (cell,) = placed(plan, INDEX, leaves).items
+    (cell,) = user_planner.placed(plan, INDEX, leaves).items
     assert (cell.storage_index, cell.dest_index.index) == (MetadataIndex("o", (0,)), 0)
 
 
@@ -231,7 +231,7 @@ def test_offsets_of_a_range_count_from_what_is_stored() -> None:
 )
 def test_items_that_read_what_is_not_there(read: ReadItem, said: str) -> None:
     with pytest.raises(StateMismatchError) as raised:
-        placed(LoadPlan([read, item("nor this", (0,), (0,), (1,))]), INDEX, LEAVES)
+        user_planner.placed(LoadPlan([read, item("nor this", (0,), (0,), (1,))]), INDEX, LEAVES)
     assert said in str(raised.value)
     assert "'nor this': not in the checkpoint" in str(raised.value)
 

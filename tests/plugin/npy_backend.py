@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.format import Index
-from dist_checkpointing.format.file_names import disk_name
+from dist_checkpointing.format import Index, file_names
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
@@ -21,7 +20,7 @@ _ONE_PARSER = Lock()
 
 
 def npy_path(folder: Path, key: str, offset: object, flat: tuple[int, int] | None) -> Path:
-    return folder / disk_name(key) / f"{offset}-{flat}.npy"
+    return folder / file_names.disk_name(key) / f"{offset}-{flat}.npy"
 
 
 class NpyWriter(StorageWriter):
