@@ -253,36 +253,36 @@ class ReadTable(Columns, Sequence[ReadItem]):
         given = tuple(items)
         positions: dict[str, int] = {}
         keys = [positions.setdefault(i.storage_index.fqn, len(positions)) for i in given]
-        offsets = [tuple(i.storage_index.offset or ()) for i in given]
-        width = max(map(len, [*offsets, *(i.lengths for i in given)]), default=0)
+        stored, wanted = [i.storage_index for i in given], [i.dest_index for i in given]
+        storage, dest = [i.storage for i in given], [i.dest for i in given]
+        width = max(
+            (len(own) for i in given for own in (i.storage_index.offset or (), i.lengths)),
+            default=0,
+        )
 
-        def wide(rows: Iterable[Sequence[int]], fill: int) -> Int64s:
-            return padded_rows([row[:width] for row in rows], fill, width)
+        def numbers(indices: Iterable[MetadataIndex], dtype: Any) -> Any:
+            return np.array([-1 if i.index is None else i.index for i in indices], dtype=dtype)
 
-        def column(values: Iterable[int]) -> Int64s:
-            return np.fromiter(values, dtype=np.int64, count=len(given))
+        def wide(rows: Iterable[Sequence[int] | None], fill: int) -> Int64s:
+            return padded_rows([tuple(row or ())[:width] for row in rows], fill, width)
 
         return cls(
             names=tuple(positions),
             keys=np.array(keys, dtype=np.int32),
             is_object=np.array([i.type is LoadItemType.BYTE_IO for i in given], dtype=np.bool_),
-            ndim=column(map(len, offsets)).astype(np.int32),
-            window_ndim=column(len(i.lengths) for i in given).astype(np.int32),
-            sources=column(
-                -1 if i.dest_index.index is None else i.dest_index.index for i in given
-            ).astype(np.int32),
-            dest_offsets=wide((i.dest_index.offset or () for i in given), 0),
-            dest_starts=column(i.dest.start for i in given),
-            dest_shapes=wide((i.dest.shape for i in given), 1),
-            dest_boxes=wide((i.dest.box.offset for i in given), 0),
-            pieces=column(
-                -1 if i.storage_index.index is None else i.storage_index.index for i in given
-            ),
-            chunk_offsets=wide(offsets, 0),
-            storage_starts=column(i.storage.start for i in given),
-            storage_shapes=wide((i.storage.shape for i in given), 1),
-            storage_boxes=wide((i.storage.box.offset for i in given), 0),
-            lengths=wide((i.lengths for i in given), 1),
+            ndim=np.array([len(i.offset or ()) for i in stored], dtype=np.int32),
+            window_ndim=np.array([len(i.lengths) for i in given], dtype=np.int32),
+            sources=numbers(wanted, np.int32),
+            dest_offsets=wide((i.offset for i in wanted), 0),
+            dest_starts=np.array([w.start for w in dest], dtype=np.int64),
+            dest_shapes=wide((w.shape for w in dest), 1),
+            dest_boxes=wide((w.box.offset for w in dest), 0),
+            pieces=numbers(stored, np.int64),
+            chunk_offsets=wide((i.offset for i in stored), 0),
+            storage_starts=np.array([w.start for w in storage], dtype=np.int64),
+            storage_shapes=wide((w.shape for w in storage), 1),
+            storage_boxes=wide((w.box.offset for w in storage), 0),
+            lengths=wide((w.box.shape for w in dest), 1),
             given=given,
         )
 
@@ -295,15 +295,13 @@ class ReadTable(Columns, Sequence[ReadItem]):
 
     def followed_by(self, other: ReadTable) -> ReadTable:
         """This table and the rows of another one."""
-        given = None
-        if self.given is not None or other.given is not None:
-            given = (*self.items(), *other.items())
-        if other.names is not self.names:
-            shifted = replace(other, keys=other.keys + np.int32(len(self.names)))
-            table = replace(self.joined(shifted), names=(*self.names, *other.names))
-        else:
-            table = self.joined(other)
-        return replace(table, given=given)
+        has_given = self.given is not None or other.given is not None
+        joined = self.joined(replace(other, keys=other.keys + np.int32(len(self.names))))
+        return replace(
+            joined,
+            names=(*self.names, *other.names),
+            given=(*self.items(), *other.items()) if has_given else None,
+        )
 
     @property
     def num_elements(self) -> Int64s:

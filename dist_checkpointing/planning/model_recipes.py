@@ -204,8 +204,7 @@ def _to_megatron(
     layers: Layers,
     vocab_size: int | None,
 ) -> Recipe:
-    _require_numbers(num_query_groups=num_query_groups)
-    _require_one_of("layers", layers, Layers)
+    _require(layers, num_query_groups=num_query_groups)
     rules: list[Rule] = [
         # Megatron asks for a state of each linear layer, which only Transformer Engine has.
         Missing("{module*}._extra_state", fill="template"),
@@ -228,8 +227,7 @@ def _from_megatron(
     vocab_size: int | None,
 ) -> Recipe:
     num_heads, num_groups = heads
-    _require_numbers(num_attention_heads=num_heads, num_query_groups=num_groups)
-    _require_one_of("layers", layers, Layers)
+    _require(layers, num_attention_heads=num_heads, num_query_groups=num_groups)
     if num_heads % num_groups:
         raise ValueError(
             f"num_attention_heads must be a multiple of num_query_groups, not {num_heads} of "
@@ -252,14 +250,14 @@ def _from_megatron(
     )
 
 
-def _require_numbers(**numbers: object) -> None:
+def _require(layers: object, **numbers: object) -> None:
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a positive number, not {value!r}")
+    _require_one_of("layers", layers, Layers)
 
 
 def _require_one_of(name: str, value: object, choices: object) -> None:
-    if value not in get_args(choices):
-        raise ValueError(
-            f"{name} must be {' or '.join(map(repr, get_args(choices)))}, not {value!r}"
-        )
+    names = get_args(choices)
+    if value not in names:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, names))}, not {value!r}")
