@@ -262,9 +262,7 @@ def test_small_files_come_back(model: Path, tmp_path: Path, to: str) -> None:
     assert {p.name for p in (tmp_path / "back").iterdir()} == names | {"model.safetensors"}
     for name in names:
         assert (tmp_path / "back" / name).read_bytes() == (model / name).read_bytes()
-    from dist_checkpointing.tools.convert import ConvertOptions
-
-    again = ConvertOptions(overwrite=True)
+    again = convert.ConvertOptions(overwrite=True)
     convert.convert(tmp_path / "between", tmp_path / "back", "safetensors", options=again)
     (tmp_path / "back" / "mine.txt").write_text("notes")
     with pytest.raises(FileExistsError, match="holds something else"):

@@ -122,9 +122,6 @@ def test_tensor_data_that_is_not_usable(given: Any, said: str) -> None:
     with pytest.raises(CheckpointingException) as raised:
         WriteItem(MetadataIndex("w", (0,)), WriteItemType.TENSOR, tensor_data=given)
     assert said in str(raised.value)
-
-
-def test_bytes_have_no_tensor_data() -> None:
     with pytest.raises(InvalidShardingError, match="'w': a tensor needs it, and bytes have none"):
         WriteItem(WHERE, WriteItemType.BYTE_IO, tensor_data=DATA)
 
@@ -192,23 +189,16 @@ def test_the_chunks_of_items_are_found() -> None:
     assert in_piece.storage_index.index == 1
     assert in_piece.storage == Window(0, (3, 6), Box((2, 0), (1, 6)))
     assert in_piece.dest_index.index == 0
-
-
-def test_a_hint_that_is_wrong_misleads_nobody() -> None:
+    # A hint that is wrong misleads nobody.
     wrong = MetadataIndex("grid", (0, 0), 0)
     plan = LoadPlan([item("grid", (0, 0), (0, 0), (1, 6), dest_index=wrong)])
     assert user_planner.placed(plan, INDEX, LEAVES).items[0].dest_index.index == 1
-
-
-def test_a_cell_of_an_object() -> None:
     where = MetadataIndex("o")
     leaves = [ShardedObject("o", None, (1,), (0,))]
     plan = LoadPlan([ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)])
     (cell,) = user_planner.placed(plan, INDEX, leaves).items
     assert (cell.storage_index, cell.dest_index.index) == (MetadataIndex("o", (0,)), 0)
-
-
-def test_offsets_of_a_range_count_from_what_is_stored() -> None:
+    # Offsets of a range count from what is stored.
     window = Window(7, (4,), Box((1,), (2,)))
     read = ReadItem(LoadItemType.TENSOR, WHERE, window, WHERE, window)
     assert read.storage_offsets == read.dest_offsets == (8,)
@@ -377,25 +367,21 @@ def test_an_item_that_nobody_holds() -> None:
         planner.get_data(WriteItem(MetadataIndex("v", (2, 0)), WriteItemType.TENSOR, DATA))
 
 
-@pytest.mark.parametrize("plans", [[], [SavePlan(), SavePlan()]])
-def test_a_plan_for_every_rank(tmp_path: Path, plans: list[SavePlan]) -> None:
+@pytest.mark.parametrize(
+    ("plans", "metadata", "said"),
+    [
+        ([], Metadata(), "expected 1; found"),
+        ([SavePlan(), SavePlan()], Metadata(), "expected 1; found"),
+        (None, None, "expected Metadata or Index; found NoneType"),
+    ],
+)
+def test_a_global_plan_is_checked(tmp_path: Path, plans: Any, metadata: Any, said: str) -> None:
     class Wrong(DefaultSavePlanner):
         def build_global_plan(self, all_plans: Any) -> Any:
-            del all_plans
-            return plans, Metadata()
+            return all_plans if plans is None else plans, metadata
 
     strategy = TensorStoreSaveShardedStrategy(planner=Wrong())
-    with pytest.raises(CheckpointingException, match="expected 1; found"):
-        save({"w": shard("w", FULL)}, tmp_path / "c", strategy)
-
-
-def test_a_global_plan_needs_metadata(tmp_path: Path) -> None:
-    class Wrong(DefaultSavePlanner):
-        def build_global_plan(self, all_plans: Any) -> Any:
-            return all_plans, None
-
-    strategy = TensorStoreSaveShardedStrategy(planner=Wrong())
-    with pytest.raises(CheckpointingException, match="expected Metadata or Index; found NoneType"):
+    with pytest.raises(CheckpointingException, match=said):
         save({"w": shard("w", FULL)}, tmp_path / "c", strategy)
 
 
