@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -133,6 +133,22 @@ def _makes_up(part: Ints, whole: Ints, shape: Ints) -> bool:
     axes = zip(part, whole, shape, strict=True)
     nests = all(p <= w and (w % p == 0 or w >= extent) for p, w, extent in axes)
     return nests and math.prod(whole) <= _MOST_CHUNKS * math.prod(part)
+
+
+def along_grids(
+    table: ShardTable, index: Index, grids: Mapping[str, Ints]
+) -> tuple[ShardTable, Index]:
+    """A plan of whole chunks, cut along other grids that ``nested_grids`` has found."""
+    rows = zip(index.keys_column, index.chunk_shape_column, strict=True)
+    index = replace(index, chunk_shape_column=[grids.get(key, own) for key, own in rows])
+    is_cut = np.array([name in grids for name in table.names], dtype=np.bool_)[table.keys]
+    is_cut &= ~table.is_object
+    if not is_cut.any():
+        return table, index
+    own = table.take(is_cut)
+    chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
+    cut, _ = cut_along_grid(own, chunks)
+    return table.take(~is_cut).followed_by(cut), index
 
 
 @dataclass(frozen=True, eq=False)

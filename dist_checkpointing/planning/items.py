@@ -12,19 +12,13 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning.chunking import (
-    Layout,
-    RowBlockLayout,
-    cut_along_grid,
-    index_of,
-)
+from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.shard_table import (
     COLUMNS,
@@ -272,20 +266,6 @@ class SavePlan:
     def for_index(self, index: Index | None) -> SavePlan:
         """This plan with an index, unless it has one."""
         return replace(self, index=index) if self.index is None else self
-
-    def along_grids(self, grids: Mapping[str, Ints]) -> SavePlan:
-        """This plan of whole chunks, cut along other grids that ``nested_grids`` has found."""
-        table, index = self.table, self.index
-        assert index is not None
-        rows = zip(index.keys_column, index.chunk_shape_column, strict=True)
-        index = replace(index, chunk_shape_column=[grids.get(key, own) for key, own in rows])
-        is_cut = np.array([name in grids for name in table.names], dtype=np.bool_)[table.keys]
-        is_cut &= ~table.is_object
-        if is_cut.any():
-            own, kept = table.take(is_cut), table.take(~is_cut)
-            chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
-            table = kept.followed_by(cut_along_grid(own, chunks)[0])
-        return replace(self, table=table, index=index)
 
     def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
         """This plan with other items in place of its own."""

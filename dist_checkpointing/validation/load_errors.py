@@ -27,14 +27,10 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import (
-    MISSING,
-    NO_LEAF,
     DictKey,
     Path,
     Position,
-    overlay,
     path_text,
-    paths_of,
 )
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
@@ -355,9 +351,7 @@ def check_filled(parts: StateDictParts, stored: Mapping[Any, Any], flag: StrictH
     wanted = [path for path in plain if all(isinstance(step, DictKey | Position) for step in path)]
     if not wanted:
         return
-    sharded = {*parts.tensors, *parts.objects, *parts.factories, *parts.local}
-    values = [MISSING if path in sharded else NO_LEAF for path in paths_of(parts.skeleton)]
-    result = overlay(stored, parts.skeleton, values)
+    result = parts.rebuild(stored, {}, {})
     problem = (
         "this tensor of the template is not wrapped, and the common state of the checkpoint has no "
         "value for it: it would not be filled"
