@@ -39,8 +39,8 @@ from dist_checkpointing.strategies.verification import Verifier
 from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.load_errors import (
     Cast,
-    StoredTensors,
     StrictHandling,
+    all_with_memory,
     check_access,
     check_filled,
     clear_partly_stored,
@@ -52,7 +52,6 @@ from dist_checkpointing.validation.load_errors import (
     parse_strict_flag,
     require_same_save,
     warn_of_unasked,
-    with_memory,
 )
 from dist_checkpointing.validation.save_errors import refuse_distributed
 
@@ -317,9 +316,7 @@ def _with_memory(
         large = {key for new in large for key in made.derivation.tensors[new].sources}
     large.intersection_update(opened.index)
     opened.reader.require_stored(large_tensors(opened.index, large), opened.index)
-    if isinstance(shapes, StoredTensors):
-        shapes = shapes.of(wanted.keys)
-    return [with_memory(leaf, shapes) for leaf in wanted.tensors]
+    return all_with_memory(wanted, shapes)
 
 
 def _rebuilt(

@@ -320,6 +320,14 @@ def with_memory(
     return copied
 
 
+def all_with_memory(
+    wanted: WantedTable, stored: Mapping[str, tuple[Ints, torch.dtype]]
+) -> list[ShardedTensor]:
+    """Copies of all tensors that have memory to fill, see ``with_memory``."""
+    known = stored.of(wanted.keys) if isinstance(stored, StoredTensors) else stored
+    return [with_memory(leaf, known) for leaf in wanted.tensors]
+
+
 def clear_partly_stored(
     leaves: Iterable[ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
 ) -> None:
