@@ -354,6 +354,14 @@ class ReadTable(Columns, Sequence[ReadItem]):
         return tuple(map(self.item, range(len(self)))) if self.given is None else self.given
 
 
+def positions_of(offsets: Int64s, shapes: Int64s) -> Int64s:
+    """Position of each offset in the C order of an array of its shape."""
+    position = np.zeros(len(offsets), dtype=np.int64)
+    for axis in range(offsets.shape[1]):
+        position = position * shapes[:, axis] + offsets[:, axis]
+    return position
+
+
 def contiguous_ranges(
     starts: Int64s, shapes: Int64s, boxes: Int64s, lengths: Int64s
 ) -> tuple[Int64s, Bools]:
@@ -362,15 +370,12 @@ def contiguous_ranges(
     An array begins at an element and has a shape; the box has an offset in it and lengths. All but
     ``starts`` are ``[rows, axes]``.
     """
-    position = np.zeros(len(starts), dtype=np.int64)
     is_run = np.ones(len(starts), dtype=np.bool_)
     is_partial = np.zeros(len(starts), dtype=np.bool_)
-    for axis in range(shapes.shape[1]):
-        position = position * shapes[:, axis] + boxes[:, axis]
     for axis in reversed(range(shapes.shape[1])):
         is_run &= ~is_partial | (lengths[:, axis] == 1)
         is_partial |= lengths[:, axis] != shapes[:, axis]
-    return starts + position, is_run
+    return starts + positions_of(boxes, shapes), is_run
 
 
 def stored_ranges(table: ReadTable, index: Index) -> Int64s:

@@ -23,7 +23,7 @@ from dist_checkpointing.format.geometry import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.planning.load_plan import Columns, ReadTable, WantedTable
+from dist_checkpointing.planning.load_plan import Columns, ReadTable, WantedTable, positions_of
 from dist_checkpointing.planning.shard_table import Bools, counted
 
 _MOST_PAIRS = 1 << 20
@@ -35,14 +35,6 @@ def _strides_of(shapes: Int64s) -> Int64s:
     strides = np.ones_like(shapes)
     strides[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
     return strides
-
-
-def _positions(offsets: Int64s, shapes: Int64s) -> Int64s:
-    """Position of each offset in the C order of an array of its shape."""
-    position = np.zeros(len(offsets), dtype=np.int64)
-    for axis in range(offsets.shape[1]):
-        position = position * shapes[:, axis] + offsets[:, axis]
-    return position
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,9 +141,8 @@ def plan_load(
     chunks = np.maximum(padded_rows(shapes, 1), 1)[segments.parts]
     rows = np.arange(len(ends))
     if not divided:
-        return _table(
-            index, wanted, segments, ends, _in_grid(rows, segments.offsets, ends, chunks)
-        ), []
+        stored = _in_grid(rows, segments.offsets, ends, chunks)
+        return _table(index, wanted, segments, ends, stored), []
     is_divided = np.isin(segments.parts, divided)
     on, rows = rows[~is_divided], rows[is_divided]
     stored = _in_grid(on, segments.offsets[on], ends[on], chunks[on])
@@ -205,8 +196,8 @@ def _in_pieces(
     full[tensors] = whole
     bounds = [
         *_bounds(offsets, shapes, flat, full, tensor),
-        _positions(segments.offsets[rows], whole),
-        _positions(ends[rows] - 1, whole),
+        positions_of(segments.offsets[rows], whole),
+        positions_of(ends[rows] - 1, whole),
     ]
     most = max(int(column.max(initial=0)) for column in bounds) + 1
     if most * len(names) > MAX_EXTENT:
@@ -223,7 +214,9 @@ def _in_pieces(
     highest = highest if _ascends(highest) else np.maximum.accumulate(highest)
     low = np.searchsorted(highest, first)
     counts = np.maximum(np.searchsorted(begin, last, side="right") - low, 0)
-    for some in np.split(np.arange(len(rows)), _ends(counts)):
+    # Each block has about as many pairs as fit into memory.
+    blocks = np.flatnonzero(np.diff(np.cumsum(counts) // _MOST_PAIRS)) + 1
+    for some in np.split(np.arange(len(rows)), blocks):
         pair, step = counted(counts[some])
         segment, piece = some[pair], low[some][pair] + step
         if order is not None:
@@ -250,18 +243,12 @@ def _bounds(
     for axis in range(full.shape[1]):
         differs |= shapes[:, axis] != full[:, axis][tensor]
     other = np.flatnonzero(differs)
-    offsets, shapes, full, is_flat = (
-        offsets[other],
-        shapes[other],
-        full[tensor[other]],
-        begin[other, None] >= 0,
-    )
-    extents = np.maximum(shapes, 1)
+    offsets, shapes, full = offsets[other], shapes[other], full[tensor[other]]
+    is_flat, extents = begin[other, None] >= 0, np.maximum(shapes, 1)
     strides = _strides_of(extents)
     for column, box in ((begin, np.zeros_like(shapes)), (end, shapes - 1)):
-        within = column[other, None] // strides % extents
-        inside = np.where(is_flat, within, box)
-        column[other] = _positions(offsets + inside, full)
+        inside = np.where(is_flat, column[other, None] // strides % extents, box)
+        column[other] = positions_of(offsets + inside, full)
     return begin, end
 
 
@@ -276,11 +263,6 @@ def _numbered(keys: Sequence[str], rows: Int64s) -> tuple[tuple[str, ...], Int64
     position = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     numbers = np.fromiter(map(position.__getitem__, keys), dtype=np.int64, count=len(keys))
     return tuple(position), numbers
-
-
-def _ends(counts: Int64s) -> Int64s:
-    """Where to split rows, so that each part has about as many pairs as fit into memory."""
-    return np.flatnonzero(np.diff(np.cumsum(counts) // _MOST_PAIRS)) + 1
 
 
 def _common(segments: _Segments, ends: Int64s, stored: _Chunks) -> tuple[_Segments, Int64s, Int64s]:
