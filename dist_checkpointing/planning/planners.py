@@ -24,7 +24,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
+from dist_checkpointing.format.geometry import Ints, ravel_offset
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path
@@ -407,11 +407,15 @@ class DefaultSavePlanner(SavePlanner):
         if not isinstance(leaf, ShardedTensor) or part is None:
             value: object = leaf.data
             return value
-        if leaf.flattened_range is None:
-            return _part(_whole(leaf), part.chunk.relative_to(leaf.box.offset))
-        origin, (start, stop) = leaf.flattened_range.start, _range_of(part, leaf)
-        values = _whole(leaf)[start - origin : stop - origin]
-        return values if part.flat_range is not None else values.view(part.chunk.shape)
+        assert leaf.data is not None
+        if leaf.flattened_range is not None:
+            origin, (start, stop) = leaf.flattened_range.start, _range_of(part, leaf)
+            values = leaf.data[start - origin : stop - origin]
+            return values if part.flat_range is not None else values.view(part.chunk.shape)
+        whole = leaf.data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else leaf.data
+        if part.chunk.shape == whole.shape:
+            return whole
+        return whole[part.chunk.relative_to(leaf.box.offset).slices()]
 
     def _leaf_of(self, item: WriteItem) -> ShardedBase:
         """The leaf that an item is a part of."""
@@ -432,18 +436,6 @@ class DefaultSavePlanner(SavePlanner):
         remedy = "Name the leaf in index.index, or override get_data."
         finding = Finding(problem, item.index.fqn, found=found, remedy=remedy)
         raise InvalidShardingError("the planner has no data for an item", [finding])
-
-
-def _whole(leaf: ShardedTensor) -> torch.Tensor:
-    """The data of a leaf with all axes of its box; that of a flattened one as it is."""
-    assert leaf.data is not None
-    data = leaf.data.detach() if leaf.data.requires_grad else leaf.data
-    is_box = leaf.prepend_axis_num and leaf.flattened_range is None
-    return data[(None,) * leaf.prepend_axis_num] if is_box else data
-
-
-def _part(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    return whole if box.shape == whole.shape else whole[box.slices()]
 
 
 def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
@@ -521,10 +513,13 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         leaf, dest = self._leaf(item), item.dest
-        whole = _whole(leaf)
+        data: torch.Tensor = leaf.data
+        whole = data.detach() if data.requires_grad else data
         if leaf.flattened_range is not None:
             whole = whole[dest.start : dest.start + dest.array_size].view(dest.shape)
-        return _part(whole, dest.box)
+        elif leaf.prepend_axis_num:
+            whole = whole[(None,) * leaf.prepend_axis_num]
+        return whole if dest.box.shape == whole.shape else whole[dest.box.slices()]
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         whole = self._leaf(item).data
@@ -564,10 +559,12 @@ class _OwnMemory(Destinations):
 
     def acquire(self, row: int) -> torch.Tensor:
         leaf: Any = self._leaves[int(self._sources[row])]
+        data: torch.Tensor = leaf.data
         # What has as many elements as the whole is the whole; a flattened one has another shape.
-        if leaf.flattened_range is None and leaf.data.numel() == self._sizes[row]:
-            return _whole(leaf)
-        return self.planner.acquire_tensor(self.plan.table.item(row))
+        is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
+        if not is_whole or leaf.prepend_axis_num:
+            return self.planner.acquire_tensor(self.plan.table.item(row))
+        return data.detach() if data.requires_grad else data
 
     def filled(self, row: int, destination: torch.Tensor) -> None:
         """Nothing is left to do: the destination is the leaf's own memory."""

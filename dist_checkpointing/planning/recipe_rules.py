@@ -92,9 +92,8 @@ class Rule(ABC):
             if "Sequence" in kind and not (isinstance(value, str) and kind.startswith("str")):
                 what = "the patterns" if own.name == "patterns" else own.name
                 self.require(texts is value, f"{what} must be a list, not {value!r}")
-            if own.name == "axis":
-                problem = f"axis must be a whole number, not {value!r}"
-                self.require(type(value) is int, problem)
+            is_axis = own.name != "axis" or type(value) is int
+            self.require(is_axis, f"axis must be a whole number, not {value!r}")
             for text in texts if "str" in kind and own.name != "dtype" else ():
                 problem = f"a pattern or a name must be a text, not {text!r}"
                 self.require(isinstance(text, str) and text, problem)
@@ -145,10 +144,11 @@ class Rule(ABC):
         """Each key that a pattern matches, and the position of the first that does."""
         compiled = [self.compiled(pattern) for pattern in _texts(patterns)]
         for key in tensors:
-            matches = ((own.fullmatch(key), number) for number, own in enumerate(compiled))
-            found = next(((match, number) for match, number in matches if match), None)
-            if found is not None:
-                yield key, *found
+            for number, pattern in enumerate(compiled):
+                match = pattern.fullmatch(key)
+                if match is not None:
+                    yield key, match, number
+                    break
 
 
 class NameRule(Rule):

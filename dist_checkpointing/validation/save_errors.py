@@ -138,11 +138,16 @@ def refuse_distributed(parts: StateDictParts, objects: Mapping[Path, ShardedObje
     Raises:
         InvalidShardingError: with all such tensors.
     """
-    findings = [_unwrapped(f.value, path_text(f.path)) for f in _distributed(parts.common)]
+    findings = [
+        _unwrapped(found.value, path_text(found.path))
+        for found in walk(parts.common)
+        if is_distributed_tensor(found.value)
+    ]
     findings += [
-        _unwrapped(f.value, leaf.key, f" inside a ShardedObject at {path_text(f.path)}")
+        _unwrapped(found.value, leaf.key, f" inside a ShardedObject at {path_text(found.path)}")
         for path, leaf in objects.items()
-        for f in _distributed(leaf.data, path)
+        for found in walk(leaf.data, path)
+        if is_distributed_tensor(found.value)
     ]
     kinds = set(map(type, map(attrgetter("data"), parts.tensors.values())))
     if not kinds.issubset({*_PLAIN_TENSORS, type(None)}):
@@ -158,10 +163,6 @@ def refuse_distributed(parts: StateDictParts, objects: Mapping[Path, ShardedObje
 def _refuse(message: str, findings: Sequence[Finding]) -> None:
     if findings:
         raise InvalidShardingError(message, findings)
-
-
-def _distributed(tree: object, path: ValuePath = ()) -> Iterator[Found]:
-    return (found for found in walk(tree, path) if is_distributed_tensor(found.value))
 
 
 def _unwrapped(value: object, key: str, where: str = "") -> Finding:
