@@ -88,7 +88,7 @@ class StorageProtocol(BackendHooks):
 
             def observe(name: str, values: Sequence[Any]) -> None:
                 tell(name, values)
-                assert not (folder / CONFIG_FNAME).exists(), "committed too early"
+                assert not check_is_distributed_checkpoint(folder), "committed too early"
 
             strategy = observed(self.planned_saver(), observe)
             save(_state(world_size, comm.rank), folder, strategy, comm=comm)
