@@ -15,7 +15,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.interop.torch_module_state import keys_of, outline, tensors_to_fill
 from dist_checkpointing.mapping import StateDict, StoredState
-from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, is_container, unflatten_part
+from dist_checkpointing.mapping.nested_dicts import filtered, is_container
 from dist_checkpointing.validation.common_state_agreement import CommonDigests
 
 logger = logging.getLogger(__name__)
@@ -63,16 +63,14 @@ def _without_tensors(state: dict[str, Any], key: str) -> tuple[dict[str, Any], d
     """The state of a parameter without tensors, and the outlines of nests with tensors."""
     if not any(map(is_container, state.values())):
         return {entry: v for entry, v in state.items() if not isinstance(v, torch.Tensor)}, {}
-    leaves, skeleton = flatten(state)
-    plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)}
-    rest = unflatten_part(skeleton, plain)
+    rest = filtered(state, lambda leaf: not isinstance(leaf, torch.Tensor))
     outlined = outline(state, key)
     nests = {
         entry: nest
         for entry, nest in outlined.items()
         if not isinstance(nest, str) and any(keys_of(nest))
     }
-    return {} if rest is MISSING else rest, nests
+    return rest, nests
 
 
 def _plain(value: Any) -> Any:

@@ -246,17 +246,25 @@ def unflatten(structure: Structure | None, leaves: Mapping[Path, Any]) -> Any:
     return part_of(structure, map(leaves.__getitem__, paths_of(structure)))
 
 
-def unflatten_part(structure: Structure | None, leaves: Mapping[Path, Any]) -> Any:
-    """The tree with only the given leaves, or MISSING if nothing is left of it.
+def mapped(tree: object, change: Callable[[Any], Any]) -> Any:
+    """The tree with what a function makes of each leaf, in order; ``part_of`` if MISSING."""
+    leaves: list[Any] = []
+    structure = take_apart(tree, leaves)
+    return part_of(structure, map(change, leaves))
+
+
+def filtered(tree: object, keep: Callable[[object], bool]) -> Any:
+    """The part of a tree with some of its leaves, see ``part_of``; ``{}`` if nothing is left."""
+    part = mapped(tree, lambda leaf: leaf if keep(leaf) else MISSING)
+    return {} if part is MISSING else part
+
+
+def part_of(structure: Structure | None, leaves: Iterator[Any]) -> Any:
+    """The tree of all leaves in order, without those that are MISSING; MISSING if none is left.
 
     A dict loses the keys of absent leaves. In a list or tuple, None replaces an absent leaf, so
     that the others keep their positions. Containers that were empty from the start are kept.
     """
-    return part_of(structure, (leaves.get(path, MISSING) for path in paths_of(structure)))
-
-
-def part_of(structure: Structure | None, leaves: Iterator[Any]) -> Any:
-    """The same as ``unflatten_part``, of all leaves in order; absent ones are MISSING."""
     if structure is None:
         return next(leaves)
     below, count = structure.below, len(structure.keys)
@@ -279,7 +287,7 @@ def part_of(structure: Structure | None, leaves: Iterator[Any]) -> Any:
 def overlay(base: Any, structure: Structure | None, values: Sequence[Any], path: Path = ()) -> Any:
     """``base`` with a value put in for each leaf, in order; NO_LEAF for what is not put in.
 
-    The base is a tree that ``unflatten_part`` made, or an older writer, which left no None in
+    The base is a tree that ``part_of`` made, or an older writer, which left no None in
     lists. A leaf that is MISSING keeps its position, but has no value.
 
     Raises:

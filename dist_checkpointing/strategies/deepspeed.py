@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
@@ -23,13 +23,16 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, Unsupport
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, unflatten_part
+from dist_checkpointing.mapping.nested_dicts import filtered
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 
 _STAGE_3 = 3
 _ZERO_KEY = "optimizer_state_dict"
 _UNIVERSAL = "zero"
+_WEIGHTS = "fp32"
+"""The master weights of a parameter, among the entries of its state."""
+
 _MAX_NAME_BYTES = 4096
 _NOT_IN_COMMON: Final = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes",
@@ -41,8 +44,6 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_sta
 _PARALLEL = re.compile(r"mp_rank_(?!00_)|_expert_|^expp_rank|^layer_")
 
 KeyPath = tuple[str | int, ...]
-Piece = tuple[int, int, int, int]
-"""Rank, number of its flat tensor, first element and number of elements there."""
 
 
 class _Stage(IntEnum):
@@ -71,16 +72,22 @@ class _Segment:
     count: int
 
 
+_Parameter = tuple[int | None, str, Ints, dict[str, tuple[Any, list[_Segment]]]]
+"""Number of its group, name, shape, and a value and the segments of each entry of its state."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a file of a rank holds: where its flat weights are, their sizes, and their state."""
+    """What a file of a rank holds: for each flat tensor, paths and values of all its state."""
 
     file: Path
-    weights: KeyPath
-    sizes: tuple[int, ...]
+    kind: str
+    stage: int
+    num_ranks: int
+    sizes: Sequence[int]
     paddings: Sequence[Sequence[int]] | None
-    state: tuple[dict[str, tuple[KeyPath, Any]], ...]
-    groups: tuple[dict[str, Any], ...]
+    state: Sequence[Mapping[str, tuple[KeyPath, Any]]]
+    groups: Sequence[Mapping[str, Any]]
 
 
 class DeepSpeedFiles(TensorFiles[Any]):
@@ -105,7 +112,6 @@ class DeepSpeedFiles(TensorFiles[Any]):
         self._trusted = trusted
         super().__init__(folder, sorted(folder.rglob("*.pt")))
         self._segments: dict[str, tuple[Ints, list[_Segment]]] = {}
-        self._values: dict[str, dict[str, Any]] = {}
         try:
             self._find()
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -115,176 +121,147 @@ class DeepSpeedFiles(TensorFiles[Any]):
             key: [0, *accumulate(segment.count for segment in segments)]
             for key, (_, segments) in self._segments.items()
         }
+        self._file_of = {key: parts[0].file for key, (_, parts) in self._segments.items() if parts}
 
     def _find(self) -> None:
         """Read all but the values."""
-        if any(_PARALLEL.search(file.name) for file in self.paths if file.parent == self.path):
-            _refuse_parallel(self.path)
-        optimizer = self.path / _UNIVERSAL / "optimizer_state.pt"
-        if is_universal := optimizer.parent.is_dir():
-            zero = self._load(optimizer)
-            self._stage = int(_required(zero, "zero_stage", optimizer))
+        folder = self.path
+        if any(_PARALLEL.search(file.name) for file in self.paths if file.parent == folder):
+            raise _parallel(folder)
+        optimizer, zero, shares = folder / _UNIVERSAL / "optimizer_state.pt", {}, []
+        if optimizer.parent.is_dir():
+            zero = self._open(optimizer)
+            stage = int(_required(zero, "zero_stage", optimizer))
+            groups = _required(zero, "param_groups", optimizer)
             self.kind = "DeepSpeed checkpoint, universal"
         else:
             shares = self._read_shares()
-            self.kind = f"DeepSpeed checkpoint, ZeRO-{self._stage}, {len(shares)} ranks"
-        first = self._model_file(0)
-        model = self._load(first)
+            stage, groups = shares[0].stage, shares[0].groups
+            self.kind = f"DeepSpeed checkpoint, ZeRO-{stage}, {len(shares)} ranks"
+        prefix = "zero_pp_rank_{}_" if stage == _STAGE_3 else ""
+        first = folder / f"{prefix}mp_rank_00_model_states.pt".format(0)
+        model = self._open(first)
         if model.keys() & {"ds_autoep_layers", "autoep_layers"}:
-            _refuse_parallel(self.path)
+            raise _parallel(folder)
         shapes = [
             {name: tuple(shape) for name, shape in group.items()}
             for group in _required(model, "param_shapes", first)
         ]
-        if is_universal:
-            groups = self._add_universal(shapes, zero, optimizer)
-        else:
-            groups = self._add_partitions(shapes, shares)
-        self._add_frozen_and_buffers(model)
-        self._common = self._common_of(model, groups)
-        self._file_of = {key: parts[0].file for key, (_, parts) in self._segments.items() if parts}
+        group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
+        named = [
+            {
+                key: value.tolist() if isinstance(value, torch.Tensor) else value
+                for key, value in {**group, "params": []}.items()
+                if key != "step"
+            }
+            for group in groups
+        ]
+        values: dict[str, dict[str, Any]] = {}
+        for at, name, shape, state in (
+            _partitioned(shapes, shares, group_of)
+            if shares
+            else self._universal(shapes, group_of, zero, optimizer)
+        ):
+            if at is not None:
+                named[at]["params"].append(name)
+            for entry, (value, segments) in state.items():
+                own = shape if entry == _WEIGHTS or _is_cut(value) else ()
+                if entry == _WEIGHTS:
+                    self._segments[f"model.{name}"] = own, segments
+                # Optimizers of torch count steps in a tensor; those of DeepSpeed in a number.
+                elif isinstance(value, (torch.Tensor, int) if entry == "step" else torch.Tensor):
+                    self._segments[f"optimizer.state.{name}.{entry}"] = own, segments
+                else:
+                    values.setdefault(name, {})[entry] = value
+        self._add_frozen_and_buffers(model, first, is_cut=stage == _STAGE_3)
+        rest = {key: value for key, value in model.items() if key not in _NOT_IN_COMMON}
+        ties = {"model": dict(model.get("shared_params") or {})}
+        self._common = {
+            "optimizer": {"state": values, "param_groups": named},
+            "step": int(model.get("global_steps", 0)),
+            "torch_state": {"world_size": 0, "ties": ties, "per_rank": [], "objects": []},
+            "deepspeed": filtered(rest, lambda leaf: not isinstance(leaf, torch.Tensor)),
+        }
         self._set_index(self._rows())
 
-    def _load(self, file: Path) -> Any:
+    def _open(self, file: Path) -> Any:
         if not file.is_file():
             remedy = "Copy the whole folder."
             raise _damage("the checkpoint is not whole", "missing", file, remedy=remedy)
         return deserialize_file(file, trusted=self._trusted, stand_ins=STAND_INS)
 
-    def _model_file(self, rank: int) -> Path:
-        by_rank = self.path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        return by_rank if self._stage == _STAGE_3 else self.path / "mp_rank_00_model_states.pt"
-
     def _read_shares(self) -> list[_Share]:
-        """What each rank has; also finds out the stage."""
+        """What each rank has."""
         path = str(self.path)
-        names = [file.name for file in self.paths if file.parent == self.path]
-        found = {int(match[1]): match[0] for name in names if (match := _OPTIM.fullmatch(name))}
+        files = [file for file in self.paths if file.parent == self.path]
+        found = {int(match[1]): f for f in files if (match := _OPTIM.fullmatch(f.name))}
         if not found:
             remedy = "Convert its *_model_states.pt: without ZeRO that holds the whole model."
             finding = Finding("there are no *_optim_states.pt", path=path, remedy=remedy)
             raise UnsupportedFormatError("not a ZeRO checkpoint", [finding])
-        shares, kinds = {}, {}
-        for rank, name in sorted(found.items()):
-            file = self.path / name
-            zero = _required(self._load(file), _ZERO_KEY, file)
-            self._stage = int(_required(zero, "zero_stage", file))
-            counts = _required(zero, "partition_count", file)
-            counts = sorted(set(counts)) if isinstance(counts, list) else [counts]
-            if len(counts) != 1:
-                _refuse_parallel(self.path)
-            kinds[rank] = f"stage {self._stage}, {counts[0]} ranks"
-            shares[rank] = _share(zero, self._stage, file)
-        wanted = range(int(counts[0]))
-        first, expected = shares[min(shares)], kinds[min(kinds)]
-        problem = "written with another number of ranks or stage of ZeRO"
-        findings = [
-            Finding(problem, None, expected, kind, (rank,), str(shares[rank].file))
-            for rank, kind in kinds.items()
-            if kind != expected
-        ]
-        for problem, ranks, remedy in (
-            ("its file is missing", {*wanted} - found.keys(), "Copy the files of all nodes here."),
-            ("there was no such rank", found.keys() - {*wanted}, "Remove what another run left."),
+        shares = {rank: _share(self._open(file), file) for rank, file in sorted(found.items())}
+        first = shares[min(shares)]
+        ranks = set(range(first.num_ranks))
+        findings = []
+        for rank, own in shares.items():
+            where = (rank,), str(own.file)
+            if own.kind != first.kind:
+                problem = "written with another number of ranks or stage of ZeRO"
+                findings.append(Finding(problem, None, first.kind, own.kind, *where))
+            elif len(own.sizes) != len(first.sizes) or (
+                own.stage == _STAGE_3 and own.sizes != first.sizes
+            ):
+                problem = "other sizes than rank 0"
+                findings.append(Finding(problem, None, first.sizes, own.sizes, *where))
+        for problem, wrong, remedy in (
+            ("its file is missing", ranks - found.keys(), "Copy the files of all nodes here."),
+            ("there was no such rank", found.keys() - ranks, "Remove what another run left."),
         ):
-            if ranks and not findings:
-                expected = f"files of ranks 0 to {wanted[-1]}"
-                own = tuple(sorted(ranks))
-                findings.append(Finding(problem, None, expected, None, own, path, remedy))
-        findings = findings or [
-            Finding("other sizes than rank 0", None, first.sizes, own.sizes, (rank,), str(own.file))
-            for rank, own in shares.items()
-            if len(own.sizes) != len(first.sizes)
-            or (self._stage == _STAGE_3 and own.sizes != first.sizes)
-        ]
+            if wrong and not findings:
+                expected, numbers = f"files of ranks 0 to {max(ranks)}", tuple(sorted(wrong))
+                findings.append(Finding(problem, None, expected, None, numbers, path, remedy))
         if findings:
             raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
-        return [shares[rank] for rank in wanted]
+        return [*shares.values()]
 
-    def _add_partitions(
-        self, shapes: Sequence[Mapping[str, Ints]], shares: Sequence[_Share]
-    ) -> list[dict[str, Any]]:
-        """Find where parameters and their state lie; the groups of the optimizer, with names."""
-        first = shares[0]
-        groups = [{**group, "params": []} for group in first.groups]
-        group_of = {
-            number: own
-            for own, group in zip(groups, first.groups, strict=True)
-            for number in group["params"]
-        }
-        layout = _zero3_layout if self._stage == _STAGE_3 else _zero12_layout
-        for name, shape, pieces in layout(shapes, shares):
-            weights = [
-                _Segment(shares[rank].file, (*shares[rank].weights, number), start, count)
-                for rank, number, start, count in pieces
-            ]
-            self._segments[f"model.{name}"] = shape, weights
-            number = pieces[0][1] if pieces else -1
-            if number not in group_of:
-                continue
-            group_of[number]["params"].append(name)
-            for entry, (path, value) in first.state[number].items():
-                is_cut = isinstance(value, torch.Tensor) and value.ndim > 0
-                parts = [_Segment(first.file, path, 0, 1)]
-                if is_cut:
-                    parts = [
-                        _Segment(shares[rank].file, shares[rank].state[n][entry][0], *run)
-                        for rank, n, *run in pieces
-                        if entry in shares[rank].state[n]
-                    ]
-                self._add_state(name, entry, value, shape if is_cut else (), parts)
-        return groups
-
-    def _add_universal(
-        self, shapes: Sequence[Mapping[str, Ints]], zero: Mapping[str, Any], optimizer: Path
-    ) -> list[dict[str, Any]]:
-        groups = _required(zero, "param_groups", optimizer)
-        named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+    def _universal(
+        self,
+        shapes: Sequence[Mapping[str, Ints]],
+        group_of: Sequence[int],
+        zero: Mapping[str, Any],
+        optimizer: Path,
+    ) -> Iterator[_Parameter]:
         # Stage 3 has a dict of shapes for each part of a group that it updates at a time.
-        group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
-        for number, (at, own_shapes) in enumerate(zip(group_of, shapes, strict=True)):
-            named[at]["params"] += own_shapes
-            steps: tuple[KeyPath, ...] = (
-                (_ZERO_KEY, "state", number, "step"), ("param_groups", at, "step"),
-            )  # fmt: skip
-            step = next((path for path in steps if _tensor_at(zero, path) is not None), None)
-            for name, shape in own_shapes.items():
-                if step is not None:
-                    part = _Segment(optimizer, step, 0, 1)
-                    self._add_state(name, "step", _tensor_at(zero, step), (), [part])
+        for number, (at, group) in enumerate(zip(group_of, shapes, strict=True)):
+            step: dict[str, tuple[Any, list[_Segment]]] = {}
+            for path in ("param_groups", at, "step"), (_ZERO_KEY, "state", number, "step"):
+                if (value := _tensor_at(zero, path)) is not None:
+                    step = {"step": (value, [_Segment(optimizer, path, 0, 1)])}
+            for name, shape in group.items():
+                state = dict(step)
                 folder = self.path / _UNIVERSAL / name
-                for file in sorted({*folder.glob("*.pt"), folder / "fp32.pt"}):
-                    value = self._load(file)
-                    path: KeyPath = ("param",) if isinstance(value, dict) else ()
-                    found = _tensor_at(value, path)
-                    own = () if found is None or found.ndim == 0 else shape
-                    if found is not None and own and found.numel() != math.prod(own):
+                for file in sorted({*folder.glob("*.pt"), folder / f"{_WEIGHTS}.pt"}):
+                    content = self._open(file)
+                    below: KeyPath = ("param",) if isinstance(content, dict) else ()
+                    found = _tensor_at(content, below)
+                    count = math.prod(shape) if _is_cut(found) else 1
+                    if found is not None and found.numel() != count:
                         finding = Finding("another size", name, shape, found.shape, (), str(file))
                         raise CorruptCheckpointError("the files do not fit together", [finding])
-                    parts = [_Segment(file, path, 0, math.prod(own))]
-                    if file.stem == "fp32":
-                        self._segments[f"model.{name}"] = own, parts
-                    else:
-                        self._add_state(name, file.stem, found, own, parts)
-        return named
+                    state[file.stem] = found, [_Segment(file, below, 0, count)]
+                yield at, name, shape, state
 
-    def _add_state(
-        self, name: str, entry: str, value: object, shape: Ints, parts: list[_Segment]
+    def _add_frozen_and_buffers(
+        self, model: Mapping[str, Any], first: Path, *, is_cut: bool
     ) -> None:
-        # Optimizers of torch count steps in a tensor; those of DeepSpeed in a number.
-        if isinstance(value, torch.Tensor) or (entry == "step" and isinstance(value, int)):
-            self._segments[f"optimizer.state.{name}.{entry}"] = shape, parts
-        else:
-            self._values.setdefault(name, {})[entry] = value
-
-    def _add_frozen_and_buffers(self, model: Mapping[str, Any]) -> None:
-        first, is_cut = self._model_file(0), self._stage == _STAGE_3
         fragments = model.get("frozen_param_fragments") or {}
         for name, size in (model.get("frozen_param_shapes") or {}).items():
             if is_cut and name in fragments:
                 runs = _even_runs(math.prod(size), int(_required(model, "dp_world_size", first)))
-                path = ("frozen_param_fragments", name)
-                parts = [_Segment(self._model_file(rank), path, 0, count) for rank, count in runs]
+                parts = []
+                for rank, count in runs:
+                    file = self.path / first.name.replace("rank_0_", f"rank_{rank}_", 1)
+                    parts.append(_Segment(file, ("frozen_param_fragments", name), 0, count))
                 self._segments[f"model.{name}"] = tuple(size), parts
         # Below stage 3 it also has the frozen parameters, and weights of lower precision.
         buffers, tied = _required(model, "buffer_names", first), model.get("shared_params") or {}
@@ -295,27 +272,6 @@ class DeepSpeedFiles(TensorFiles[Any]):
                 segment = _Segment(first, ("module", name), 0, value.numel())
                 self._segments[key] = tuple(value.shape), [segment]
 
-    def _common_of(
-        self, model: Mapping[str, Any], groups: Sequence[dict[str, Any]]
-    ) -> dict[Any, Any]:
-        for group in groups:
-            group.pop("step", None)
-            for name, value in group.items():
-                group[name] = value.tolist() if isinstance(value, torch.Tensor) else value
-        rest = {key: value for key, value in model.items() if key not in _NOT_IN_COMMON}
-        leaves, skeleton = flatten(rest)
-        plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)}
-        others = unflatten_part(skeleton, plain)
-        ties = dict(model.get("shared_params") or {})
-        return {
-            "optimizer": {"state": self._values, "param_groups": list(groups)},
-            "step": int(model.get("global_steps", 0)),
-            "torch_state": {
-                "world_size": 0, "ties": {"model": ties}, "per_rank": [], "objects": [],
-            },
-            "deepspeed": {} if others is MISSING else others,
-        }  # fmt: skip
-
     def _rows(self) -> Iterator[TensorRow]:
         """Describe each tensor, after a look at all that it consists of."""
         used: dict[Path, list[tuple[str, _Segment]]] = {}
@@ -325,7 +281,7 @@ class DeepSpeedFiles(TensorFiles[Any]):
         dtype_of: dict[str, torch.dtype] = {}
         findings = []
         for file, wanted in sorted(used.items()):
-            state = self._load(file)
+            state = self._open(file)
             for key, segment in wanted:
                 found = _tensor_at(state, segment.path)
                 stop = segment.start + segment.count
@@ -333,9 +289,8 @@ class DeepSpeedFiles(TensorFiles[Any]):
                     size = 0 if found is None else found.numel()
                     expected = f"at least {stop} elements"
                     findings.append(Finding("cut off", key, expected, size, path=str(file)))
-                elif dtype_of.setdefault(key, found.dtype) is not found.dtype:
-                    own, other = dtype_of[key], found.dtype
-                    findings.append(Finding("two dtypes", key, own, other, path=str(file)))
+                elif (own := dtype_of.setdefault(key, found.dtype)) is not found.dtype:
+                    findings.append(Finding("two dtypes", key, own, found.dtype, path=str(file)))
         findings += [
             Finding("parts of it are missing", key, shape, path=str(self.path))
             for key, (shape, segments) in self._segments.items()
@@ -346,22 +301,18 @@ class DeepSpeedFiles(TensorFiles[Any]):
         for key, (shape, _) in self._segments.items():
             yield key, tensor_memory.from_torch(dtype_of.get(key, torch.float32)), shape
 
-    def _open(self, file: Path) -> Any:
-        return self._load(file)
-
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         if not out.numel():
             return
         (shape, segments), begins = self._segments[key], self._begins[key]
+        first = ravel_offset(box.offset, shape)
         last = ravel_offset(tuple(stop - 1 for stop in box.stop), shape)
-        first = bisect_right(begins, ravel_offset(box.offset, shape)) - 1
-        for number in range(first, bisect_right(begins, last)):
-            segment, begin = segments[number], begins[number]
+        for number, start, count in _across(begins, first, last + 1 - first):
+            segment, begin = segments[number], begins[number] + start
             found = _tensor_at(self._content(segment.file), segment.path)
             assert found is not None
-            run = found.detach().flatten()[segment.start : segment.start + segment.count]
-            flat_range = (begin, begin + segment.count)
-            for part, values in values_of_part(Box.whole(shape), flat_range, run):
+            run = found.detach().flatten()[segment.start + start :][:count]
+            for part, values in values_of_part(Box.whole(shape), (begin, begin + count), run):
                 common = part.intersect(box)
                 if common is not None:
                     target = out[common.relative_to(box.offset).slices()]
@@ -382,21 +333,21 @@ def step_folder(path: Location) -> Path | None:
     return None
 
 
-def _value_at(state: Any, path: KeyPath) -> Any:
-    """What is below some keys; None if there is nothing."""
-    for key in path:
-        try:
-            state = state[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return state
+def _is_cut(value: object) -> bool:
+    """Whether a value of the state has an element for each of the parameter."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _tensor_at(state: Any, path: KeyPath) -> torch.Tensor | None:
-    found = _value_at(state, path)
-    if isinstance(found, int):
-        return torch.tensor(float(found))
-    return found if isinstance(found, torch.Tensor) else None
+    """The tensor below some keys, or the number as one; None if there is nothing."""
+    try:
+        for key in path:
+            state = state[key]
+    except (KeyError, IndexError, TypeError):
+        return None
+    if isinstance(state, int):
+        return torch.tensor(float(state))
+    return state if isinstance(state, torch.Tensor) else None
 
 
 def _required(state: Any, key: str, file: Path) -> Any:
@@ -406,50 +357,105 @@ def _required(state: Any, key: str, file: Path) -> Any:
     return state[key]
 
 
-def _damage(
-    message: str,
-    problem: str,
-    path: Path,
-    expected: object = None,
-    found: object = None,
-    remedy: str | None = None,
-) -> CorruptCheckpointError:
-    finding = Finding(problem, None, expected, found, (), str(path), remedy)
-    return CorruptCheckpointError(message, [finding])
+def _damage(message: str, problem: str, path: Path, **values: Any) -> CorruptCheckpointError:
+    return CorruptCheckpointError(message, [Finding(problem, path=str(path), **values)])
 
 
-def _refuse_parallel(folder: Path) -> NoReturn:
+def _parallel(folder: Path) -> UnsupportedFormatError:
     finding = Finding(
         "tensor, pipeline or expert parallelism",
         path=str(folder),
         remedy="Load it with DeepSpeed on data-parallel ranks alone, and save that.",
     )
-    raise UnsupportedFormatError("parts of a model are not put together", [finding])
+    return UnsupportedFormatError("parts of a model are not put together", [finding])
 
 
-def _share(zero: Any, stage: int, file: Path) -> _Share:
+def _share(content: Any, file: Path) -> _Share:
+    zero = _required(content, _ZERO_KEY, file)
+    stage = int(_required(zero, "zero_stage", file))
+    counts = _required(zero, "partition_count", file)
+    counts = sorted(set(counts)) if isinstance(counts, list) else [counts]
+    if len(counts) != 1:
+        raise _parallel(file.parent)
     weights_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
     if stage == _STAGE_3:
         weights_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
     weights, base = _required(zero, weights_key, file), _required(zero, state_key, file)
     path: KeyPath = (_ZERO_KEY, state_key)
-    state: list[dict[str, tuple[KeyPath, Any]]] = []
-    groups = [{"params": [number]} for number in range(len(weights))]
     if isinstance(base, dict):
         groups = _required(base, "param_groups", file)
-    for number in range(len(weights)):
-        # Elastic checkpoints have a list of states.
-        own_path = (*path, "state", number) if isinstance(base, dict) else (*path, number)
-        own = _value_at(zero, own_path[1:]) or {}
-        state.append({entry: ((*own_path, entry), value) for entry, value in own.items()})
+        states, below = base.get("state", {}), (*path, "state")
+    else:  # elastic checkpoints have a list of states
+        groups = [{"params": [number]} for number in range(len(weights))]
+        states, below = dict(enumerate(base)), path
+    state = [
+        {_WEIGHTS: ((_ZERO_KEY, weights_key, number), flat)}
+        | {key: ((*below, number, key), value) for key, value in (states.get(number) or {}).items()}
+        for number, flat in enumerate(weights)
+    ]
     for at, group in enumerate(groups):
         if "step" in group:
             step = ((*path, "param_groups", at, "step"), group["step"])
             for number in group["params"]:
                 state[number].setdefault("step", step)
     sizes = tuple(weight.numel() for weight in weights)
-    paddings = zero.get("param_alignment_paddings")
-    return _Share(file, (_ZERO_KEY, weights_key), sizes, paddings, tuple(state), tuple(groups))
+    kind, paddings = f"stage {stage}, {counts[0]} ranks", zero.get("param_alignment_paddings")
+    return _Share(file, kind, stage, int(counts[0]), sizes, paddings, state, groups)
+
+
+def _partitioned(
+    shapes: Sequence[Mapping[str, Ints]], shares: Sequence[_Share], group_of: Sequence[int]
+) -> Iterator[_Parameter]:
+    first, num_ranks, position = shares[0], len(shares), 0
+    is_cut_evenly = first.stage == _STAGE_3
+    begins = [0, *accumulate(first.sizes)]
+    if not is_cut_evenly:
+        _require_fit(len(shapes), len(first.sizes), first.file)
+    for number, group in enumerate(shapes):
+        after: Sequence[int] = [0] * len(group)
+        if not is_cut_evenly:
+            begins, position = [0, *accumulate(share.sizes[number] for share in shares)], 0
+            after = after if first.paddings is None else first.paddings[number]
+        _require_fit(len(group), len(after), first.file)
+        for (name, shape), padding in zip(group.items(), after, strict=True):
+            size = math.prod(shape)
+            if is_cut_evenly:
+                # Each rank has its part at the same position of its flat tensors.
+                pieces = [
+                    (rank, *run)
+                    for rank, count in _even_runs(size, num_ranks)
+                    for run in _across(begins, position, count)
+                ]
+                position += -(-size // num_ranks)
+            else:
+                runs = _across(begins, position, size)
+                pieces = [(rank, number, start, count) for rank, start, count in runs]
+                position += size + padding
+            state: dict[str, tuple[Any, list[_Segment]]] = {_WEIGHTS: (None, [])}
+            flat = pieces[0][1] if pieces else -1
+            for entry, (path, value) in first.state[flat].items() if pieces else ():
+                segments = [_Segment(first.file, path, 0, 1)]
+                if _is_cut(value):
+                    segments = [
+                        _Segment(shares[rank].file, shares[rank].state[own][entry][0], *run)
+                        for rank, own, *run in pieces
+                        if entry in shares[rank].state[own]
+                    ]
+                state[entry] = value, segments
+            yield group_of[flat] if 0 <= flat < len(group_of) else None, name, shape, state
+        if not is_cut_evenly:
+            # Its end is padded to twice the number of ranks, and not always saved.
+            unit = 2 * num_ranks
+            _require_fit(-(-position // unit), -(-begins[-1] // unit), first.file)
+    if is_cut_evenly:
+        _require_fit(position, begins[-1], first.file)
+
+
+def _require_fit(used: int, there: int, file: Path) -> None:
+    if used != there:
+        message = "parameters cannot be found in the partitions"
+        problem = "the shapes do not fit the partitions"
+        raise _damage(message, problem, file, expected=used, found=there)
 
 
 def _even_runs(num_elements: int, num_ranks: int) -> list[tuple[int, int]]:
@@ -459,55 +465,12 @@ def _even_runs(num_elements: int, num_ranks: int) -> list[tuple[int, int]]:
     return [(rank, count) for rank, count in counts if count > 0]
 
 
-def _zero3_layout(
-    shapes: Sequence[Mapping[str, Ints]], shares: Sequence[_Share]
-) -> Iterator[tuple[str, Ints, list[Piece]]]:
-    """Each parameter, and its pieces: each rank has an even part of it at the same place."""
-    begins = [0, *accumulate(shares[0].sizes)]
-    position = 0
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        count = math.prod(shape)
-        pieces = [
-            (rank, *run)
-            for rank, own in _even_runs(count, len(shares))
-            for run in _across(begins, position, own)
-        ]
-        yield name, shape, pieces
-        position += -(-count // len(shares))
-    _check_used(position, begins[-1], shares[0].file)
-
-
-def _zero12_layout(
-    shapes: Sequence[Mapping[str, Ints]], shares: Sequence[_Share]
-) -> Iterator[tuple[str, Ints, list[Piece]]]:
-    """Each parameter, and its pieces: a group is flat, and each rank has a run of it."""
-    _check_used(len(shapes), len(shares[0].sizes), shares[0].file)
-    for number, group in enumerate(shapes):
-        begins = [0, *accumulate(share.sizes[number] for share in shares)]
-        paddings = shares[0].paddings
-        after = paddings[number] if paddings is not None else [0] * len(group)
-        _check_used(len(group), len(after), shares[0].file)
-        position = 0
-        for (name, shape), padding in zip(group.items(), after, strict=True):
-            runs = _across(begins, position, math.prod(shape))
-            yield name, shape, [(rank, number, start, count) for rank, start, count in runs]
-            position += math.prod(shape) + padding
-        # The end of the group is padded to twice the number of ranks, and not always saved.
-        unit = 2 * len(shares)
-        _check_used(-(-position // unit), -(-begins[-1] // unit), shares[0].file)
-
-
-def _check_used(used: int, there: int, file: Path) -> None:
-    if used != there:
-        message = "parameters cannot be found in the partitions"
-        raise _damage(message, "the shapes do not fit the partitions", file, used, there)
-
-
 def _across(begins: Sequence[int], start: int, count: int) -> list[tuple[int, int, int]]:
     """``(number, start, count)`` in each of the parts that a range of their sequence touches."""
     stop = start + count
+    first, last = bisect_right(begins, start) - 1, bisect_left(begins, stop)
     return [
         (number, max(begin, start) - begin, min(end, stop) - max(begin, start))
-        for number, (begin, end) in enumerate(pairwise(begins))
+        for number, (begin, end) in enumerate(pairwise(begins[first : last + 1]), first)
         if max(begin, start) < min(end, stop)
     ]

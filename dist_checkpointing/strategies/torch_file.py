@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 import math
 import mmap
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +19,7 @@ from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.mapping.nested_dicts import (
-    MISSING,
-    DictKey,
-    flatten,
-    unflatten,
-    unflatten_part,
-)
+from dist_checkpointing.mapping.nested_dicts import filtered, flatten, mapped
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 from dist_checkpointing.strategies.torch_archives import entries
@@ -44,16 +37,11 @@ _MAP_NORESERVE = 0x4000
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _FileContent:
-    """What a file holds: tensors by path, sharded objects cell by cell, and the rest."""
-
-    tensors: dict[str, torch.Tensor]
-    cells: dict[str, dict[Ints, Any]]
-    common: dict[Any, Any]
+_Content = tuple[dict[str, torch.Tensor], dict[str, dict[Ints, Any]], dict[Any, Any]]
+"""Tensors by path, sharded objects cell by cell, and the rest."""
 
 
-class TorchFile(TensorFiles[_FileContent]):
+class TorchFile(TensorFiles[_Content]):
     """A file of torch.save: its tensors by path, joined by dots; the rest is common state.
 
     Args:
@@ -83,47 +71,39 @@ class TorchFile(TensorFiles[_FileContent]):
             message = "the file is of before PyTorch 1.6 and can only be read as a whole"
             raise CheckpointingException(message, [finding])
         self._trusted = trusted
-        content = self._content(path)
-        self._cells, self._common = content.cells, content.common
+        tensors, self._cells, self._common = self._content(path)
         self._set_index(
             (key, tensor_memory.from_torch(tensor.dtype), tensor.shape)
-            for key, tensor in content.tensors.items()
+            for key, tensor in tensors.items()
         )
 
-    def _open(self, file: Path) -> _FileContent:
+    def _open(self, file: Path) -> _Content:
         content = deserialize_file(file, trusted=self._trusted)
         if isinstance(content, torch.Tensor):
             content = {_ONLY_KEY: content}
         if not isinstance(content, dict):
-            found = type(content).__name__
-            finding = Finding("expected a dict", found=found, path=str(self.path))
+            finding = Finding("expected a dict", found=type(content).__name__, path=str(file))
             raise CheckpointingException("not a file of tensors", [finding])
         content = dict(content)
-        common: dict[Any, Any] = {}
-        cells: dict[str, dict[Ints, Any]] = {}
-        if isinstance(content.get(COMMON_KEY), dict):
-            common = content.pop(COMMON_KEY)
-        if _are_objects(content.get(OBJECTS_KEY)):
-            cells = content.pop(OBJECTS_KEY)
-        leaves, skeleton = flatten(content)
+        is_common = isinstance(content.get(COMMON_KEY), dict)
+        common = content.pop(COMMON_KEY) if is_common else {}
+        cells = content.pop(OBJECTS_KEY) if _are_objects(content.get(OBJECTS_KEY)) else {}
         tensors: dict[str, torch.Tensor] = {}
-        for path in [path for path, leaf in leaves.items() if _is_storable(leaf)]:
-            key = ".".join(str(s.key if isinstance(s, DictKey) else s.index) for s in path)
+        for path, leaf in flatten(content)[0].items():
+            if not _is_storable(leaf):
+                continue
+            key = ".".join(str(step) for step, _ in path)
             if key in tensors:
-                finding = Finding("two tensors have this path", key, path=str(self.path))
+                finding = Finding("two tensors have this path", key, path=str(file))
                 raise CheckpointingException("tensors cannot be told apart", [finding])
-            tensors[key] = leaves.pop(path).detach()
-        rest = unflatten_part(skeleton, leaves)
-        return _FileContent(tensors, cells, common | ({} if rest is MISSING else rest))
+            tensors[key] = leaf.detach()
+        return tensors, cells, common | filtered(content, lambda leaf: not _is_storable(leaf))
 
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
-        out.copy_(self._content(self.path).tensors[key][box.slices()])
+        out.copy_(self._content(self.path)[0][key][box.slices()])
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:  # noqa: ARG002
-        return {
-            key: tuple(max(axis) + 1 for axis in zip(*cells, strict=True))
-            for key, cells in self._cells.items()
-        }
+        return {key: _extents(cells) for key, cells in self._cells.items()}
 
     def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:  # noqa: ARG002
         return self._cells[key][cell]
@@ -131,19 +111,22 @@ class TorchFile(TensorFiles[_FileContent]):
 
 def _are_objects(value: object) -> bool:
     """Whether a value is what ``OBJECTS_KEY`` holds: full grids of cells by key."""
-    if not isinstance(value, dict):
-        return False
-    for key, cells in value.items():
-        if not isinstance(key, str) or not isinstance(cells, dict) or not cells:
-            return False
-        if not all(isinstance(c, tuple) and all(type(i) is int for i in c) for c in cells):
-            return False
-        if len({len(cell) for cell in cells}) != 1 or min(min(c, default=0) for c in cells) < 0:
-            return False
-        extents = [max(axis) + 1 for axis in zip(*cells, strict=True)]
-        if math.prod(extents) != len(cells):
-            return False
-    return True
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and isinstance(cells, dict) and _is_grid(cells)
+        for key, cells in value.items()
+    )
+
+
+def _is_grid(cells: Mapping[Any, Any]) -> bool:
+    return (
+        all(isinstance(c, tuple) and all(type(i) is int and i >= 0 for i in c) for c in cells)
+        and len({len(cell) for cell in cells}) == 1
+        and math.prod(_extents(cells)) == len(cells)
+    )
+
+
+def _extents(cells: Iterable[Ints]) -> Ints:
+    return tuple(max(axis) + 1 for axis in zip(*cells, strict=True))
 
 
 def _is_storable(leaf: object) -> bool:
@@ -165,19 +148,21 @@ def create(
         CheckpointingException: if a tensor has the name under which the rest is kept.
     """
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in rows]
-    state: dict[str, Any] = _without_memory(rows, sizes)
+    state = _without_memory(rows, sizes)
     tensors: list[torch.Tensor] = []
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf.detach().cpu().clone(memory_format=torch.contiguous_format))
+        return tensors[-1]
+
     for name, value in ((COMMON_KEY, common), (OBJECTS_KEY, objects)):
         if value and name in state:
             finding = Finding("is where the rest is kept", name, remedy="--rename it.")
             raise CheckpointingException("a tensor cannot have this key", [finding])
         if value:
-            leaves, skeleton = flatten(value)
-            for at, leaf in leaves.items():
-                if isinstance(leaf, torch.Tensor):
-                    leaves[at] = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
-                    tensors.append(leaves[at])
-            state[name] = unflatten(skeleton, leaves)
+            state[name] = mapped(value, copied)
     with torch.serialization.skip_data():
         torch.save(state, path)
     with path.open("r+b") as file:
@@ -199,7 +184,7 @@ def create(
 
 def _without_memory(rows: Sequence[TensorRow], sizes: Sequence[int]) -> dict[str, Any]:
     """Tensors at addresses that take no memory, because nothing is written there."""
-    starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     addresses = mmap.mmap(-1, max(1, starts[-1]), flags=flags)
     state = {}
@@ -218,12 +203,11 @@ def loadable(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_loadable(value: Any) -> bool:
-    leaves, skeleton = flatten(value)
-    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
-    others = {p: None if isinstance(leaf, torch.Tensor) else leaf for p, leaf in leaves.items()}
+    leaves = flatten(value)[0].values()
+    others = mapped(value, lambda leaf: None if isinstance(leaf, torch.Tensor) else leaf)
     buffer = io.BytesIO()
     try:
-        torch.save(unflatten(skeleton, others), buffer)
+        torch.save(others, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:  # noqa: BLE001 - whatever a pickle of anything raises
@@ -231,4 +215,6 @@ def _is_loadable(value: Any) -> bool:
         return False
     # A tensor inside a leaf would end up in the file without its values.
     hidden = [name for name in zipfile.ZipFile(buffer).namelist() if "/data/" in name]
-    return not hidden and all(map(_is_storable, tensors))
+    return not hidden and all(
+        _is_storable(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)
+    )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Mapping
@@ -20,11 +21,12 @@ from dist_checkpointing.mapping.nested_dicts import (
     Path,
     Position,
     Structure,
+    filtered,
     is_container,
     overlay,
+    part_of,
     path_text,
     paths_of,
-    unflatten_part,
     value_at,
 )
 from tiers import examples
@@ -171,7 +173,7 @@ def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
     wrapped = {p: v for (p, v), w in zip(template_leaves.items(), is_wrapped, strict=True) if w}
     common = {p: v for p, v in template_leaves.items() if p not in wrapped}
 
-    part = unflatten_part(structure, common)
+    part = part_of(structure, (common.get(p, MISSING) for p in template_leaves))
     before, ids = copy.deepcopy(part), identities(part)
     again = overlaid(part, structure, wrapped)
     assert same(again, tree)
@@ -183,8 +185,8 @@ def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
 @given(trees)
 def test_part_of_everything_is_the_tree_and_of_nothing_has_no_leaf(tree: Any) -> None:
     found, structure = flatten(tree)
-    assert same(unflatten_part(structure, found), tree)
-    rest = unflatten_part(structure, {})
+    assert same(part_of(structure, iter(found.values())), tree)
+    rest = part_of(structure, itertools.repeat(MISSING))
     # Empty containers stay, and a None keeps the place of what is gone beside them in a list.
     assert rest is MISSING or set(flatten(rest)[0].values()) <= {None}
 
@@ -274,9 +276,7 @@ def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any
 def test_mixed_lists_keep_their_places() -> None:
     first, last = Wrapped("0"), Wrapped("2")
     tree = {"a": [first, 1, last], "t": (2, first), "p": Point(first, 3), "all": [first]}
-    found, structure = flatten(tree)
-    common = {path: leaf for path, leaf in found.items() if not isinstance(leaf, Wrapped)}
-    part = unflatten_part(structure, common)
+    part = filtered(tree, lambda leaf: not isinstance(leaf, Wrapped))
     assert same(part, {"a": [None, 1, None], "t": (2, None), "p": (None, 3)})
 
 
