@@ -35,24 +35,16 @@ MODEL_FILES_KEY: Final = "hugging_face"
 
 DTYPE_NAMES: Final = {
     "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "BF16": "bfloat16",
+    "C64": "complex64",
     "F8_E5M2": "float8_e5m2",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F64": "float64",
-    "C64": "complex64",
 }
 _BY_DTYPE = {name: code for code, name in DTYPE_NAMES.items()}
 _METADATA_KEY = "__metadata__"
@@ -93,7 +85,13 @@ class SafetensorsFiles(TensorFiles[Any]):
                     if key in self._file_of:
                         findings.append(Finding("is in two files", key, path=str(file)))
                     self._file_of[key] = file
-                    tensors.append(_row(key, opened.get_slice(key)))
+                    view = opened.get_slice(key)
+                    if (code := view.get_dtype()) not in DTYPE_NAMES:
+                        finding = Finding("unknown dtype", key, found=code)
+                        raise UnsupportedFormatError("a tensor cannot be read", [finding])
+                    # The library accepts extents that no tensor can have if another one is 0.
+                    shape = tuple(ints_from_json(list(view.get_shape())))
+                    tensors.append((key, from_name(DTYPE_NAMES[code]), shape))
         findings += [
             Finding("is not in the file that the index names", key, path=name)
             for key, name in weight_map.items()
@@ -106,10 +104,17 @@ class SafetensorsFiles(TensorFiles[Any]):
         self._common.pop("format", None)
 
     def common(self) -> dict[Any, Any]:
-        files = {}
-        if self.path.suffix != SUFFIX:
-            files = _model_files(self.path if self.path.is_dir() else self.path.parent)
-        return {**self._common, **({MODEL_FILES_KEY: files} if files else {})}
+        folder = self.path if self.path.is_dir() else self.path.parent
+        if self.path.suffix == SUFFIX or not (folder / "config.json").is_file():
+            return self._common
+        files = {
+            path.name: path.read_bytes()
+            for path in sorted(folder.iterdir())
+            if _is_model_file(path.name)
+            and path.is_file()
+            and path.stat().st_size <= _MAX_MODEL_FILE_BYTES
+        }
+        return {**self._common, MODEL_FILES_KEY: files}
 
     def _open(self, file: Path) -> Any:
         # Not at the top: the package is an extra.
@@ -140,15 +145,6 @@ def _reading(file: Path) -> Iterator[None]:
         raise CorruptCheckpointError("not a safetensors file", [finding]) from error
 
 
-def _row(key: str, mapped: Any) -> TensorRow:
-    code = mapped.get_dtype()
-    if code not in DTYPE_NAMES:
-        finding = Finding("unknown dtype", key, found=code)
-        raise UnsupportedFormatError("a tensor cannot be read", [finding])
-    # The library accepts extents that no tensor can have if another one is 0.
-    return key, from_name(DTYPE_NAMES[code]), tuple(ints_from_json(list(mapped.get_shape())))
-
-
 def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
     """The files, and which tensor the index says is in which."""
     if path.is_dir():
@@ -174,19 +170,6 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
     return [path.parent / name for name in names], weight_map
 
 
-def _model_files(folder: Path) -> dict[str, bytes]:
-    """The small files of a model by name; empty for a folder without a configuration."""
-    if not (folder / "config.json").is_file():
-        return {}
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if _is_model_file(path.name)
-        and path.is_file()
-        and path.stat().st_size <= _MAX_MODEL_FILE_BYTES
-    }
-
-
 def _is_model_file(name: str) -> bool:
     return (
         Path(name).name == name
@@ -199,11 +182,9 @@ def _is_model_file(name: str) -> bool:
 def model_files_of(common: Mapping[Any, Any]) -> dict[str, bytes]:
     """The files of a model in a common state; nothing that could be written elsewhere."""
     kept = common.get(MODEL_FILES_KEY)
-    if not isinstance(kept, dict):
-        return {}
     return {
         name: data
-        for name, data in kept.items()
+        for name, data in (kept.items() if isinstance(kept, dict) else ())
         if isinstance(name, str) and isinstance(data, bytes) and _is_model_file(name)
     }
 
@@ -247,22 +228,32 @@ def create(
         files = list(in_batches(((row, sizes[row[0]]) for row in rows), shard_bytes)) or [[]]
         path.mkdir()
     count = len(files)
-    names = [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
-    if count == 1:
-        names = [f"model{SUFFIX}"]
     created: dict[Path, dict[str, int]] = {}
-    for name, own in zip(names, files, strict=True):
-        header, starts = header_bytes(own, {**texts, "format": "pt"})
-        if len(header) - 8 > _MAX_HEADER_BYTES:
-            finding = Finding("the header", found=f"{len(header)} bytes")
+    weight_map: dict[str, str] = {}
+    for number, own in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{count:05d}{SUFFIX}" if count > 1 else f"model{SUFFIX}"
+        header: dict[str, Any] = {_METADATA_KEY: {**texts, "format": "pt"}}
+        starts, end = {}, 0
+        # Without gaps, wide elements first, so that all are aligned.
+        for key, dtype, shape in sorted(own, key=lambda row: (-row[1].itemsize, row[0])):
+            starts[key], end = end, end + sizes[key]
+            header[key] = {
+                "dtype": _BY_DTYPE[dtype.name],
+                "shape": list(shape),
+                "data_offsets": [starts[key], end],
+            }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        if len(text) > _MAX_HEADER_BYTES:
+            finding = Finding("the header", found=f"{8 + len(text)} bytes")
             raise CheckpointingException("too many tensors for one safetensors file", [finding])
         file = path if shard_bytes is None else path / name
         with file.open("xb") as opened:
-            opened.write(header)
-            opened.truncate(len(header) + sum(sizes[key] for key in starts))
-        created[file] = starts
+            opened.write(struct.pack("<Q", len(text)) + text)
+            opened.truncate(8 + len(text) + end)
+        created[file] = {key: 8 + len(text) + start for key, start in starts.items()}
+        weight_map |= dict.fromkeys(starts, name)
     if count > 1:
-        weight_map = {key: file.name for file, starts in created.items() for key in starts}
         content = {
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": dict(sorted(weight_map.items())),
@@ -270,27 +261,3 @@ def create(
         text = json.dumps(content, indent=2).encode() + b"\n"
         local_folder.write_atomic(path / f"model{INDEX_SUFFIX}", text)
     return created
-
-
-def header_bytes(
-    rows: Iterable[TensorRow], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file, and at which byte of the file the values of each key begin.
-
-    The values follow without gaps, wide elements first, so that all are aligned.
-    """
-    header: dict[str, Any] = {_METADATA_KEY: dict(metadata)}
-    position = 0
-    for key, dtype, shape in sorted(rows, key=lambda row: (-row[1].itemsize, row[0])):
-        stop = position + math.prod(shape) * dtype.itemsize
-        header[key] = {
-            "dtype": _BY_DTYPE[dtype.name],
-            "shape": list(shape),
-            "data_offsets": [position, stop],
-        }
-        position = stop
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    del header[_METADATA_KEY]
-    starts = {key: 8 + len(text) + row["data_offsets"][0] for key, row in header.items()}
-    return struct.pack("<Q", len(text)) + text, starts
