@@ -6,7 +6,8 @@ its planners look for on tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NoReturn, Self
 
 import torch
@@ -23,7 +24,9 @@ from dist_checkpointing.mapping import ShardedTensor
 
 
 class _WithoutMemory(torch.Tensor):
-    """A tensor that has a shape, a dtype and a device, and no memory of its own."""
+    """A tensor that has a shape, a dtype and a device, and parts instead of memory of its own."""
+
+    _parts: list[tuple[ShardedTensor, torch.Tensor]]
 
     @classmethod
     def made(cls, shape: Sequence[int], like: torch.Tensor) -> Self:
@@ -42,6 +45,36 @@ class _WithoutMemory(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         del tensor_contents
         return f"{type(self).__name__}(size={tuple(self.size())}, dtype={self.dtype})"
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        boxes = [sh_ten.box for sh_ten, _ in self._parts]
+        return [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.shape)) for b in boxes]
+
+    def __create_write_items__(self, fqn: str, sh_ten: object = None) -> list[WriteItem]:
+        del sh_ten  # it is this object
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets, position),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self._parts[position][1]),
+                    size=self.size(),
+                ),
+            )
+            for position, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The data of one part."""
+        if index.offset is None and len(self._parts) > 1:
+            raise ValueError(f"{index.fqn!r} has several parts here: an offset must say which one")
+        # The hint may count the chunks of all ranks.
+        hint = index.index or 0
+        for sh_ten, data in chain(self._parts[hint : hint + 1], self._parts):
+            if index.offset is None or sh_ten.box.offset == tuple(index.offset):
+                return data[(None,) * sh_ten.prepend_axis_num]
+        raise ValueError(f"{index.fqn!r} has no part at {tuple(index.offset or ())} on this rank")
 
 
 class CheckpointableShardedTensor(_WithoutMemory):
@@ -74,15 +107,19 @@ class CheckpointableShardedTensor(_WithoutMemory):
     def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> Self:
         if sh_ten.flattened_range is not None:
             remedy = "Use LocalShardsContainer.from_sh_tens, which cuts it into boxes."
-            raise _unfit("a flattened shard is not one box of its tensor", sh_ten.key, remedy)
+            raise _unfit(
+                "a flattened shard is not one box of its tensor", sh_ten.key, remedy=remedy
+            )
         if tuple(data.shape) != tuple(sh_ten.local_shape):
             expected, found = tuple(sh_ten.local_shape), tuple(data.shape)
             raise _unfit("data has another shape", sh_ten.key, expected=expected, found=found)
         return cls.made(sh_ten.global_shape, data)
 
     def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
-        self._data = data
         self._sh_ten = sh_ten
+        # Of a tensor that has elements DCP must not look at a part that has none.
+        is_nothing = 0 in sh_ten.box.shape and 0 not in sh_ten.global_shape
+        self._parts = [] if is_nothing else [(sh_ten, data)]
 
     @classmethod
     def from_sh_ten(cls, sh_ten: ShardedTensor) -> Self:
@@ -92,37 +129,6 @@ class CheckpointableShardedTensor(_WithoutMemory):
             InvalidShardingError: if it has no data, or is flattened.
         """
         return cls(_data_of(sh_ten), sh_ten)
-
-    @property
-    def _is_empty_part(self) -> bool:
-        """Whether this rank has no element of a tensor that has some; DCP must not look here."""
-        return 0 in self._sh_ten.box.shape and 0 not in self._sh_ten.global_shape
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        box = self._sh_ten.box
-        return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-
-    def __create_write_items__(
-        self, fqn: str, sh_ten: object = None, index: int | None = None
-    ) -> list[WriteItem]:
-        del sh_ten  # it is this object
-        chunk = self._chunk()
-        if self._is_empty_part:
-            return []
-        data = TensorWriteData(
-            chunk=chunk,
-            properties=TensorProperties.create_from_tensor(self._data),
-            size=self.size(),
-        )
-        where = MetadataIndex(fqn, chunk.offsets, index)
-        return [WriteItem(index=where, type=WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [] if self._is_empty_part else [self._chunk()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        del index  # there is one
-        return self._data[(None,) * self._sh_ten.prepend_axis_num]
 
 
 class LocalShardsContainer(_WithoutMemory):
@@ -160,7 +166,7 @@ class LocalShardsContainer(_WithoutMemory):
         return cls.made(shards[0].size(), shards[0])
 
     def __init__(self, local_shards: Sequence[CheckpointableShardedTensor]) -> None:
-        self._local_shards = list(local_shards)
+        self._parts = [part for shard in local_shards for part in shard._parts]  # noqa: SLF001
 
     @classmethod
     def from_sh_tens(cls, sh_tens: Sequence[ShardedTensor]) -> Self:
@@ -173,57 +179,22 @@ class LocalShardsContainer(_WithoutMemory):
             InvalidShardingError: if the list is empty, a shard has no data, or the shards are of
                 different tensors.
         """
-        return cls([part for sh_ten in sh_tens for part in _parts(sh_ten)])
-
-    def __create_write_items__(self, fqn: str, sh_ten: object = None) -> list[WriteItem]:
-        del sh_ten  # it is this object
-        return [
-            item
-            for position, shard in enumerate(self._local_shards)
-            for item in shard.__create_write_items__(fqn, shard, position)
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for shard in self._local_shards for chunk in shard.__create_chunk_list__()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of one shard."""
-        if index.offset is None:
-            raise ValueError(f"{index.fqn!r} has several parts here: an offset must say which one")
-        shards, hint = self._local_shards, index.index
-        # The hint may count the chunks of all ranks.
-        candidates = shards[hint : hint + 1] if hint is not None and hint >= 0 else []
-        for shard in (*candidates, *shards):
-            at = shard._sh_ten.box.offset  # noqa: SLF001
-            if at == tuple(index.offset) and not shard._is_empty_part:  # noqa: SLF001
-                return shard.__get_tensor_shard__(index)
-        raise ValueError(f"{index.fqn!r} has no part at {tuple(index.offset)} on this rank")
+        shards: list[ShardedTensor] = []
+        for own in sh_tens:
+            if own.flat_range is None:
+                shards.append(own)
+                continue
+            for box, values in values_of_part(own.box, own.flat_range, _data_of(own)):
+                at = box.shape, own.global_shape, box.offset
+                shards.append(ShardedTensor(own.key, values, own.dtype, *at, None))
+        return cls([CheckpointableShardedTensor.from_sh_ten(shard) for shard in shards])
 
 
-def _unfit(
-    problem: str,
-    key: str | None = None,
-    remedy: str | None = None,
-    *,
-    expected: object = None,
-    found: object = None,
-) -> InvalidShardingError:
-    finding = Finding(problem, key, expected, found, remedy=remedy)
-    return InvalidShardingError("cannot be made checkpointable", [finding])
+def _unfit(problem: str, key: str | None = None, **values: Any) -> InvalidShardingError:
+    return InvalidShardingError("cannot be made checkpointable", [Finding(problem, key, **values)])
 
 
 def _data_of(sh_ten: ShardedTensor) -> torch.Tensor:
     if sh_ten.data is None:
-        raise _unfit("has no data", sh_ten.key, "Call its init_data to load into it.")
+        raise _unfit("has no data", sh_ten.key, remedy="Call its init_data to load into it.")
     return sh_ten.data.detach()
-
-
-def _parts(sh_ten: ShardedTensor) -> Iterator[CheckpointableShardedTensor]:
-    if sh_ten.flat_range is None:
-        yield CheckpointableShardedTensor.from_sh_ten(sh_ten)
-        return
-    for box, values in values_of_part(sh_ten.box, sh_ten.flat_range, _data_of(sh_ten)):
-        shard = ShardedTensor(
-            sh_ten.key, values, sh_ten.dtype, box.shape, sh_ten.global_shape, box.offset, None
-        )
-        yield CheckpointableShardedTensor.from_sh_ten(shard)
