@@ -50,6 +50,7 @@ class TensorFiles(ABC, Generic[Content]):
 
     def __init__(self, path: Path, paths: Sequence[Path]) -> None:
         self._common: dict[Any, Any] = {}
+        self._cells: Mapping[str, Mapping[Ints, Any]] = {}
         self._file_of: dict[str, Path] = {}
         self.path = path
         self.paths = tuple(paths)
@@ -121,11 +122,11 @@ class TensorFiles(ABC, Generic[Content]):
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:  # noqa: ARG002
         """The grids of the sharded objects."""
-        return {}
+        return {key: extents(cells) for key, cells in self._cells.items()}
 
     def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:  # noqa: ARG002
         """The value of one cell of a sharded object."""
-        raise KeyError(key)
+        return self._cells[key][cell]
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Nothing: opening the files has checked it."""
@@ -143,6 +144,11 @@ class TensorFiles(ABC, Generic[Content]):
         ]
         if findings:
             raise CorruptCheckpointError("a file changed while it was read", findings)
+
+
+def extents(cells: Iterable[Ints]) -> Ints:
+    """The smallest grid with these cells."""
+    return tuple(max(axis) + 1 for axis in zip(*cells, strict=True))
 
 
 def _parts(

@@ -6,8 +6,9 @@ import io
 import logging
 import math
 import mmap
+import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
@@ -17,11 +18,10 @@ import torch
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import filtered, flatten, mapped
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
-from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
+from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow, extents
 from dist_checkpointing.strategies.torch_archives import entries
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ OBJECTS_KEY: Final = "__objects__"
 _ONLY_KEY = "tensor"
 _MAP_NORESERVE = 0x4000
 _ALIGNMENT = 64
+_DTYPES = frozenset(row.torch for row in tensor_memory.DTYPES)
 
 
 _Content = tuple[dict[str, torch.Tensor], dict[str, dict[Ints, Any]], dict[Any, Any]]
@@ -102,12 +103,6 @@ class TorchFile(TensorFiles[_Content]):
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         out.copy_(self._content(self.path)[0][key][box.slices()])
 
-    def object_grids(self, index: Index) -> Mapping[str, Ints]:  # noqa: ARG002
-        return {key: _extents(cells) for key, cells in self._cells.items()}
-
-    def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:  # noqa: ARG002
-        return self._cells[key][cell]
-
 
 def _are_objects(value: object) -> bool:
     """Whether a value is what ``OBJECTS_KEY`` holds: full grids of cells by key."""
@@ -121,19 +116,18 @@ def _is_grid(cells: Mapping[Any, Any]) -> bool:
     return (
         all(isinstance(c, tuple) and all(type(i) is int and i >= 0 for i in c) for c in cells)
         and len({len(cell) for cell in cells}) == 1
-        and math.prod(_extents(cells)) == len(cells)
+        and math.prod(extents(cells)) == len(cells)
     )
-
-
-def _extents(cells: Iterable[Ints]) -> Ints:
-    return tuple(max(axis) + 1 for axis in zip(*cells, strict=True))
 
 
 def _is_storable(leaf: object) -> bool:
     """Whether a leaf is a tensor that a checkpoint can hold; others stay in the common state."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-        return False
-    return any(leaf.dtype is row.torch for row in tensor_memory.DTYPES) and not leaf.is_meta
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.layout is torch.strided
+        and leaf.dtype in _DTYPES
+        and not leaf.is_meta
+    )
 
 
 def create(
@@ -166,13 +160,10 @@ def create(
     with torch.serialization.skip_data():
         torch.save(state, path)
     with path.open("r+b") as file:
-
-        def read(start: int, size: int) -> bytes:
-            file.seek(start)
-            return file.read(size)
-
         # torch.save numbers storages in the order in which it meets their tensors.
-        found = entries(read, path.stat().st_size)
+        found = entries(
+            lambda start, size: os.pread(file.fileno(), size, start), path.stat().st_size
+        )
         records = [found[f"data/{number}"] for number in range(len(rows) + len(tensors))]
         expected = [*sizes, *(tensor.nbytes for tensor in tensors)]
         assert [size for _, size in records] == expected, "torch.save wrote other storages"
@@ -203,7 +194,7 @@ def loadable(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_loadable(value: Any) -> bool:
-    leaves = flatten(value)[0].values()
+    tensors = [leaf for leaf in flatten(value)[0].values() if isinstance(leaf, torch.Tensor)]
     others = mapped(value, lambda leaf: None if isinstance(leaf, torch.Tensor) else leaf)
     buffer = io.BytesIO()
     try:
@@ -215,6 +206,4 @@ def _is_loadable(value: Any) -> bool:
         return False
     # A tensor inside a leaf would end up in the file without its values.
     hidden = [name for name in zipfile.ZipFile(buffer).namelist() if "/data/" in name]
-    return not hidden and all(
-        _is_storable(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)
-    )
+    return not hidden and all(map(_is_storable, tensors))
