@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -27,7 +27,7 @@ from dist_checkpointing.mapping.nested_dicts import filtered
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 
-_STAGE_3 = 3
+_MODEL = "mp_rank_00_model_states.pt"
 _ZERO_KEY = "optimizer_state_dict"
 _UNIVERSAL = "zero"
 _WEIGHTS = "fp32"
@@ -138,8 +138,8 @@ class DeepSpeedFiles(TensorFiles[Any]):
             shares = self._read_shares()
             stage, groups = shares[0].stage, shares[0].groups
             self.kind = f"DeepSpeed checkpoint, ZeRO-{stage}, {len(shares)} ranks"
-        prefix = "zero_pp_rank_{}_" if stage == _STAGE_3 else ""
-        first = folder / f"{prefix}mp_rank_00_model_states.pt".format(0)
+        by_rank = "zero_pp_rank_0_" if stage == _Stage.WEIGHTS else ""
+        first = folder / f"{by_rank}{_MODEL}"
         model = self._open(first)
         if model.keys() & {"ds_autoep_layers", "autoep_layers"}:
             raise _parallel(folder)
@@ -148,36 +148,15 @@ class DeepSpeedFiles(TensorFiles[Any]):
             for group in _required(model, "param_shapes", first)
         ]
         group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
-        named = [
-            {
-                key: value.tolist() if isinstance(value, torch.Tensor) else value
-                for key, value in {**group, "params": []}.items()
-                if key != "step"
-            }
-            for group in groups
-        ]
-        values: dict[str, dict[str, Any]] = {}
-        for at, name, shape, state in (
-            _partitioned(shapes, shares, group_of)
-            if shares
-            else self._universal(shapes, group_of, zero, optimizer)
-        ):
-            if at is not None:
-                named[at]["params"].append(name)
-            for entry, (value, segments) in state.items():
-                own = shape if entry == _WEIGHTS or _is_cut(value) else ()
-                if entry == _WEIGHTS:
-                    self._segments[f"model.{name}"] = own, segments
-                # Optimizers of torch count steps in a tensor; those of DeepSpeed in a number.
-                elif isinstance(value, (torch.Tensor, int) if entry == "step" else torch.Tensor):
-                    self._segments[f"optimizer.state.{name}.{entry}"] = own, segments
-                else:
-                    values.setdefault(name, {})[entry] = value
-        self._add_frozen_and_buffers(model, first, is_cut=stage == _STAGE_3)
+        parameters = self._universal(shapes, group_of, zero, optimizer)
+        if shares:
+            parameters = _partitioned(shapes, shares, group_of)
+        state = self._add_parameters(parameters, groups)
+        self._add_frozen_and_buffers(model, first, is_cut=stage == _Stage.WEIGHTS)
         rest = {key: value for key, value in model.items() if key not in _NOT_IN_COMMON}
         ties = {"model": dict(model.get("shared_params") or {})}
         self._common = {
-            "optimizer": {"state": values, "param_groups": named},
+            "optimizer": state,
             "step": int(model.get("global_steps", 0)),
             "torch_state": {"world_size": 0, "ties": ties, "per_rank": [], "objects": []},
             "deepspeed": filtered(rest, lambda leaf: not isinstance(leaf, torch.Tensor)),
@@ -209,7 +188,7 @@ class DeepSpeedFiles(TensorFiles[Any]):
                 problem = "written with another number of ranks or stage of ZeRO"
                 findings.append(Finding(problem, None, first.kind, own.kind, *where))
             elif len(own.sizes) != len(first.sizes) or (
-                own.stage == _STAGE_3 and own.sizes != first.sizes
+                own.stage == _Stage.WEIGHTS and own.sizes != first.sizes
             ):
                 problem = "other sizes than rank 0"
                 findings.append(Finding(problem, None, first.sizes, own.sizes, *where))
@@ -231,6 +210,7 @@ class DeepSpeedFiles(TensorFiles[Any]):
         zero: Mapping[str, Any],
         optimizer: Path,
     ) -> Iterator[_Parameter]:
+        """Each parameter, which has a folder with a file for each entry of its state."""
         # Stage 3 has a dict of shapes for each part of a group that it updates at a time.
         for number, (at, group) in enumerate(zip(group_of, shapes, strict=True)):
             step: dict[str, tuple[Any, list[_Segment]]] = {}
@@ -251,6 +231,33 @@ class DeepSpeedFiles(TensorFiles[Any]):
                     state[file.stem] = found, [_Segment(file, below, 0, count)]
                 yield at, name, shape, state
 
+    def _add_parameters(
+        self, parameters: Iterable[_Parameter], groups: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Note where weights and state are; what is no tensor, and the groups, with names."""
+        named = [
+            {
+                key: value.tolist() if isinstance(value, torch.Tensor) else value
+                for key, value in {**group, "params": []}.items()
+                if key != "step"
+            }
+            for group in groups
+        ]
+        values: dict[str, dict[str, Any]] = {}
+        for at, name, shape, state in parameters:
+            if at is not None:
+                named[at]["params"].append(name)
+            for entry, (value, segments) in state.items():
+                # Optimizers of torch count steps in a tensor; those of DeepSpeed in a number.
+                if entry == _WEIGHTS:
+                    self._segments[f"model.{name}"] = shape, segments
+                elif isinstance(value, (torch.Tensor, int) if entry == "step" else torch.Tensor):
+                    own = shape if _is_cut(value) else ()
+                    self._segments[f"optimizer.state.{name}.{entry}"] = own, segments
+                else:
+                    values.setdefault(name, {})[entry] = value
+        return {"state": values, "param_groups": named}
+
     def _add_frozen_and_buffers(
         self, model: Mapping[str, Any], first: Path, *, is_cut: bool
     ) -> None:
@@ -258,10 +265,9 @@ class DeepSpeedFiles(TensorFiles[Any]):
         for name, size in (model.get("frozen_param_shapes") or {}).items():
             if is_cut and name in fragments:
                 runs = _even_runs(math.prod(size), int(_required(model, "dp_world_size", first)))
-                parts = []
-                for rank, count in runs:
-                    file = self.path / first.name.replace("rank_0_", f"rank_{rank}_", 1)
-                    parts.append(_Segment(file, ("frozen_param_fragments", name), 0, count))
+                path = ("frozen_param_fragments", name)
+                files = [(self.path / f"zero_pp_rank_{rank}_{_MODEL}", n) for rank, n in runs]
+                parts = [_Segment(file, path, 0, count) for file, count in files]
                 self._segments[f"model.{name}"] = tuple(size), parts
         # Below stage 3 it also has the frozen parameters, and weights of lower precision.
         buffers, tied = _required(model, "buffer_names", first), model.get("shared_params") or {}
@@ -378,7 +384,7 @@ def _share(content: Any, file: Path) -> _Share:
     if len(counts) != 1:
         raise _parallel(file.parent)
     weights_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
-    if stage == _STAGE_3:
+    if stage == _Stage.WEIGHTS:
         weights_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
     weights, base = _required(zero, weights_key, file), _required(zero, state_key, file)
     path: KeyPath = (_ZERO_KEY, state_key)
@@ -406,30 +412,34 @@ def _share(content: Any, file: Path) -> _Share:
 def _partitioned(
     shapes: Sequence[Mapping[str, Ints]], shares: Sequence[_Share], group_of: Sequence[int]
 ) -> Iterator[_Parameter]:
-    first, num_ranks, position = shares[0], len(shares), 0
-    is_cut_evenly = first.stage == _STAGE_3
-    begins = [0, *accumulate(first.sizes)]
-    if not is_cut_evenly:
-        _require_fit(len(shapes), len(first.sizes), first.file)
-    for number, group in enumerate(shapes):
-        after: Sequence[int] = [0] * len(group)
-        if not is_cut_evenly:
-            begins, position = [0, *accumulate(share.sizes[number] for share in shares)], 0
-            after = after if first.paddings is None else first.paddings[number]
-        _require_fit(len(group), len(after), first.file)
-        for (name, shape), padding in zip(group.items(), after, strict=True):
+    """Each parameter, of which each rank has a part."""
+    first, num_ranks = shares[0], len(shares)
+    is_even = first.stage == _Stage.WEIGHTS
+    runs = [[*group.items()] for group in shapes]
+    if is_even:
+        runs = [[*chain(*runs)]]
+    else:
+        _require_fit(len(runs), len(first.sizes), first.file)
+    for number, run in enumerate(runs):
+        sizes = first.sizes if is_even else [share.sizes[number] for share in shares]
+        begins, position = [0, *accumulate(sizes)], 0
+        after: Sequence[int] = [0] * len(run)
+        if not is_even and first.paddings is not None:
+            after = first.paddings[number]
+        _require_fit(len(run), len(after), first.file)
+        for (name, shape), padding in zip(run, after, strict=True):
             size = math.prod(shape)
-            if is_cut_evenly:
+            if is_even:
                 # Each rank has its part at the same position of its flat tensors.
                 pieces = [
-                    (rank, *run)
+                    (rank, *part)
                     for rank, count in _even_runs(size, num_ranks)
-                    for run in _across(begins, position, count)
+                    for part in _across(begins, position, count)
                 ]
                 position += -(-size // num_ranks)
             else:
-                runs = _across(begins, position, size)
-                pieces = [(rank, number, start, count) for rank, start, count in runs]
+                parts = _across(begins, position, size)
+                pieces = [(rank, number, start, count) for rank, start, count in parts]
                 position += size + padding
             state: dict[str, tuple[Any, list[_Segment]]] = {_WEIGHTS: (None, [])}
             flat = pieces[0][1] if pieces else -1
@@ -443,12 +453,9 @@ def _partitioned(
                     ]
                 state[entry] = value, segments
             yield group_of[flat] if 0 <= flat < len(group_of) else None, name, shape, state
-        if not is_cut_evenly:
-            # Its end is padded to twice the number of ranks, and not always saved.
-            unit = 2 * num_ranks
-            _require_fit(-(-position // unit), -(-begins[-1] // unit), first.file)
-    if is_cut_evenly:
-        _require_fit(position, begins[-1], first.file)
+        # The end of a group is padded to twice the number of ranks, and not always saved.
+        unit = 1 if is_even else 2 * num_ranks
+        _require_fit(-(-position // unit), -(-begins[-1] // unit), first.file)
 
 
 def _require_fit(used: int, there: int, file: Path) -> None:
