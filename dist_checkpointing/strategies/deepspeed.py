@@ -12,10 +12,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 
@@ -70,6 +71,15 @@ class _Segment:
     path: KeyPath
     start: int
     count: int
+    dtype: torch.dtype
+    size: int
+
+    @classmethod
+    def of(cls, file: Path, path: KeyPath, value: object, start: int = 0, count: int = 1) -> Self:
+        found = _tensor_at(value, ())
+        if found is None:
+            return cls(file, path, start, count, torch.float32, 0)
+        return cls(file, path, start, count, found.dtype, found.numel())
 
 
 _Parameter = tuple[int | None, str, Ints, dict[str, tuple[Any, list[_Segment]]]]
@@ -216,7 +226,7 @@ class DeepSpeedFiles(TensorFiles[Any]):
             step: dict[str, tuple[Any, list[_Segment]]] = {}
             for path in ("param_groups", at, "step"), (_ZERO_KEY, "state", number, "step"):
                 if (value := _tensor_at(zero, path)) is not None:
-                    step = {"step": (value, [_Segment(optimizer, path, 0, 1)])}
+                    step = {"step": (value, [_Segment.of(optimizer, path, value)])}
             for name, shape in group.items():
                 state = dict(step)
                 folder = self.path / _UNIVERSAL / name
@@ -228,7 +238,7 @@ class DeepSpeedFiles(TensorFiles[Any]):
                     if found is not None and found.numel() != count:
                         finding = Finding("another size", name, shape, found.shape, (), str(file))
                         raise CorruptCheckpointError("the files do not fit together", [finding])
-                    state[file.stem] = found, [_Segment(file, below, 0, count)]
+                    state[file.stem] = found, [_Segment.of(file, below, found, 0, count)]
                 yield at, name, shape, state
 
     def _add_parameters(
@@ -261,13 +271,16 @@ class DeepSpeedFiles(TensorFiles[Any]):
     def _add_frozen_and_buffers(
         self, model: Mapping[str, Any], first: Path, *, is_cut: bool
     ) -> None:
-        fragments = model.get("frozen_param_fragments") or {}
+        fragments, opened = model.get("frozen_param_fragments") or {}, cache(self._open)
         for name, size in (model.get("frozen_param_shapes") or {}).items():
             if is_cut and name in fragments:
                 runs = _even_runs(math.prod(size), int(_required(model, "dp_world_size", first)))
                 path = ("frozen_param_fragments", name)
-                files = [(self.path / f"zero_pp_rank_{rank}_{_MODEL}", n) for rank, n in runs]
-                parts = [_Segment(file, path, 0, count) for file, count in files]
+                parts = [
+                    _Segment.of(file, path, _tensor_at(opened(file), path), 0, count)
+                    for rank, count in runs
+                    for file in [self.path / f"zero_pp_rank_{rank}_{_MODEL}"]
+                ]
                 self._segments[f"model.{name}"] = tuple(size), parts
         # Below stage 3 it also has the frozen parameters, and weights of lower precision.
         buffers, tied = _required(model, "buffer_names", first), model.get("shared_params") or {}
@@ -275,37 +288,28 @@ class DeepSpeedFiles(TensorFiles[Any]):
             key = f"model.{name}"
             is_whole = isinstance(value, torch.Tensor) and (not is_cut or name in buffers)
             if is_whole and key not in self._segments and name not in tied:
-                segment = _Segment(first, ("module", name), 0, value.numel())
+                segment = _Segment.of(first, ("module", name), value, 0, value.numel())
                 self._segments[key] = tuple(value.shape), [segment]
 
     def _rows(self) -> Iterator[TensorRow]:
-        """Describe each tensor, after a look at all that it consists of."""
-        used: dict[Path, list[tuple[str, _Segment]]] = {}
-        for key, (_, segments) in self._segments.items():
-            for segment in segments:
-                used.setdefault(segment.file, []).append((key, segment))
-        dtype_of: dict[str, torch.dtype] = {}
+        """Describe each tensor, if all that it consists of is there."""
         findings = []
-        for file, wanted in sorted(used.items()):
-            state = self._open(file)
-            for key, segment in wanted:
-                found = _tensor_at(state, segment.path)
-                stop = segment.start + segment.count
-                if found is None or found.numel() < stop:
-                    size = 0 if found is None else found.numel()
+        for key, (shape, segments) in self._segments.items():
+            for part in segments:
+                path, stop, dtype = str(part.file), part.start + part.count, segments[0].dtype
+                if part.size < stop:
                     expected = f"at least {stop} elements"
-                    findings.append(Finding("cut off", key, expected, size, path=str(file)))
-                elif (own := dtype_of.setdefault(key, found.dtype)) is not found.dtype:
-                    findings.append(Finding("two dtypes", key, own, found.dtype, path=str(file)))
-        findings += [
-            Finding("parts of it are missing", key, shape, path=str(self.path))
-            for key, (shape, segments) in self._segments.items()
-            if sum(segment.count for segment in segments) != math.prod(shape)
-        ]
+                    findings.append(Finding("cut off", key, expected, part.size, path=path))
+                elif part.dtype is not dtype:
+                    findings.append(Finding("two dtypes", key, dtype, part.dtype, path=path))
+            if sum(part.count for part in segments) != math.prod(shape):
+                problem = "parts of it are missing"
+                findings.append(Finding(problem, key, shape, path=str(self.path)))
         if findings:
             raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
-        for key, (shape, _) in self._segments.items():
-            yield key, tensor_memory.from_torch(dtype_of.get(key, torch.float32)), shape
+        for key, (shape, segments) in self._segments.items():
+            dtype = segments[0].dtype if segments else torch.float32
+            yield key, tensor_memory.from_torch(dtype), shape
 
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         if not out.numel():
@@ -444,10 +448,10 @@ def _partitioned(
             state: dict[str, tuple[Any, list[_Segment]]] = {_WEIGHTS: (None, [])}
             flat = pieces[0][1] if pieces else -1
             for entry, (path, value) in first.state[flat].items() if pieces else ():
-                segments = [_Segment(first.file, path, 0, 1)]
+                segments = [_Segment.of(first.file, path, value)]
                 if _is_cut(value):
                     segments = [
-                        _Segment(shares[rank].file, shares[rank].state[own][entry][0], *run)
+                        _Segment.of(shares[rank].file, *shares[rank].state[own][entry], *run)
                         for rank, own, *run in pieces
                         if entry in shares[rank].state[own]
                     ]
