@@ -15,7 +15,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.interop.torch_module_state import keys_of, outline, tensors_to_fill
 from dist_checkpointing.mapping import StateDict, StoredState
-from dist_checkpointing.mapping.nested_dicts import filtered, is_container
+from dist_checkpointing.mapping.nested_dicts import MISSING, is_container, mapped
 from dist_checkpointing.validation.common_state_agreement import CommonDigests
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def _without_tensors(state: dict[str, Any], key: str) -> tuple[dict[str, Any], d
     """The state of a parameter without tensors, and the outlines of nests with tensors."""
     if not any(map(is_container, state.values())):
         return {entry: v for entry, v in state.items() if not isinstance(v, torch.Tensor)}, {}
-    rest = filtered(state, lambda leaf: not isinstance(leaf, torch.Tensor))
+    rest = mapped(state, lambda leaf: MISSING if isinstance(leaf, torch.Tensor) else leaf)
     outlined = outline(state, key)
     nests = {
         entry: nest

@@ -247,15 +247,10 @@ def unflatten(structure: Structure | None, leaves: Mapping[Path, Any]) -> Any:
 
 
 def mapped(tree: object, change: Callable[[Any], Any]) -> Any:
-    """The tree with what a function makes of each leaf, in order; ``part_of`` if MISSING."""
+    """The tree with what a function makes of each leaf, in order; ``{}`` if all become MISSING."""
     leaves: list[Any] = []
     structure = take_apart(tree, leaves)
-    return part_of(structure, map(change, leaves))
-
-
-def filtered(tree: object, keep: Callable[[object], bool]) -> Any:
-    """The part of a tree with some of its leaves, see ``part_of``; ``{}`` if nothing is left."""
-    part = mapped(tree, lambda leaf: leaf if keep(leaf) else MISSING)
+    part = part_of(structure, map(change, leaves))
     return {} if part is MISSING else part
 
 
@@ -303,7 +298,8 @@ def overlay(base: Any, structure: Structure | None, values: Sequence[Any], path:
     if is_absent:
         base = {} if structure.is_dict else ()
     known = _entries_of_base(base, structure, values, path)
-    if not known and not structure.below and all(map(_is_value, values)):
+    is_flat = not known and not structure.below
+    if is_flat and all(v is not MISSING and v is not NO_LEAF for v in values):
         return structure.fill(values)
     merged: dict[Any, Any] = {}
     kind = DictKey if structure.is_dict else Position
@@ -320,10 +316,6 @@ def overlay(base: Any, structure: Structure | None, values: Sequence[Any], path:
             merged[key] = None
     merged |= known
     return structure.fill([*merged.values()], [*merged])
-
-
-def _is_value(value: object) -> bool:
-    return value is not MISSING and value is not NO_LEAF
 
 
 def _entries(

@@ -24,7 +24,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, Unsupport
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.mapping.nested_dicts import filtered
+from dist_checkpointing.mapping.nested_dicts import MISSING, mapped
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 
@@ -169,7 +169,9 @@ class DeepSpeedFiles(TensorFiles[Any]):
             "optimizer": state,
             "step": int(model.get("global_steps", 0)),
             "torch_state": {"world_size": 0, "ties": ties, "per_rank": [], "objects": []},
-            "deepspeed": filtered(rest, lambda leaf: not isinstance(leaf, torch.Tensor)),
+            "deepspeed": mapped(
+                rest, lambda leaf: MISSING if isinstance(leaf, torch.Tensor) else leaf
+            ),
         }
         self._set_index(self._rows())
 

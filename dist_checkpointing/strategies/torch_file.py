@@ -19,7 +19,7 @@ from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.mapping.nested_dicts import filtered, flatten, mapped
+from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, mapped
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow, extents
 from dist_checkpointing.strategies.torch_archives import entries
@@ -98,7 +98,8 @@ class TorchFile(TensorFiles[_Content]):
                 finding = Finding("two tensors have this path", key, path=str(file))
                 raise CheckpointingException("tensors cannot be told apart", [finding])
             tensors[key] = leaf.detach()
-        return tensors, cells, common | filtered(content, lambda leaf: not _is_storable(leaf))
+        rest = mapped(content, lambda leaf: MISSING if _is_storable(leaf) else leaf)
+        return tensors, cells, common | rest
 
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         out.copy_(self._content(self.path)[0][key][box.slices()])

@@ -21,8 +21,8 @@ from dist_checkpointing.mapping.nested_dicts import (
     Path,
     Position,
     Structure,
-    filtered,
     is_container,
+    mapped,
     overlay,
     part_of,
     path_text,
@@ -276,7 +276,7 @@ def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any
 def test_mixed_lists_keep_their_places() -> None:
     first, last = Wrapped("0"), Wrapped("2")
     tree = {"a": [first, 1, last], "t": (2, first), "p": Point(first, 3), "all": [first]}
-    part = filtered(tree, lambda leaf: not isinstance(leaf, Wrapped))
+    part = mapped(tree, lambda leaf: MISSING if isinstance(leaf, Wrapped) else leaf)
     assert same(part, {"a": [None, 1, None], "t": (2, None), "p": (None, 3)})
 
 
