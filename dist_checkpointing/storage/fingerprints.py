@@ -11,9 +11,9 @@ of the parts of any cut add up. See docs/design/009-fingerprints.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +22,15 @@ import torch
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, split_rows, values_of_part
+from dist_checkpointing.format.geometry import (
+    Box,
+    Ints,
+    changes,
+    ravel_offset,
+    split_rows,
+    unravel_range,
+    values_of_part,
+)
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
@@ -30,7 +38,7 @@ from dist_checkpointing.storage.staging import PlannedData
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, stream
 
 Sums = tuple[int, int]
-Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
 NOTHING: Final[Sums] = (0, 0)
@@ -38,8 +46,11 @@ _MOST_BYTES: Final = 1 << 24
 """Of a tensor on another device are in memory at a time."""
 _WORD_BYTES: Final = 8
 _BLOCK_WORDS: Final = 1024
+_BLOCK_BYTES: Final = _BLOCK_WORDS * _WORD_BYTES
 _SLAB_WORDS: Final = 1 << 16
 """What is summed at a time, such that it stays in the cache."""
+_ROW_BYTES: Final = 32
+"""A shorter row counts as so many, because of what is computed for each row."""
 _SLAB_BLOCKS: Final = 128
 """Of a long run are summed at a time: fewer would be more calls, more would leave the cache."""
 _WIDE: Final = 32
@@ -52,38 +63,32 @@ _GAMMA: Final = 0x9E3779B97F4A7C15
 def sums_of_tensor(
     values: torch.Tensor, box: Box, flat_range: tuple[int, int] | None, global_shape: Ints
 ) -> Sums:
-    """The sums of a part of a tensor, which may be on any device; see ``sums_of_part``."""
-    values = values.detach()
-    if values.is_cpu:
-        return sums_of_part(tensor_memory.as_numpy(values), box, flat_range, global_shape)
-    return _sums_of_blocks(values, box, flat_range, global_shape, _MOST_BYTES)
+    """The sums of a part of a tensor: of a box of it, or of a range of the flattened box.
+
+    The values may be on any device, and without the axes that exist only globally.
+    """
+    values = values.detach().reshape(box.shape if flat_range is None else (-1,))
+    return added(
+        _sums_of_box(block, offset, global_shape)
+        for run, own in values_of_part(box, flat_range, values)
+        for block, offset in _blocks(own, run.offset)
+    )
 
 
-def _sums_of_blocks(
-    values: torch.Tensor,
-    box: Box,
-    flat_range: tuple[int, int] | None,
-    global_shape: Ints,
-    most_bytes: int,
-) -> Sums:
-    """The same of a tensor on another device, of which so many bytes are here at a time."""
-    total = NOTHING
-    for block in split_rows(Box.whole(tuple(values.shape)), most_bytes // values.itemsize):
-        part = tensor_memory.as_numpy(values[block.slices()].cpu())
-        if flat_range is None:
-            sums = sums_of_part(part, block.moved(box.offset), None, global_shape)
-        else:
-            begin = flat_range[0] + block.offset[0]
-            sums = sums_of_part(part, box, (begin, begin + part.size), global_shape)
-        total = added((total, sums))
-    return total
+def _blocks(values: torch.Tensor, offset: Ints) -> Iterator[tuple[torch.Tensor, Ints]]:
+    """Values in the memory of the CPU, in blocks of which a copy is small, and their offsets."""
+    if values.is_cpu and values.is_contiguous():
+        yield values, offset
+        return
+    most = _SLAB_WORDS if values.is_cpu else _MOST_BYTES // values.itemsize
+    for block in split_rows(Box.whole(tuple(values.shape)), most):
+        yield values[block.slices()].cpu(), block.moved(offset).offset
 
 
 def sums_of_shard(shard: ShardedTensor) -> Sums:
     """The sums of what a shard holds, as a part of its global tensor."""
     assert shard.data is not None
-    values = shard.data[(None,) * shard.prepend_axis_num] if shard.prepend_axis_num else shard.data
-    return sums_of_tensor(values, shard.box, shard.flat_range, tuple(shard.global_shape))
+    return sums_of_tensor(shard.data, shard.box, shard.flat_range, tuple(shard.global_shape))
 
 
 def fingerprints_by_reading(
@@ -97,8 +102,8 @@ def fingerprints_by_reading(
     total = dict.fromkeys(keys, NOTHING)
 
     def add(key: str, box: Box, values: torch.Tensor) -> None:
-        own = sums_of_tensor(values, box, None, index[key].global_shape)
-        total[key] = added((total[key], own))
+        sums = sums_of_tensor(values, box, None, index[key].global_shape)
+        total[key] = added((total[key], sums))
         report(values.nbytes)
 
     regions = [(key, Box.whole(index[key].global_shape)) for key in total]
@@ -109,7 +114,7 @@ def fingerprints_by_reading(
     }
 
 
-def added(parts: Iterable[Sums]) -> Sums:
+def added(parts: Iterable[Sequence[int]]) -> Sums:
     """The sums of what all parts make up together."""
     first = second = 0
     for one, other in parts:
@@ -117,226 +122,171 @@ def added(parts: Iterable[Sums]) -> Sums:
     return first & _MASK, second & _MASK
 
 
-def fingerprint_of(sums: Sums, dtype: str, global_shape: Sequence[int]) -> str:
+def fingerprint_of(sums: Sequence[int], dtype: str, global_shape: Sequence[int]) -> str:
     """The fingerprint of a tensor with these sums: 32 hex digits."""
     text = f"{dtype} {','.join(map(str, global_shape))}"
     kind = xxhash.xxh3_128_intdigest(text.encode())
     return f"{(sums[0] + (kind >> 64)) & _MASK:016x}{(sums[1] + kind) & _MASK:016x}"
 
 
-def sums_of_part(
-    values: Array, box: Box, flat_range: tuple[int, int] | None, global_shape: Ints
-) -> Sums:
-    """The sums of a part of a tensor, whose values have the shape of the box or are a range."""
-    parts = values_of_part(box, flat_range, values)
-    return added(_sums_of_box(own, run, global_shape) for run, own in parts)
-
-
-def _sums_of_box(values: Array, box: Box, global_shape: Ints) -> Sums:
-    if not values.size:
+def _sums_of_box(values: torch.Tensor, offset: Ints, global_shape: Ints) -> Sums:
+    """The sums of the values of a box that begins at an offset of the tensor."""
+    array = np.asarray(tensor_memory.as_numpy(values), order="C")
+    if not array.size:
         return NOTHING
-    if not values.flags.c_contiguous:
-        blocks = split_rows(Box.whole(values.shape), _SLAB_WORDS)
-        if len(blocks) > 1:
-            return added(
-                _sums_of_box(values[block.slices()], block.moved(box.offset), global_shape)
-                for block in blocks
-            )
-        values = np.ascontiguousarray(values)
-    itemsize = values.dtype.itemsize
-    data = values.reshape(-1).view(np.uint8)
-    start = ravel_offset(box.offset, global_shape) * itemsize
-    axis, run = len(box.shape), itemsize
-    while axis:
-        axis -= 1
-        run *= box.shape[axis]
-        if box.shape[axis] != global_shape[axis]:
-            break
-    leading = box.shape[:axis]
-    num_rows = math.prod(leading)
-    if num_rows == 1:
-        return _sums_of_run(data, start)
-    rows = data.reshape(num_rows, run)
-    steps = [math.prod(global_shape[number + 1 :]) * itemsize for number in range(axis)]
-    most = max(1, _SLAB_WORDS * _WORD_BYTES // run)
+    axis = len(array.shape)
+    while axis and array.shape[axis := axis - 1] == global_shape[axis]:
+        pass
+    leading = array.shape[:axis]
+    start = ravel_offset(offset, global_shape) * array.itemsize
+    rows = array.reshape(-1).view(np.uint8).reshape(math.prod(leading), -1)
+    if len(rows) == 1:
+        return _sums_of_run(rows[0], start)
+    pitch = math.prod(global_shape[axis:]) * array.itemsize
+    most = max(1, _SLAB_WORDS * _WORD_BYTES // max(rows.shape[1], _ROW_BYTES))
     total = NOTHING
-    for first in range(0, num_rows, most):
-        part = rows[first : first + most]
-        places = np.unravel_index(np.arange(first, first + len(part)), leading)
-        starts = np.full(len(part), start, dtype=np.int64)
-        for place, step in zip(places, steps, strict=True):
-            starts += place * step
-        own = _sums_of_run(part[0], int(starts[0])) if most == 1 else _sums_of_rows(part, starts)
-        total = added((total, own))
+    for first in range(0, len(rows), most):
+        slab = rows[first : first + most]
+        indices = unravel_range(first, first + len(slab), leading)
+        starts = start + pitch * np.ravel_multi_index(indices, global_shape[:axis])
+        sums = _sums_of_run(slab[0], int(starts[0])) if most == 1 else _sums_of_rows(slab, starts)
+        total = added((total, sums))
     return total
 
 
-def _sums_of_run(data: npt.NDArray[np.uint8], start: int) -> Sums:
+def _sums_of_run(data: Bytes, start: int) -> Sums:
     """The sums of bytes that follow each other in the tensor, from byte ``start`` on."""
-    first, shift = divmod(start, _WORD_BYTES)
-    count = -(-(shift + data.size) // _WORD_BYTES)
-    is_aligned = not shift and not data.size % _WORD_BYTES and not data.ctypes.data % _WORD_BYTES
-
-    def words(begin: int, size: int) -> Int64s:
-        if is_aligned:
-            return data.view("<i8")[begin : begin + size]
-        return _padded(data, begin * _WORD_BYTES - shift, size)
-
-    block, phase = divmod(first, _BLOCK_WORDS)
-    if phase + count <= _BLOCK_WORDS:
-        return _sums_in_block(words(0, count), phase, block)
-    head = min(-phase % _BLOCK_WORDS, count)
-    tail = (count - head) % _BLOCK_WORDS
-    total = NOTHING
-    for begin, size in ((0, head), (count - tail, tail)):
-        if size:
-            block, phase = divmod(first + begin, _BLOCK_WORDS)
-            total = added((total, _sums_in_block(words(begin, size), phase, block)))
-    values = np.empty((2, (count - head - tail) // _BLOCK_WORDS), dtype=np.int64)
-    scratch = np.empty((min(values.shape[1], _SLAB_BLOCKS), _BLOCK_WORDS), dtype=np.int64)
-    for number in range(0, values.shape[1], _SLAB_BLOCKS):
-        slab = values[:, number : number + _SLAB_BLOCKS]
-        begin, size = head + number * _BLOCK_WORDS, slab.shape[1] * _BLOCK_WORDS
-        rows = words(begin, size).reshape(-1, _BLOCK_WORDS)
-        swapped = scratch[: len(rows)]
-        np.copyto(swapped, rows.view(">i8"))
-        for which, given in enumerate((rows, swapped)):
-            np.einsum("ij,j->i", given, _word_multipliers(which)[:_BLOCK_WORDS], out=slab[which])
-    numbers = (first + head) // _BLOCK_WORDS + np.arange(values.shape[1])
-    sums = [_dot(row, _block_multipliers(numbers, which)) for which, row in enumerate(values)]
-    return added((total, (sums[0], sums[1])))
+    if start % _BLOCK_BYTES + data.size <= _BLOCK_BYTES:
+        return _sums_in_block(data, start)
+    head = -start % _BLOCK_BYTES
+    tail = data.size - (data.size - head) % _BLOCK_BYTES
+    blocks = data[head:tail].view("<i8").reshape(-1, _BLOCK_WORDS)
+    values = np.empty((2, len(blocks)), dtype=np.int64)
+    scratch = np.empty((min(len(blocks), _SLAB_BLOCKS), _BLOCK_WORDS), dtype=np.int64)
+    for first in range(0, len(blocks), _SLAB_BLOCKS):
+        slab = slice(first, first + _SLAB_BLOCKS)
+        words = blocks[slab]
+        swapped = scratch[: len(words)]
+        np.copyto(swapped, words.view(">i8"))
+        for which, own in enumerate((words, swapped)):
+            np.einsum("ij,j->i", own, _G[which, :_BLOCK_WORDS], out=values[which, slab])
+    numbers = (start + head) // _BLOCK_BYTES + np.arange(len(blocks))
+    inside = (values * _multipliers(numbers, 1)).sum(axis=1).tolist()
+    ends = ((data[:head], start), (data[tail:], start + tail))
+    return added([inside, *(_sums_in_block(*end) for end in ends if end[0].size)])
 
 
-def _sums_in_block(words: Int64s, phase: int, block: int) -> Sums:
-    """The sums of words that follow each other in one block; small tensors are no more."""
-    stop = phase + len(words)
-    factors = _factors_of_block(block)
-    first = int(np.dot(words, _word_multipliers(0)[phase:stop])) * factors[0]
-    second = int(np.dot(words.byteswap(), _word_multipliers(1)[phase:stop])) * factors[1]
-    return first & _MASK, second & _MASK
+def _sums_in_block(data: Bytes, start: int) -> Sums:
+    """The sums of bytes that follow each other in one block; small tensors are no more."""
+    word, shift = divmod(start, _WORD_BYTES)
+    if shift or data.size % _WORD_BYTES:
+        words = _words(data[None], np.array([shift]))[0]
+    else:
+        words = data.view("<i8")
+    block, phase = divmod(word, _BLOCK_WORDS)
+    used = slice(phase, phase + len(words))
+    first, second = _factors_of_block(block)
+    swapped = words.byteswap()
+    return int(np.dot(words, _G[0, used])) * first, int(np.dot(swapped, _G[1, used])) * second
 
 
-def _padded(data: npt.NDArray[np.uint8], begin: int, num_words: int) -> Int64s:
-    """Words of the data from byte ``begin`` on, with zeros where there is no data."""
-    words = np.zeros(num_words, dtype="<i8")
-    low, high = max(begin, 0), min(begin + words.nbytes, data.size)
-    words.view(np.uint8)[low - begin : high - begin] = data[low:high]
+def _words(rows: Bytes, shifts: Int64s) -> Int64s:
+    """Rows of bytes as words, with zeros before each row, as many as its shift, and behind it."""
+    several = np.flatnonzero(np.bincount(shifts)).tolist()
+    size = rows.shape[1]
+    if several == [0] and not size % _WORD_BYTES:
+        return rows.view("<i8")
+    words = np.zeros((len(rows), -(-(several[-1] + size) // _WORD_BYTES)), dtype="<i8")
+    for shift in several:
+        chosen = shifts == shift if len(several) > 1 else slice(None)
+        words.view(np.uint8)[chosen, shift : shift + size] = rows[chosen]
     return words
 
 
-def _sums_of_rows(rows: npt.NDArray[np.uint8], starts: Int64s) -> Sums:
-    """The sums of rows of bytes, each of which begins at a byte of the tensor."""
-    shifts = starts % _WORD_BYTES
+def _sums_of_rows(rows: Bytes, starts: Int64s) -> Sums:
+    """The sums of rows of bytes, each of which begins at a byte of the tensor, ascending."""
+    words = _words(rows, starts % _WORD_BYTES)
+    firsts = starts // _WORD_BYTES
     total = NOTHING
-    for shift in np.unique(shifts).tolist():
-        chosen = shifts == shift
-        own = rows if chosen.all() else rows[chosen]
-        if shift or own.shape[1] % _WORD_BYTES or own.ctypes.data % _WORD_BYTES:
-            width = -(-(shift + own.shape[1]) // _WORD_BYTES)
-            words = np.zeros((len(own), width), dtype="<i8")
-            words.view(np.uint8)[:, shift : shift + own.shape[1]] = own
-        else:
-            words = own.view("<i8")
-        firsts = starts[chosen] // _WORD_BYTES
-        scratch = np.empty(len(words) * min(words.shape[1], _BLOCK_WORDS), dtype=np.int64)
-        for column in range(0, words.shape[1], _BLOCK_WORDS):
-            part = words[:, column : column + _BLOCK_WORDS]
-            total = added((total, _sums_of_words(part, firsts + column, scratch)))
+    for column in range(0, words.shape[1], _BLOCK_WORDS):
+        part = words[:, column : column + _BLOCK_WORDS]
+        blocks, phases = np.divmod(firsts + column, _BLOCK_WORDS)
+        values = _values_of_rows((part, part.byteswap()), phases)
+        # Rows of one block share its multiplier.
+        is_new = np.flatnonzero(changes([blocks]))
+        numbers = blocks[is_new]
+        factors = _multipliers(np.stack([numbers, numbers + 1]), 1)
+        sums = np.add.reduceat(values, is_new, axis=2) * factors
+        total = added((total, sums.sum(axis=(1, 2)).tolist()))
     return total
 
 
-def _sums_of_words(words: Int64s, starts: Int64s, scratch: Int64s) -> Sums:
-    """The sums of rows of at most 1024 words, each of which begins at a word of the tensor."""
-    swapped = scratch[: words.size].reshape(words.shape)
-    np.copyto(swapped, words.view(">i8"))
-    phases, blocks = starts % _BLOCK_WORDS, starts // _BLOCK_WORDS
-    is_one_phase = bool((phases == phases[0]).all())
-    first_block = int(blocks.min())
-    span = int(blocks.max()) + 2 - first_block
-    sums = []
-    for number, own in enumerate((words, swapped)):
-        if span <= len(starts):
-            table = _block_multipliers(np.arange(first_block, first_block + span), number)
-            factors, following = table[blocks - first_block], table[blocks - first_block + 1]
-        else:
-            factors = _block_multipliers(blocks, number)
-            following = _block_multipliers(blocks + 1, number)
-        if is_one_phase:
-            sums.append(_in_phase(own, int(phases[0]), factors, following, number))
-        else:
-            sums.append(_out_of_phase(own, phases, factors, following, number))
-    return sums[0], sums[1]
+def _values_of_rows(words: tuple[Int64s, Int64s], phases: Int64s) -> Int64s:
+    """What rows count before the multipliers of blocks, for both sums: ``[2, 2, rows]``.
 
-
-def _in_phase(words: Int64s, phase: int, factors: Int64s, following: Int64s, number: int) -> int:
-    """A sum of rows that all begin at the same word of their blocks, ``phase``.
-
-    The factors are the multipliers of the blocks, and of the blocks that follow them.
+    First in the blocks where they begin, at the words ``phases``, then in the blocks that follow.
     """
-    table = _word_multipliers(number)
-    inside = min(words.shape[1], _BLOCK_WORDS - phase)
-    values = np.einsum("ij,j->i", words[:, :inside], table[phase : phase + inside])
-    total = _dot(values, factors)
-    if inside < words.shape[1]:
-        values = np.einsum("ij,j->i", words[:, inside:], table[: words.shape[1] - inside])
-        total += _dot(values, following)
-    return total & _MASK
-
-
-def _out_of_phase(
-    words: Int64s, phases: Int64s, factors: Int64s, following: Int64s, number: int
-) -> int:
-    """A sum of rows that begin at any words of their blocks; see ``_in_phase``."""
-    width = words.shape[1]
-    several = np.unique(phases) if width >= _WIDE else phases
-    if len(several) * _ALIKE <= len(phases):
-        total = 0
+    count, width = words[0].shape
+    values = np.zeros((2, 2, count), dtype=np.int64)
+    several = phases[:1]
+    if (phases != several).any():
+        several = np.unique(phases) if width >= _WIDE else phases
+    if len(several) == 1 or len(several) * _ALIKE <= count:
         for phase in several.tolist():
-            rows = np.flatnonzero(phases == phase)
-            total += _in_phase(words[rows], phase, factors[rows], following[rows], number)
-        return total & _MASK
-    multipliers = sliding_window_view(_word_multipliers(number), width)[phases]
-    total = _dot(np.einsum("ij,ij->i", words, multipliers), factors)
+            alike = slice(None) if len(several) == 1 else np.flatnonzero(phases == phase)
+            inside = _BLOCK_WORDS - phase
+            for which, own in enumerate(words):
+                rows, table = own[alike], _G[which, phase : phase + width]
+                values[which, 0, alike] = np.einsum("ij,j->i", rows[:, :inside], table[:inside])
+                if width > inside:
+                    values[which, 1, alike] = np.einsum("ij,j->i", rows[:, inside:], table[inside:])
+        return values
     over = np.flatnonzero(phases + width > _BLOCK_WORDS)
-    if len(over):
-        is_next = np.arange(width) >= _BLOCK_WORDS - phases[over, None]
-        values = np.einsum("ij,ij->i", words[over], np.where(is_next, multipliers[over], 0))
-        total += _dot(values, following[over] - factors[over])
-    return total & _MASK
-
-
-def _dot(values: Int64s, factors: Int64s) -> int:
-    return int((values * factors).sum())
-
-
-@cache
-def _word_multipliers(number: int) -> Int64s:
-    """``g`` of both sums, twice one after the other, so that any 1024 of a row are one slice."""
-    table = _odd_numbers(np.arange(_BLOCK_WORDS, dtype=np.uint64), 2 * number)
-    return np.concatenate([table, table])
+    is_next = np.arange(width) >= _BLOCK_WORDS - phases[over, None]
+    for which, own in enumerate(words):
+        table = sliding_window_view(_G[which], width)[phases]
+        values[which, 0] = np.einsum("ij,ij->i", own, table)
+        if len(over):
+            beyond = np.where(is_next, table[over], 0)
+            values[which, 1, over] = np.einsum("ij,ij->i", own[over], beyond)
+    values[:, 0] -= values[:, 1]
+    return values
 
 
 @lru_cache(maxsize=_BLOCK_WORDS)
-def _factors_of_block(block: int) -> Sums:
+def _factors_of_block(block: int) -> list[int]:
     """``h`` of a block, for both sums."""
-    first, second = (int(_block_multipliers(np.array([block]), n)[0]) for n in range(2))
-    return first, second
+    factors: list[int] = _multipliers(np.array(block), 1).tolist()
+    return factors
 
 
-def _block_multipliers(blocks: Int64s, number: int) -> Int64s:
-    """``h`` of some blocks."""
-    return _odd_numbers(blocks.astype(np.uint64), 2 * number + 1)
+def _multipliers(counters: Int64s, kind: int) -> Int64s:
+    """``g`` (kind 0) or ``h`` (1) of some numbers, for both sums along a new first axis.
 
-
-def _odd_numbers(counters: npt.NDArray[np.uint64], stream: int) -> Int64s:
-    """Output ``4 * counter + stream`` of SplitMix64 with seed 0, made odd (Steele et al., 2014)."""
-    state = (counters * np.uint64(4) + np.uint64(stream + 1)) * np.uint64(_GAMMA)
+    They are the outputs ``4 * counter + kind`` and ``+ 2`` of SplitMix64 with seed 0 (Steele et
+    al., 2014), made odd.
+    """
+    first = counters.astype(np.uint64) * np.uint64(4) + np.uint64(kind + 1)
+    state = np.stack([first, first + np.uint64(2)]) * np.uint64(_GAMMA)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((state ^ (state >> np.uint64(31))) | np.uint64(1)).view(np.int64)
 
 
-_ROW = np.dtype([("row", "<i4"), ("sums", "<u8", (2,))])
+_G: Final = np.tile(_multipliers(np.arange(_BLOCK_WORDS), 0), 2)
+"""``g`` twice one after the other, so that any 1024 of a row are one slice."""
+
+SUMS_ROW: Final = np.dtype([("number", "<i4"), ("sums", "<u8", (2,))])
+"""What ranks send of their sums: a number that all of them know, and the sums that belong to it."""
+
+
+def totals(count: int, packed: Iterable[bytes]) -> npt.NDArray[np.uint64]:
+    """``[count, 2]``, the sums of each number, of the rows that all ranks have packed."""
+    sums = np.zeros((count, 2), dtype=np.uint64)
+    for data in packed:
+        rows = np.frombuffer(data, dtype=SUMS_ROW)
+        np.add.at(sums, rows["number"], rows["sums"])
+    return sums
 
 
 class SummingPlanner(PlannedData):
@@ -348,64 +298,53 @@ class SummingPlanner(PlannedData):
     """
 
     def __init__(self, planner: SavePlanner, plan: SavePlan) -> None:
-        super().__init__(plan)
+        super().__init__(plan, ())
         self._planner, table = planner, plan.table
         self._sums = np.zeros((len(table), 2), dtype=np.uint64)
-        self._is_summed = [False] * len(table)
+        self._is_object, self._is_summed = table.is_object, [False] * len(table)
         columns = (table.ndim, table.global_shapes, table.offsets, table.shapes, table.flat)
         self._boxes = list(zip(*(column.tolist() for column in columns), strict=True))
-        self._is_object = table.is_object
 
     def packed(self) -> bytes:
-        """The sums of each tensor, and its row in the index."""
+        """The sums of each tensor, with its row in the index."""
         index, table = self._plan.index, self._plan.table
         assert index is not None
-        rows = index.rows_of(table.names)[table.keys]
-        known = np.flatnonzero(rows >= 0)
-        tensors, places = np.unique(rows[known], return_inverse=True)
-        packed = np.zeros(len(tensors), dtype=_ROW)
-        packed["row"] = tensors
-        for number in range(2):
-            np.add.at(packed["sums"][:, number], places, self._sums[known, number])
+        numbers = index.rows_of(table.names)[table.keys]
+        known = np.flatnonzero(numbers >= 0)
+        sums = np.zeros((len(index), 2), dtype=np.uint64)
+        np.add.at(sums, numbers[known], self._sums[known])
+        packed = np.zeros(np.count_nonzero(sums.any(axis=1)), dtype=SUMS_ROW)
+        packed["number"] = np.flatnonzero(sums.any(axis=1))
+        packed["sums"] = sums[packed["number"]]
         return packed.tobytes()
 
-    def row_data(self) -> Callable[[int], Any]:
-        give = self._planner.data_of(self._plan)
+    def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
+        if plan is not self._plan:
+            return SavePlanner.data_of(self, plan)
+        give = self._planner.data_of(plan)
         return lambda row: self._summed(row, give(row))
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        given: object = self._summed(self._row_of[item], self._planner.get_data(item))
-        return given
+        return self._summed(self._row_of[item], self._planner.get_data(item))
 
     @property
     def makes_data(self) -> bool:
         return self._planner.makes_data
 
-    def _summed(self, row: int, given: Any) -> Any:
+    def _summed(self, row: int, given: Any) -> object:
         # Of a base a writer asks twice. What is made once more may be something else.
         if self._is_object[row] or (self._is_summed[row] and not self.makes_data):
             return given
         ndim, global_shape, offset, shape, flat = self._boxes[row]
         box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
         flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-        # A whole leaf is given as it is, without the axes that exist only globally.
-        values = given.reshape(box.shape if flat_range is None else (-1,))
-        self._sums[row] = sums_of_tensor(values, box, flat_range, tuple(global_shape[:ndim]))
+        self._sums[row] = sums_of_tensor(given, box, flat_range, tuple(global_shape[:ndim]))
         self._is_summed[row] = True
         return given
 
 
 def with_fingerprints(index: Index, packed: Iterable[bytes]) -> Index:
     """The index with the fingerprints of all tensors, of what each rank has packed."""
-    sums = np.zeros((len(index), 2), dtype=np.uint64)
-    for data in packed:
-        rows = np.frombuffer(data, dtype=_ROW)
-        sums[rows["row"]] += rows["sums"]  # a rank names a tensor once
-    columns = zip(
-        index.keys_column, sums.tolist(), index.dtype_column, index.global_shape_column, strict=True
-    )
-    fingerprints = {
-        key: fingerprint_of((first, second), dtype, shape)
-        for key, (first, second), dtype, shape in columns
-    }
-    return replace(index, fingerprints=fingerprints)
+    columns = (totals(len(index), packed).tolist(), index.dtype_column, index.global_shape_column)
+    fingerprints = map(fingerprint_of, *columns)
+    return replace(index, fingerprints=dict(zip(index.keys_column, fingerprints, strict=True)))

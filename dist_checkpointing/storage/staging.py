@@ -284,26 +284,22 @@ class PlannedData(SavePlanner):
 
     Args:
         plan: it.
-        data: of its rows, in their order; a class that has none overrides ``row_data``.
+        data: of its rows, in their order.
     """
 
-    def __init__(self, plan: SavePlan, data: Sequence[Any] = ()) -> None:
+    def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
         self._plan, self._data = plan, data
 
     @cached_property
     def _row_of(self) -> dict[WriteItem, int]:
         return {item: row for row, item in enumerate(self._plan.items)}
 
-    def row_data(self) -> Callable[[int], Any]:
-        """What gives the data of each row."""
-        return self._data.__getitem__
-
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        data: object = self.row_data()(self._row_of[item])
+        data: object = self._data[self._row_of[item]]
         return data
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
-        return self.row_data() if plan is self._plan else super().data_of(plan)
+        return self._data.__getitem__ if plan is self._plan else super().data_of(plan)
 
     def _is_made(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("the plan is already made")
