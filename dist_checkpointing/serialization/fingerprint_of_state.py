@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dist_checkpointing.comm import Comm, SingleProcess
@@ -19,6 +19,7 @@ from dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedStateful,
     ShardedTensor,
+    is_main_replica,
     tensor_memory,
 )
 from dist_checkpointing.mapping.nested_dicts import DictKey
@@ -31,19 +32,17 @@ from dist_checkpointing.planning.shard_table import Bools, ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.fingerprints import (
-    NOTHING,
+    SUMS_ROW,
     Sums,
-    added,
     fingerprint_of,
     fingerprints_by_reading,
     sums_of_shard,
+    totals,
 )
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.validation.save_errors import check_data, refuse_distributed
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-_ROW = np.dtype([("number", "<i4"), ("sums", "<u8", (2,))])
 
 
 def fingerprint(
@@ -75,16 +74,13 @@ def fingerprint(
     comm = chosen_comm(comm)
     state_dict = as_state_dict(sharded_state_dict, comm)
     shards: list[ShardedTensor] = []
-    is_main: list[bool] = []
 
     def describe_local() -> tuple[dict[str, ShardTable], None]:
         parts = StateDictParts.of(state_dict)
         refuse_distributed(parts, {})
         check_data(parts)
         shards.extend(parts.tensors.values())
-        table = describe(shards, comm.rank)
-        is_main.extend(table.main.tolist())
-        return {"shards": table}, None
+        return {"shards": describe(shards, comm.rank)}, None
 
     catalog = exchange_tables(comm, "describing the shards", describe_local).catalog("shards")
     with comm.agreed("checking the shards"):
@@ -92,15 +88,12 @@ def fingerprint(
     number = {name: position for position, name in enumerate(catalog.names)}
 
     def sum_up() -> bytes:
-        mains = itertools.compress(shards, is_main)
+        mains = (shard for shard in shards if is_main_replica(shard.replica_id))
         rows = [(number[shard.key], sums_of_shard(shard)) for shard in mains]
-        return np.array(rows, dtype=_ROW).tobytes()
+        return np.array(rows, dtype=SUMS_ROW).tobytes()
 
-    total = np.zeros((len(catalog.names), 2), dtype=np.uint64)
-    for data in comm.exchange("summing the values", sum_up):
-        rows = np.frombuffer(data, dtype=_ROW)
-        np.add.at(total, rows["number"], rows["sums"])
-    return _fingerprints(catalog, {name: total[row].tolist() for name, row in number.items()})
+    sums = totals(len(catalog.names), comm.exchange("summing the values", sum_up))
+    return _fingerprints(catalog, sums)
 
 
 def verify_restored(
@@ -142,53 +135,69 @@ def verify_restored(
         copies = copies_of(exchanged.catalog("shards"), comm.rank)
         parts = copies.parts
         is_counted = _counted(copies, set().union(*exchanged.facts))
-        counted = {parts.key(row) for row in np.flatnonzero(is_counted).tolist()}
+        numbers = np.unique(parts.keys[is_counted])
+        counted = {parts.names[number] for number in numbers.tolist()}
 
     def stored_fingerprints() -> dict[str, str]:
         whole = read_index(folder)
         return {} if whole is None else {**whole.fingerprints}
 
     kept: dict[str, str] = comm.from_rank0("reading the fingerprints", stored_fingerprints)
-    missing = _shared_out(sorted(counted - kept.keys()), parts, comm.rank)
-    for computed in comm.exchange(
-        "reading for fingerprints", lambda: _by_reading(missing, index, make_reader)
-    ):
+
+    def compute_missing() -> dict[str, str]:
+        missing = numbers[[parts.names[number] not in kept for number in numbers.tolist()]]
+        # Ranks that hold a tensor take turns: no other rank has it in its index.
+        begins, ends = (np.searchsorted(parts.keys, missing, side) for side in ("left", "right"))
+        readers = parts.ranks[begins + np.arange(len(missing)) % (ends - begins)]
+        keys = [parts.names[number] for number in missing[readers == comm.rank].tolist()]
+        return fingerprints_by_reading(index, keys, read_boxes)
+
+    def read_boxes(wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        leaves: dict[TreePath, ShardedTensor] = {}
+        for number, (key, box) in enumerate(wanted):
+            leaf = leaves[DictKey(number),] = ShardedTensor.of_box(index[key], box)
+            leaf.init_data("cpu")
+        # Not by the planner of the strategy: it may put other values into memory.
+        read(leaves, index, None, make_reader(), SingleProcess())
+        return [leaf.data for leaf in leaves.values() if leaf.data is not None]
+
+    for computed in comm.exchange("reading for fingerprints", compute_missing):
         kept |= computed
-    is_lowest_holder = (parts.ranks == comm.rank).tolist()
-    sums: dict[int, Sums] = {}
-    findings: list[Finding] = []
+    held: list[tuple[int, Sums]] = []
 
     def sum_up() -> bytes:
-        for shard, part in zip(shards, copies.local.tolist(), strict=True):
-            if shard.key in counted:
-                found = sums_of_shard(shard)
-                if sums.setdefault(part, found) != found:
-                    findings.append(_differs(copies, part, (comm.rank,)))
-        rows = [(part, found) for part, found in sums.items() if is_lowest_holder[part]]
-        return np.array(rows, dtype=_ROW).tobytes()
+        """The sums of one copy of each part of which this rank is the lowest holder."""
+        local = zip(copies.local.tolist(), shards, strict=True)
+        held.extend((part, sums_of_shard(shard)) for part, shard in local if shard.key in counted)
+        rows = [(part, sums) for part, sums in dict(held).items() if parts.ranks[part] == comm.rank]
+        return np.array(rows, dtype=SUMS_ROW).tobytes()
 
-    totals = dict.fromkeys(counted, NOTHING)
-    for data in comm.exchange("summing what was restored", sum_up):
-        rows = np.frombuffer(data, dtype=_ROW)
-        for part, pair in zip(rows["number"].tolist(), rows["sums"].tolist(), strict=True):
-            found = (pair[0], pair[1])
-            if is_counted[part]:
-                totals[parts.key(part)] = added((totals[parts.key(part)], found))
-            if sums.get(part, found) != found:
-                findings.append(_differs(copies, part, (int(parts.ranks[part]), comm.rank)))
+    of_parts = totals(len(parts), comm.exchange("summing what was restored", sum_up))
     with comm.agreed("comparing fingerprints"):
+        findings = [
+            Finding(
+                "copies of one part differ in memory after the load",
+                parts.key(part),
+                found=str(parts.box(part)),
+                ranks=tuple(sorted({int(parts.ranks[part]), comm.rank})),
+            )
+            for part in dict.fromkeys(
+                part for part, sums in held if tuple(of_parts[part].tolist()) != sums
+            )
+        ]
         if comm.rank == 0:
-            remedy = "Load with verify=True, which tells whether the stored data is damaged."
+            of_names = np.zeros((len(parts.names), 2), dtype=np.uint64)
+            np.add.at(of_names, parts.keys[is_counted], of_parts[is_counted])
             findings += [
                 Finding(
                     "what lies in memory is not what was saved",
                     key,
                     expected=kept[key],
                     found=found,
-                    remedy=remedy,
+                    remedy="Load with verify=True, which tells whether the stored data is damaged.",
                 )
-                for key, found in _fingerprints(parts, totals).items()
-                if found != kept[key]
+                for key, found in _fingerprints(parts, of_names).items()
+                if key in counted and found != kept[key]
             ]
             if others := sorted({*parts.key_column} - counted):
                 logger.warning(
@@ -202,63 +211,30 @@ def verify_restored(
             raise CorruptCheckpointError("what was restored is not what was saved", findings)
 
 
-def _fingerprints(table: ShardTable, sums: Mapping[str, Sums]) -> dict[str, str]:
-    """The fingerprints of the tensors of a table whose sums are given."""
-    fingerprints = {}
-    for row in np.unique(table.keys, return_index=True)[1].tolist():
-        key = table.key(row)
-        if key in sums:
-            fingerprints[key] = fingerprint_of(sums[key], table.dtype(row), table.global_shape(row))
-    return fingerprints
+def _fingerprints(table: ShardTable, sums: npt.NDArray[np.uint64]) -> dict[str, str]:
+    """The fingerprints of the tensors of a table; the sums are those of each of its names."""
+    names, rows = np.unique(table.keys, return_index=True)
+    return {
+        table.key(row): fingerprint_of(of_name, table.dtype(row), table.global_shape(row))
+        for of_name, row in zip(sums[names].tolist(), rows.tolist(), strict=True)
+    }
 
 
 def _counted(copies: Copies, differing: set[str]) -> Bools:
     """The parts that together make up each tensor once, for all tensors where there are such."""
-    parts, catalog = copies.parts, copies.catalog
-    if not len(parts):
-        return np.zeros(0, dtype=np.bool_)
-    has_elements = parts.num_elements > 0
-    # Parts that differ may overlap: then those of main replicas may do.
-    is_main = np.logical_or.reduceat(catalog.main[copies.rows], copies.begins[:-1])
+    parts = copies.parts
     is_counted = np.zeros(len(parts), dtype=np.bool_)
-    is_open = np.array([name not in differing for name in parts.names])[parts.keys]
+    if not len(parts):
+        return is_counted
+    # Parts that differ may overlap: then those of main replicas may do.
+    is_main = np.logical_or.reduceat(copies.catalog.main[copies.rows], copies.begins[:-1])
+    unknown = {*parts.names} - differing
     for chosen in (np.ones_like(is_main), is_main):
-        written = parts.take(np.flatnonzero(chosen & has_elements))
-        broken = {finding.key for finding in find_coverage_problems(catalog, written)}
-        fits = is_open & np.array([name not in broken for name in parts.names])[parts.keys]
-        is_counted |= fits & chosen
-        is_open &= ~fits
-        if not is_open.any():
+        written = parts.take(np.flatnonzero(chosen & (parts.num_elements > 0)))
+        broken = {finding.key for finding in find_coverage_problems(copies.catalog, written)}
+        fits = np.array([name in unknown and name not in broken for name in parts.names])
+        is_counted |= fits[parts.keys] & chosen
+        unknown &= broken
+        if not unknown:
             break
     return is_counted
-
-
-def _shared_out(keys: Sequence[str], parts: ShardTable, rank: int) -> list[str]:
-    """The keys that a rank reads: of each key a rank that holds a part of it."""
-    wanted = {key: number for number, key in enumerate(keys)}
-    ranks: dict[str, list[int]] = {key: [] for key in keys}
-    for key, holder in zip(parts.key_column if keys else (), parts.ranks.tolist(), strict=False):
-        if key in wanted:
-            ranks[key].append(holder)
-    return [key for key, held in ranks.items() if held[wanted[key] % len(held)] == rank]
-
-
-def _by_reading(
-    keys: Sequence[str], index: Index, make_reader: Callable[[], StorageReader]
-) -> dict[str, str]:
-    def read_boxes(wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        leaves: dict[TreePath, ShardedTensor] = {}
-        for number, (key, box) in enumerate(wanted):
-            leaf = leaves[DictKey(number),] = ShardedTensor.of_box(index[key], box)
-            leaf.init_data("cpu")
-        # Not by the planner of the strategy: it may put other values into memory.
-        read(leaves, index, None, make_reader(), SingleProcess())
-        return [leaf.data for leaf in leaves.values() if leaf.data is not None]
-
-    return fingerprints_by_reading(index, keys, read_boxes)
-
-
-def _differs(copies: Copies, part: int, ranks: tuple[int, ...]) -> Finding:
-    problem = "copies of one part differ in memory after the load"
-    box = str(copies.parts.box(part))
-    return Finding(problem, copies.parts.key(part), found=box, ranks=ranks)
