@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.geometry import Box, split_rows
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
@@ -23,7 +24,7 @@ ALIGNMENT_BYTES = 64
 _MOST_BLOCK_BYTES = 2**24
 """Of a larger block neither a copy from a GPU nor a write gets faster."""
 _MOST_TENSORS = 1024
-Launched = list[tuple[int, torch.Tensor]]
+Numbered = tuple[int, torch.Tensor]
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -71,49 +72,34 @@ class HostBlocks:
 
         Blocks of a tensor on a GPU are contiguous; other tensors are given as they are.
         """
-        waiting: tuple[CopyStreams, Launched] = CopyStreams({}), []
-        for number, batch in enumerate(self._batches(tensors)):
-            self._release()
-            launched = self._launch(batch, number % 2)
-            waiting[0].synchronize()
-            yield from waiting[1]
-            waiting = launched
-        waiting[0].synchronize()
-        yield from waiting[1]
+        batches = in_batches(self._cut(tensors), self._memory.block_bytes, _MOST_TENSORS)
+        launched = map(self._launch, batches, itertools.cycle((0, 1)))
+        ended: tuple[CopyStreams, list[Numbered]] = CopyStreams({}), []
+        # The copies of one batch are launched before those of the last one are waited for.
+        for (streams, copies), _ in itertools.pairwise(itertools.chain(launched, [ended])):
+            streams.synchronize()
+            yield from copies
 
-    def _batches(self, tensors: Iterable[torch.Tensor]) -> Iterator[Launched]:
-        """Blocks that fit into half of the memory together, as they are on their devices."""
-        batch: Launched = []
-        size = 0
+    def _cut(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[Numbered, int]]:
+        """Blocks of rows of numbered tensors, on their devices, and the memory that each takes."""
         for number, tensor in enumerate(tensors):
-            blocks = [tensor]
-            if is_on_gpu(tensor):
-                most = self._memory.block_bytes // tensor.dtype.itemsize
-                boxes = split_rows(Box.whole(tuple(tensor.shape)), most)
-                blocks = [tensor.detach()[box.slices()] for box in boxes]
-            for block in blocks:
-                num_bytes = padded(block.nbytes) if is_on_gpu(block) else 0
-                if batch and (
-                    size + num_bytes > self._memory.block_bytes or len(batch) == _MOST_TENSORS
-                ):
-                    yield batch
-                    batch, size = [], 0
-                batch.append((number, block))
-                size += num_bytes
-        if batch:
-            yield batch
-
-    def _launch(self, batch: Launched, block: int) -> tuple[CopyStreams, Launched]:
-        streams, start, copies = CopyStreams({}), 0, []
-        for number, source in batch:
-            if not is_on_gpu(source):
-                copies.append((number, source))
+            if not is_on_gpu(tensor):
+                yield (number, tensor), 0
                 continue
-            copied = self._memory.view(block, start, source)
-            streams.copy(source, copied)
-            copies.append((number, copied))
-            start += padded(source.nbytes)
-        return streams, copies
+            most = self._memory.block_bytes // tensor.dtype.itemsize
+            for box in split_rows(Box.whole(tuple(tensor.shape)), most):
+                block = tensor.detach()[box.slices()]
+                yield (number, block), padded(block.nbytes)
+
+    def _launch(self, batch: list[Numbered], block: int) -> tuple[CopyStreams, list[Numbered]]:
+        self._release()
+        streams, start = CopyStreams({}), 0
+        for row, (number, source) in enumerate(batch):
+            if is_on_gpu(source):
+                batch[row] = number, self._memory.view(block, start, source)
+                streams.copy(source, batch[row][1])
+                start += padded(source.nbytes)
+        return streams, batch
 
 
 class DeviceBlocks:
@@ -125,7 +111,6 @@ class DeviceBlocks:
 
     def __init__(self, most_bytes: int) -> None:
         self._memory = _TwoBlocks(most_bytes)
-        self._copied: list[torch.cuda.Event | None] = [None, None]
         self.block_bytes: int = self._memory.block_bytes
 
     def fill(
@@ -140,46 +125,49 @@ class DeviceBlocks:
                 values into a contiguous tensor on the CPU.
             stored: dtype of what is read.
         """
+        copied: list[torch.cuda.Event | None] = [None, None]
         try:
             for number, (target, read) in enumerate(targets):
-                self._wait(number % 2)
+                if (event := copied[number % 2]) is not None:
+                    event.synchronize()
                 like = torch.empty(target.shape, dtype=stored, device="meta")
                 block = self._memory.view(number % 2, 0, like)
                 read(block)
                 target.copy_(block, non_blocking=target.is_cuda)
-                if target.is_cuda:
-                    event = self._copied[number % 2] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record(torch.cuda.current_stream(target.device))
+                copied[number % 2] = _launched_on(target.device) if target.is_cuda else None
         finally:
-            self._wait(0)
-            self._wait(1)
+            for event in copied:
+                if event is not None:
+                    event.synchronize()
 
-    def _wait(self, block: int) -> None:
-        event, self._copied[block] = self._copied[block], None
-        if event is not None:
-            event.synchronize()
+
+def _launched_on(device: torch.device) -> torch.cuda.Event:
+    """What this thread has launched on a GPU until now."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class CopyStreams:
-    """Copies to the CPU, those from a GPU on a stream of their own."""
+    """Copies to the CPU, those from a GPU on a stream of their own.
+
+    Args:
+        launched: On each GPU, what they wait for; by default what this thread has launched there.
+    """
 
     def __init__(self, launched: Mapping[torch.device, torch.cuda.Event]) -> None:
         self._launched = launched
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        source = source.detach()
-        if source.device.type != "cuda":
+        source, device = source.detach(), source.device
+        if device.type != "cuda":
             target.copy_(source)
             return
-        stream = self._streams.get(source.device)
+        stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-            event = self._launched.get(source.device)
-            if event is None:
-                stream.wait_stream(torch.cuda.current_stream(source.device))
-            else:
-                stream.wait_event(event)
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_event(self._launched.get(device) or _launched_on(device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         # A view that the planner made must not be freed, and used again, before it is copied.
@@ -240,8 +228,7 @@ class StagingBuffers:
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let copies that another thread makes wait for what this one has launched on GPUs."""
         for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-            event = self._launched[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
+            self._launched[device] = _launched_on(device)
 
     def fill(self, sizes: Sequence[int], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous CPU copies of tensors.
@@ -251,7 +238,14 @@ class StagingBuffers:
             tensors: on any device, of any strides; each is asked for only when it is its turn.
         """
         assert self._is_taken
-        self._make_room(list(sizes))
+        sizes = list(sizes)
+        if sizes != self._sizes:
+            self._sizes, self._views = sizes, [None] * len(sizes)
+            needed = sum(map(padded, sizes))
+            if needed > self.num_bytes:
+                pinned = torch.cuda.is_available() if self._pinned is None else self._pinned
+                self._memory = torch.empty(0, dtype=torch.uint8)  # never both at once
+                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
         copies, streams = [], CopyStreams(self._launched)
         starts = itertools.accumulate(map(padded, sizes), initial=0)
         for row, (start, size, tensor) in enumerate(zip(starts, sizes, tensors, strict=False)):
@@ -267,16 +261,6 @@ class StagingBuffers:
             copies.append(view)
         streams.synchronize()
         return copies
-
-    def _make_room(self, sizes: list[int]) -> None:
-        if sizes == self._sizes:
-            return
-        self._sizes, self._views = sizes, [None] * len(sizes)
-        needed = sum(map(padded, sizes))
-        if needed > self._memory.numel():
-            pinned = torch.cuda.is_available() if self._pinned is None else self._pinned
-            self._memory = torch.empty(0, dtype=torch.uint8)  # never both at once
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
 
 
 class PlannedData(SavePlanner):
@@ -309,15 +293,14 @@ class PlannedData(SavePlanner):
 
 def stage_plan(plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> SavePlanner:
     """Copy all that one rank will write: a planner that no longer needs the state dict."""
-    give, sizes, is_object = planner.data_of(plan), plan.table.num_bytes, plan.table.is_object
-    data: list[Any] = [None] * len(sizes)
-    tensors = np.flatnonzero(~is_object)
+    give, table = planner.data_of(plan), plan.table
+    tensors = np.flatnonzero(~table.is_object)
     given: Iterator[Any] = map(give, tensors.tolist())
-    copies = buffers.fill(sizes[tensors].tolist(), given)
-    for row, copied in zip(tensors.tolist(), copies, strict=True):
-        data[row] = copied
-    for row in np.flatnonzero(is_object).tolist():
-        data[row] = detached_copy(give(row))
+    copies = iter(buffers.fill(table.num_bytes[tensors].tolist(), given))
+    data = [
+        detached_copy(give(row)) if is_object else next(copies)
+        for row, is_object in enumerate(table.is_object.tolist())
+    ]
     return PlannedData(plan, data)
 
 
@@ -358,7 +341,10 @@ class ChangeDetector:
         self._before = self._versions()
 
     def _versions(self) -> dict[str, list[int]]:
-        return {key: [_version(t) for t in held] for key, held in self._tensors.items()}
+        return {
+            key: [0 if t.is_inference() else t._version for t in held]  # noqa: SLF001 - its only name
+            for key, held in self._tensors.items()
+        }
 
     def check(self) -> None:
         """Raise if anything has changed.
@@ -375,7 +361,3 @@ class ChangeDetector:
         ]
         if findings:
             raise CheckpointingException("the state changed before it was captured", findings)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
