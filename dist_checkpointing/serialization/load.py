@@ -213,7 +213,7 @@ def load(
         wanted = filled = WantedTable(_without_keys(parts.tensors, unexpected))
         objects = _without_keys(parts.objects, unexpected)
         user_planner = opened.strategies.sharded.planner is not None
-        with nullcontext() if made is None else made.checking(wanted.tensors, objects):
+        with nullcontext() if made is None else made.checking(wanted.tensors, objects.values()):
             alike = compare(
                 wanted,
                 shapes,

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from os import PathLike
 from typing import Any
 
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import (
-    Finding,
-    StateMismatchError,
-    near_names,
-)
+from dist_checkpointing.errors import Finding, StateMismatchError, near_names
 from dist_checkpointing.filesystem.location import as_local_folder
-from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
+from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, values_of_part
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import (
     ShardedObject,
@@ -113,18 +109,9 @@ def derived_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
 
 def apply_recipe(recipe: Recipe, opened: OpenedCheckpoint, parts: StateDictParts) -> RecipeLoad:
     """Apply a recipe to what is stored, for a template that was taken apart. Collective."""
-    stored_objects, objects = opened.object_keys(), parts.objects
+    stored_objects = opened.object_keys()
     with opened.comm.agreed("applying the recipe"), paused_collector():
-        derivation = _derived(recipe, opened.index, stored_objects, parts)
-        to_read = {
-            path: replace(leaf, key=derivation.objects[leaf.key])
-            for path, leaf in objects.items()
-            if leaf.key in derivation.objects
-        }
-        kept = {
-            path: leaf.data for path, leaf in objects.items() if leaf.key in derivation.kept_objects
-        }
-    return RecipeLoad(derivation, to_read, kept)
+        return RecipeLoad(_derived(recipe, opened.index, stored_objects, parts), parts.objects)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,22 +120,17 @@ class RecipeLoad:
 
     Attributes:
         derivation: What the recipe makes of it.
-        objects: Sharded objects to read, by path, with the keys that they have in the checkpoint.
-        kept: Values of sharded objects that stay as they are in the template, by path.
+        template: Sharded objects of the template, by path.
     """
 
     derivation: Derivation
-    objects: Mapping[TreePath, ShardedObject]
-    kept: Mapping[TreePath, Any]
+    template: Mapping[TreePath, ShardedObject]
 
     @property
     def keys(self) -> set[str]:
         """Keys of all that there is for the template."""
-        return {
-            *self.derivation.tensors,
-            *self.derivation.objects,
-            *self.derivation.kept_objects,
-        }
+        made = self.derivation
+        return {*made.tensors, *made.objects, *made.kept_objects}
 
     @property
     def shapes(self) -> dict[str, tuple[Ints, torch.dtype]]:
@@ -156,35 +138,44 @@ class RecipeLoad:
         tensors = self.derivation.tensors
         return {key: (tensor.shape, tensor.dtype.torch) for key, tensor in tensors.items()}
 
+    @property
+    def kept(self) -> dict[TreePath, Any]:
+        """Values of sharded objects that stay as they are in the template."""
+        kept = self.derivation.kept_objects
+        return {path: leaf.data for path, leaf in self.template.items() if leaf.key in kept}
+
     @contextmanager
     def checking(
-        self,
-        tensors: Iterable[ShardedTensor],
-        objects: Mapping[TreePath, ShardedObject],
+        self, tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]
     ) -> Iterator[None]:
         """Let the body compare the template; say more if it does not fit."""
+        made = self.derivation
         findings = [
             Finding("not in the checkpoint", leaf.key, remedy=_REMEDY_OF_OBJECTS)
-            for path, leaf in objects.items()
-            if path not in self.objects and path not in self.kept
+            for leaf in objects
+            if leaf.key not in made.objects and leaf.key not in made.kept_objects
         ]
-        for leaf in tensors:
-            tensor = self.derivation.tensors.get(leaf.key)
-            fills = () if tensor is None or leaf.data is not None else tensor.parts(leaf.box)
-            if any(piece.key is None and piece.fill == "template" for piece in fills):
-                remedy = "Give it data, or fill with zeros."
-                findings.append(
-                    Finding("the template has no values to keep", leaf.key, remedy=remedy)
-                )
-        message = "the template does not fit what the recipe makes of the checkpoint"
+        findings += [
+            Finding(
+                "the template has no values to keep",
+                leaf.key,
+                remedy="Give it data, or fill with zeros.",
+            )
+            for leaf in tensors
+            if leaf.data is None
+            and leaf.key in made.tensors
+            and any(
+                piece.key is None and piece.fill == "template"
+                for piece in made.tensors[leaf.key].parts(leaf.box)
+            )
+        ]
         try:
             yield
         except StateMismatchError as error:
             findings = [*map(self._explained, error.findings), *findings]
         if findings:
-            findings += [
-                Finding(f"{text} matches nothing") for text in self.derivation.unused_rules
-            ]
+            findings += [Finding(f"{text} matches nothing") for text in made.unused_rules]
+            message = "the template does not fit what the recipe makes of the checkpoint"
             raise StateMismatchError(message, findings)
 
     def _explained(self, finding: Finding) -> Finding:
@@ -193,8 +184,7 @@ class RecipeLoad:
         if key is None or key in derived:
             return finding
         remedy = "Remove it from the template, or say with a rule (missing) what fills it."
-        near = [key] if key in stored else near_names(key, stored, 1)
-        for known in near:
+        for known in [key] if key in stored else near_names(key, stored, 1):
             made = [new for new, tensor in derived.items() if known in tensor.sources]
             if made != [known]:
                 texts = ", ".join(map(repr, made[:3])) + (", ..." if len(made) > 3 else "")
@@ -211,8 +201,13 @@ class RecipeLoad:
             return WantedTable.of(chain.from_iterable(sources))
 
     def objects_of(self, wanted: Mapping[TreePath, ShardedObject]) -> dict[TreePath, ShardedObject]:
-        """What is read for wanted objects."""
-        return {path: leaf for path, leaf in self.objects.items() if path in wanted}
+        """What is read for wanted objects, with the keys that it has in the checkpoint."""
+        stored = self.derivation.objects
+        return {
+            path: replace(leaf, key=stored[leaf.key])
+            for path, leaf in wanted.items()
+            if leaf.key in stored
+        }
 
 
 def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[ShardedTensor]:
@@ -228,7 +223,14 @@ def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[Shard
         renamed.key = stored.key
         yield renamed
         return
-    for box, memory in _boxes(leaf):
+    boxes: Iterable[tuple[Box, torch.Tensor | None]]
+    if leaf.data is None:
+        boxes = zip(boxes_of_part(leaf.box, leaf.flat_range), repeat(None))
+    else:
+        prepended = 0 if leaf.flat_range else leaf.prepend_axis_num
+        data = leaf.data.detach()[(None,) * prepended]
+        boxes = values_of_part(leaf.box, leaf.flat_range, data)
+    for box, memory in boxes:
         for piece in tensor.parts(box):
             values = None if memory is None else memory[piece.box.relative_to(box.offset).slices()]
             if piece.key is not None:
@@ -238,16 +240,3 @@ def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[Shard
                 yield source
             elif values is not None and piece.fill == "zeros":
                 values.zero_()
-
-
-def _boxes(leaf: ShardedTensor) -> Iterator[tuple[Box, torch.Tensor | None]]:
-    """The boxes that make up a shard, each with its memory."""
-    data = None if leaf.data is None else leaf.data.detach()
-    if leaf.flat_range is None:
-        yield leaf.box, None if data is None else data[(None,) * leaf.prepend_axis_num]
-        return
-    position = 0
-    for box in boxes_of_part(leaf.box, leaf.flat_range):
-        count = box.num_elements
-        yield box, None if data is None else data[position : position + count].view(box.shape)
-        position += count
