@@ -92,16 +92,15 @@ class StorageOptions:
     least_shared: float = 0.5
 
     def __post_init__(self) -> None:
-        findings = [
-            Finding(f"{name} must be at least {least}", found=getattr(self, name))
-            for name, least in (("threads", 1), ("buffer_bytes", 1), ("data_file_bytes", 1))
-            if getattr(self, name) < least
-        ]
+        counts = ("threads", "buffer_bytes", "data_file_bytes")
+        wrong = {name: "at least 1" for name in counts if getattr(self, name) < 1}
         if not 0 <= self.least_shared <= 1:
-            findings.append(
-                Finding("least_shared must be between 0 and 1", found=self.least_shared)
-            )
-        if findings:
+            wrong["least_shared"] = "between 0 and 1"
+        if wrong:
+            findings = [
+                Finding(f"{name} must be {limit}", found=getattr(self, name))
+                for name, limit in wrong.items()
+            ]
             raise CheckpointingException("invalid storage options", findings)
 
     def maps_files(self, folder: Path) -> bool:

@@ -67,23 +67,21 @@ def _bar(operation: str) -> ProgressCallback:
     # Never started: an error in the middle would leave its thread and the hidden cursor behind.
     bar = rich.Progress(*columns, console=console, auto_refresh=False)
     lock, shown_at, phase = threading.Lock(), 0.0, ""
+    bar.add_task("")
+    (task,) = bar.tasks
 
     def show(report: Progress) -> None:
         nonlocal shown_at, phase
         with lock:
             if report.phase != phase:
                 phase = report.phase
-                for number in bar.task_ids:
-                    bar.remove_task(number)
-            if not report.bytes_total:
+                bar.reset(task.id, description=f"{operation}: {phase}")
+            if task.finished or not report.bytes_total:
                 return
-            if not bar.task_ids:
-                bar.add_task(f"{operation}: {phase}")
+            bar.update(task.id, completed=report.bytes_done, total=report.bytes_total)
             is_done = report.bytes_done >= report.bytes_total
             is_due = console.is_terminal and time.monotonic() - shown_at > _BAR_SECONDS
-            task, is_new = bar.tasks[0], not bar.tasks[0].finished
-            bar.update(task.id, completed=report.bytes_done, total=report.bytes_total)
-            if is_new and (is_done or is_due):
+            if is_done or is_due:
                 shown_at = time.monotonic()
                 with console.capture() as line:
                     console.print(bar.make_tasks_table([task]))

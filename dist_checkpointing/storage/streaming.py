@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from dist_checkpointing.byte_sizes import in_batches
-from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, split_rows
+from dist_checkpointing.format.geometry import Box, ChunkGrid, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 
 Values = TypeVar("Values")
@@ -27,21 +27,16 @@ def blocks(stored: StoredTensor, region: Box, most_bytes: int) -> Iterator[Box]:
         yield from split_rows(region, most_elements)
         return
     grid = stored.grid
-    chunk = tuple(map(min, grid.chunk_shape, grid.global_shape))
-    block = chunk if math.prod(chunk) > most_elements else _grown(chunk, grid, most_elements)
-    for _, part in ChunkGrid(grid.global_shape, block).intersecting(region):
+    block = [*map(min, grid.chunk_shape, grid.global_shape)]
+    if math.prod(block) <= most_elements:
+        # As many whole chunks as fit, the last axis first.
+        for axis in reversed(range(len(block))):
+            fitting = min(grid.counts[axis], most_elements // math.prod(block))
+            block[axis] *= fitting
+            if fitting < grid.counts[axis]:
+                break
+    for _, part in ChunkGrid(grid.global_shape, tuple(block)).intersecting(region):
         yield from split_rows(part, most_elements)
-
-
-def _grown(chunk: Ints, grid: ChunkGrid, most_elements: int) -> Ints:
-    """As many whole chunks as fit, the last axis first."""
-    block = list(chunk)
-    for axis in reversed(range(len(block))):
-        fitting = min(grid.counts[axis], most_elements // math.prod(block))
-        block[axis] *= fitting
-        if fitting < grid.counts[axis]:
-            break
-    return tuple(block)
 
 
 def batches(
