@@ -41,7 +41,6 @@ Sums = tuple[int, int]
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
-NOTHING: Final[Sums] = (0, 0)
 _MOST_BYTES: Final = 1 << 24
 """Of a tensor on another device are in memory at a time."""
 _WORD_BYTES: Final = 8
@@ -69,9 +68,10 @@ def sums_of_tensor(
     """
     values = values.detach().reshape(box.shape if flat_range is None else (-1,))
     return added(
-        _sums_of_box(block, offset, global_shape)
+        sums
         for run, own in values_of_part(box, flat_range, values)
         for block, offset in _blocks(own, run.offset)
+        for sums in _sums_of_box(block, offset, global_shape)
     )
 
 
@@ -99,18 +99,17 @@ def fingerprints_by_reading(
     most_bytes: int = DEFAULT_MEMORY_BYTES // 2,
 ) -> dict[str, str]:
     """The fingerprints of stored tensors, computed from their values."""
-    total = dict.fromkeys(keys, NOTHING)
+    parts: dict[str, list[Sums]] = {key: [] for key in keys}
 
     def add(key: str, box: Box, values: torch.Tensor) -> None:
-        sums = sums_of_tensor(values, box, None, index[key].global_shape)
-        total[key] = added((total[key], sums))
+        parts[key].append(sums_of_tensor(values, box, None, index[key].global_shape))
         report(values.nbytes)
 
-    regions = [(key, Box.whole(index[key].global_shape)) for key in total]
+    regions = [(key, Box.whole(index[key].global_shape)) for key in parts]
     stream(batches(index, regions, most_bytes), read, add)
     return {
-        key: fingerprint_of(sums, index[key].dtype.name, index[key].global_shape)
-        for key, sums in total.items()
+        key: fingerprint_of(added(sums), index[key].dtype.name, index[key].global_shape)
+        for key, sums in parts.items()
     }
 
 
@@ -129,37 +128,42 @@ def fingerprint_of(sums: Sequence[int], dtype: str, global_shape: Sequence[int])
     return f"{(sums[0] + (kind >> 64)) & _MASK:016x}{(sums[1] + kind) & _MASK:016x}"
 
 
-def _sums_of_box(values: torch.Tensor, offset: Ints, global_shape: Ints) -> Sums:
-    """The sums of the values of a box that begins at an offset of the tensor."""
-    array = np.asarray(tensor_memory.as_numpy(values), order="C")
+def _sums_of_box(values: torch.Tensor, offset: Ints, global_shape: Ints) -> Iterator[Sequence[int]]:
+    """The sums of the values of a box that begins at an offset of the tensor, in parts."""
+    array = tensor_memory.as_numpy(values)
     if not array.size:
-        return NOTHING
+        return
     axis = len(array.shape)
     while axis and array.shape[axis := axis - 1] == global_shape[axis]:
         pass
     leading = array.shape[:axis]
     start = ravel_offset(offset, global_shape) * array.itemsize
-    rows = array.reshape(-1).view(np.uint8).reshape(math.prod(leading), -1)
-    if len(rows) == 1:
-        return _sums_of_run(rows[0], start)
+    data = array.ravel().view(np.uint8)
+    num_rows = math.prod(leading)
+    if num_rows == 1:
+        yield from _sums_of_run(data, start)
+        return
+    rows = data.reshape(num_rows, -1)
     pitch = math.prod(global_shape[axis:]) * array.itemsize
     most = max(1, _SLAB_WORDS * _WORD_BYTES // max(rows.shape[1], _ROW_BYTES))
-    total = NOTHING
-    for first in range(0, len(rows), most):
+    for first in range(0, num_rows, most):
         slab = rows[first : first + most]
         indices = unravel_range(first, first + len(slab), leading)
         starts = start + pitch * np.ravel_multi_index(indices, global_shape[:axis])
-        sums = _sums_of_run(slab[0], int(starts[0])) if most == 1 else _sums_of_rows(slab, starts)
-        total = added((total, sums))
-    return total
+        yield from (
+            _sums_of_run(slab[0], int(starts[0])) if most == 1 else _sums_of_rows(slab, starts)
+        )
 
 
-def _sums_of_run(data: Bytes, start: int) -> Sums:
+def _sums_of_run(data: Bytes, start: int) -> Iterator[Sequence[int]]:
     """The sums of bytes that follow each other in the tensor, from byte ``start`` on."""
-    if start % _BLOCK_BYTES + data.size <= _BLOCK_BYTES:
-        return _sums_in_block(data, start)
-    head = -start % _BLOCK_BYTES
+    head = min(-start % _BLOCK_BYTES, data.size)
     tail = data.size - (data.size - head) % _BLOCK_BYTES
+    for begin, end in ((0, head), (tail, data.size)):
+        if begin < end:
+            yield _sums_in_block(data[begin:end], start + begin)
+    if head == tail:
+        return
     blocks = data[head:tail].view("<i8").reshape(-1, _BLOCK_WORDS)
     values = np.empty((2, len(blocks)), dtype=np.int64)
     scratch = np.empty((min(len(blocks), _SLAB_BLOCKS), _BLOCK_WORDS), dtype=np.int64)
@@ -171,9 +175,7 @@ def _sums_of_run(data: Bytes, start: int) -> Sums:
         for which, own in enumerate((words, swapped)):
             np.einsum("ij,j->i", own, _G[which, :_BLOCK_WORDS], out=values[which, slab])
     numbers = (start + head) // _BLOCK_BYTES + np.arange(len(blocks))
-    inside = (values * _multipliers(numbers, 1)).sum(axis=1).tolist()
-    ends = ((data[:head], start), (data[tail:], start + tail))
-    return added([inside, *(_sums_in_block(*end) for end in ends if end[0].size)])
+    yield (values * _multipliers(numbers, 1)).sum(axis=1).tolist()
 
 
 def _sums_in_block(data: Bytes, start: int) -> Sums:
@@ -203,11 +205,10 @@ def _words(rows: Bytes, shifts: Int64s) -> Int64s:
     return words
 
 
-def _sums_of_rows(rows: Bytes, starts: Int64s) -> Sums:
+def _sums_of_rows(rows: Bytes, starts: Int64s) -> Iterator[Sequence[int]]:
     """The sums of rows of bytes, each of which begins at a byte of the tensor, ascending."""
     words = _words(rows, starts % _WORD_BYTES)
     firsts = starts // _WORD_BYTES
-    total = NOTHING
     for column in range(0, words.shape[1], _BLOCK_WORDS):
         part = words[:, column : column + _BLOCK_WORDS]
         blocks, phases = np.divmod(firsts + column, _BLOCK_WORDS)
@@ -217,8 +218,7 @@ def _sums_of_rows(rows: Bytes, starts: Int64s) -> Sums:
         numbers = blocks[is_new]
         factors = _multipliers(np.stack([numbers, numbers + 1]), 1)
         sums = np.add.reduceat(values, is_new, axis=2) * factors
-        total = added((total, sums.sum(axis=(1, 2)).tolist()))
-    return total
+        yield sums.sum(axis=(1, 2)).tolist()
 
 
 def _values_of_rows(words: tuple[Int64s, Int64s], phases: Int64s) -> Int64s:
