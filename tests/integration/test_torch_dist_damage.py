@@ -258,7 +258,7 @@ def test_files_that_were_cut_off(damaged: Path) -> None:
     good = path.read_bytes()
     for keep in (0, 1, 100, len(good) // 2, len(good) - 1):
         path.write_bytes(good[:keep])
-        with pytest.raises(dc.CorruptCheckpointError, match="the file ends") as caught:
+        with pytest.raises(dc.CorruptCheckpointError, match="ends before it") as caught:
             dc.load(wanted(), damaged)
         assert str(path) in str(caught.value)
         assert caught.value.findings[0].key in (*FULL, "object")

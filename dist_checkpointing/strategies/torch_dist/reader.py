@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import (
@@ -23,9 +22,9 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError
+from dist_checkpointing.filesystem.ranged_reads import Array, OpenFile
 from dist_checkpointing.format.geometry import Ints, padded_rows
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedStateDict, StateDict, tensor_memory
 from dist_checkpointing.planning import (
@@ -37,14 +36,20 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.base import KnownFormats, LoadCommonStrategy
-from dist_checkpointing.strategies.chunk_reads import Extent, Filler, damaged, read_extent
+from dist_checkpointing.strategies.chunk_reads import (
+    ChunkReads,
+    Extent,
+    Filler,
+    damaged,
+    read_chunks,
+    read_extent,
+)
 from dist_checkpointing.strategies.pickle_scanner import Stub, check_pickle
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_archives import BadRecord, Read, entries
 from dist_checkpointing.strategies.torch_dist.metadata import (
     COMMON_STATE_CELL,
     DcpMetadata,
-    Place,
     PlacedIndex,
     StatePath,
     cell_named,
@@ -52,7 +57,6 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
     read_dcp_metadata,
 )
 from dist_checkpointing.strategies.torch_dist.writer import STORAGE_CLASSES, contiguous_stride
-from dist_checkpointing.threads import in_threads
 
 _MOST_DESCRIPTION_BYTES = 1 << 16
 _MOST_ELEMENTS = 1 << 62
@@ -148,80 +152,116 @@ def _describe(content: bytes) -> StoredLayout | None:
     return layout
 
 
-Array = npt.NDArray[Any]
 SMALL_BYTES = 1 << 16
 """Records up to this size are read whole: one system call costs more than that many bytes."""
 _EDGE_BYTES = 1 << 12
 """What is read of either end of a larger record to find the values in it."""
 
 
-class OpenRecord:
-    """One record of an open file. Only what is asked for is read."""
+class _RecordFiller(Filler):
+    """Fills rows from records; ``records`` are those of the rows of a plan.
 
-    def __init__(self, file: OpenFile, place: Place) -> None:
-        self.file = file
-        self.start: int = place.offset
-        self.length: int = place.length
+    The first row of each stands for all rows that are read from it.
+    """
+
+    def __init__(self, reader: TorchDistReader, plan: LoadPlan, planner: LoadPlanner) -> None:
+        index = reader.index
+        table = _ending_at_the_edge(plan.table, index)
+        super().__init__(plan, planner, index, reader.files.limits, table=table)
+        records = index.records(table)
+        by_record: dict[int, list[int]] = {}
+        for row, record in enumerate(records.tolist()):
+            by_record.setdefault(record, []).append(row)
+        self.rows_of = {rows[0]: rows for rows in by_record.values()}
+        self.places = index.places[records]
+        self._index, self._reader = index, reader
+
+    def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
+        del rows, file, starts, sizes
+        return False
+
+    def fill(self, row: int, block: Array, start: int = 0, size: int | None = None) -> int:
+        return self._fill(row, block, start, block.nbytes if size is None else size)
+
+    def read(self, row: int, file: OpenFile, start: int) -> int:
+        length = int(self.places[row, 2])
+        if length <= SMALL_BYTES or self.table.is_object[row]:
+            return self.fill(row, file.view(start, length))
+        return self._fill(row, file, start, length)
+
+    def _fill(self, row: int, source: Array | OpenFile, start: int, length: int) -> int:
+        """Fill the rows of the record that lies here; returns their bytes."""
+        key, rows = self.table.key(row), self.rows_of[row]
+        where = self._reader.location_of(self.places[row])
+        read = _reads_of(source, start, length)
         try:
-            file.require(self.start + self.length, is_all=False)
-        except WrongSizeError as error:
-            raise BadRecord(f"{error}, before the record does") from error
-        self._is_small = self.length <= SMALL_BYTES
-        edge = self.length if self._is_small else _EDGE_BYTES
-        self._head = self._pread(0, edge)
-        self._tail = self._head if self._is_small else self._pread(self.length - edge, edge)
-
-    def read(self, start: int, count: int) -> bytes:
-        if start + count <= len(self._head):
-            return self._head[start : start + count]
-        behind = start - (self.length - len(self._tail))
-        if behind >= 0 and behind + count <= len(self._tail):
-            return self._tail[behind : behind + count]
-        return self._pread(start, count)
-
-    def _pread(self, start: int, count: int) -> bytes:
-        if start + count > self.length:
-            raise BadRecord("it refers to bytes outside of it")
-        try:
-            return self.file.view(self.start + start, count).tobytes()
-        except EOFError as error:
-            raise BadRecord(str(error)) from error
-
-    def fill(self, rows: Sequence[int], filler: Filler, dtype: torch.dtype, shape: Ints) -> int:
-        """Fill rows from the tensor in the record, which must be of this dtype and shape.
-
-        Returns the bytes of the rows.
-        """
-
-        def check(found: torch.dtype, whole: Ints) -> None:
-            # Megatron's flattened pieces have axes of extent 1 in front.
-            axes = len(whole) - len(shape)
-            if (found, whole[axes:]) != (dtype, shape) or set(whole[:axes]) - {1}:
-                expected = f"{dtype} of shape {shape}"
-                raise BadRecord(f"expected {expected}, found {found} of shape {whole}")
-
-        layout = find_tensor(self.read, self.length)
-        if layout is not None:
-            check(layout.dtype, layout.shape)
-        if layout is None or not layout.is_contiguous:
-            # Its values lie otherwise in its storage: only PyTorch can put them in order.
-            content, key = self.read(0, self.length), filler.table.key(rows[0])
-            tensor = deserialize(content, f"the record of {key!r}")
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
-                raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
-            check(tensor.dtype, tuple(tensor.shape))
-            array = tensor_memory.as_numpy(tensor.detach().contiguous()).reshape(-1)
-            values = array.view(np.uint8)
-        else:
+            if self.table.is_object[row]:
+                value = read_object(read(0, length), where, trusted=self._reader.trusted)
+                for cell in rows:
+                    self._destinations.apply_bytes(cell, value)
+                return 0
+            dtype, shape = self.dtype(row).torch, self._stored_shape(row)
             num_bytes = math.prod(shape) * dtype.itemsize
-            if layout.start + num_bytes > self.length:
+            layout = find_tensor(read, length)
+            if layout is not None:
+                _require_form(layout.dtype, layout.shape, dtype, shape)
+            if layout is None or not layout.is_contiguous:
+                # Its values lie otherwise in its storage: only PyTorch can put them in order.
+                tensor = deserialize(read(0, length), f"the record of {key!r}")
+                plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+                if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
+                    raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
+                _require_form(tensor.dtype, tuple(tensor.shape), dtype, shape)
+                array = tensor_memory.as_numpy(tensor.detach().contiguous()).reshape(-1)
+                source, first = array.view(np.uint8), 0
+            elif layout.start + num_bytes > length:
                 raise BadRecord("it refers to bytes outside of it")
-            if not self._is_small:
-                start = self.start + layout.start
-                return sum(filler.read(row, self.file, start) for row in rows)
-            values = np.frombuffer(self.read(layout.start, num_bytes), dtype=np.uint8)
-        return sum(filler.fill(row, values) for row in rows)
+            else:
+                first = start + layout.start
+        except BadRecord as error:
+            raise damaged(where, key, f"a record cannot be read: {error}") from error
+        if isinstance(source, OpenFile):
+            return sum(Filler.read(self, row, source, first) for row in rows)
+        return sum(Filler.fill(self, row, source, first, num_bytes) for row in rows)
+
+    def _stored_shape(self, row: int) -> Ints:
+        """Shape of the array in the record of a row; flattened pieces are seen without axes."""
+        table, chunk = self.table, self.table.chunk(row)
+        if chunk.index is None:
+            return tuple(table.storage_shapes[row, : table.ndim[row]].tolist())
+        box, flat = self._index.pieces[chunk.fqn][chunk.index]
+        return box.shape if flat is None else (flat[1] - flat[0],)
+
+
+def _reads_of(source: Array | OpenFile, start: int, length: int) -> Read:
+    """Reads of a record; what is near its ends is asked for once."""
+
+    def view(begin: int, count: int) -> bytes:
+        first = start + begin
+        if isinstance(source, OpenFile):
+            return source.view(first, count).tobytes()
+        return source[first : first + count].tobytes()
+
+    edge = length if length <= SMALL_BYTES else _EDGE_BYTES
+    ends = {at: view(at, edge) for at in {0, length - edge}}
+
+    def read(begin: int, count: int) -> bytes:
+        if begin + count > length:
+            raise BadRecord("it refers to bytes outside of it")
+        for at, data in ends.items():
+            if at <= begin and begin + count <= at + edge:
+                return data[begin - at : begin - at + count]
+        return view(begin, count)
+
+    return read
+
+
+def _require_form(found: torch.dtype, whole: Ints, dtype: torch.dtype, shape: Ints) -> None:
+    # Megatron's flattened pieces have axes of extent 1 in front.
+    axes = len(whole) - len(shape)
+    if (found, whole[axes:]) != (dtype, shape) or set(whole[:axes]) - {1}:
+        expected = f"{dtype} of shape {shape}"
+        raise BadRecord(f"expected {expected}, found {found} of shape {whole}")
 
 
 def read_object(content: bytes, where: str, *, trusted: bool) -> object:
@@ -304,6 +344,15 @@ ABSENT: Any = object()
 """A value that is stored elsewhere, and only keeps its position in a list."""
 
 
+class _Nest(dict[Any, Any]):
+    """A container on the way; no value that was stored."""
+
+    @property
+    def length(self) -> int:
+        """Length of the list that it will be; 0 for a dict."""
+        return max(self) + 1 if all(type(step) is int for step in self) else 0
+
+
 def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
     """Values by path as a nest of dicts and lists.
 
@@ -314,50 +363,38 @@ def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
         StateMismatchError: if one path goes through the value at another.
         CorruptCheckpointError: if the lists are longer than those of any state dict.
     """
-    tree = _Nest()
+    tree, below = _Nest(), list[_Nest]()
     for path, value in values.items():
         node: Any = tree
         for step in path[:-1]:
-            node = node.setdefault(step, _Nest()) if isinstance(node, _Nest) else None
+            if not isinstance(node, _Nest):
+                break
+            if step not in node:
+                below.append(node.setdefault(step, _Nest()))
+            node = node[step]
         if not isinstance(node, _Nest) or path[-1] in node:
             finding = Finding("two values at one place", ".".join(map(str, path)))
             raise StateMismatchError("the values in the checkpoint cannot be nested", [finding])
         node[path[-1]] = value
     # What a file says is not yet memory: one number may ask for more than there is.
-    length = sum(child.list_positions() for child in tree.branches())
+    length = sum(nest.length for nest in below)
     if length > _MOST_POSITIONS:
         finding = Finding("lists longer than those of any state dict", found=f"{length} positions")
         raise CorruptCheckpointError("the values in the checkpoint cannot be nested", [finding])
-    return tree.present()
+    return _present(tree)
 
 
-class _Nest(dict[Any, Any]):
-    """A container on the way; no value that was stored."""
-
-    def branches(self) -> list[_Nest]:
-        return [child for child in self.values() if isinstance(child, _Nest)]
-
-    def is_list(self) -> bool:
-        return all(type(step) is int for step in self)
-
-    def list_positions(self) -> int:
-        """How long all lists are together that will be made of this."""
-        below = sum(child.list_positions() for child in self.branches())
-        return below + (max(self) + 1 if self.is_list() else 0)
-
-    def present(self) -> dict[Any, Any]:
-        """The values that are stored here, and containers that hold such."""
-        found = {step: v.rebuilt() if isinstance(v, _Nest) else v for step, v in self.items()}
-        return {step: value for step, value in found.items() if value is not ABSENT}
-
-    def rebuilt(self) -> Any:
-        below = self.present()
-        if not below:
-            return ABSENT
-        return [*map(below.get, range(max(self) + 1))] if self.is_list() else below
+def _present(nest: _Nest) -> dict[Any, Any]:
+    """The values that are stored here, and containers that hold such."""
+    found = {step: _rebuilt(v) if isinstance(v, _Nest) else v for step, v in nest.items()}
+    return {step: value for step, value in found.items() if value is not ABSENT}
 
 
-_BATCH_RECORDS = 64
+def _rebuilt(nest: _Nest) -> Any:
+    values, length = _present(nest), nest.length
+    if not values:
+        return ABSENT
+    return [*map(values.get, range(length))] if length else values
 
 
 class TorchDistReader(StorageReader):
@@ -365,7 +402,7 @@ class TorchDistReader(StorageReader):
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
-        self._index = PlacedIndex([], [], [], [])
+        self.index = PlacedIndex([], [], [], [])
 
     def read_metadata(self) -> PlacedIndex:
         return placed_index(read_dcp_metadata(self.checkpoint_dir), self.checkpoint_dir)
@@ -373,14 +410,14 @@ class TorchDistReader(StorageReader):
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size
         # An index that a planner has made does not say where the chunks are.
-        self._index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
+        self.index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         del wanted
         return [DCP_METADATA_NAME]
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
-        place = self._index.place(self._index.cell_row(key, cell))
+        place = self.index.place(self.index.cell_row(key, cell))
         return read_extent(Extent(self.checkpoint_dir, *place), key)
 
     def claimed_in(self, key: str) -> str:
@@ -388,80 +425,28 @@ class TorchDistReader(StorageReader):
         return str(self.checkpoint_dir / DCP_METADATA_NAME)
 
     def location(self, chunk: MetadataIndex) -> str:
-        return self._where(self._index.place(self._index.row(chunk)))
+        return self.location_of(self.index.places[self.index.row(chunk)])
 
-    def _where(self, place: Place) -> str:
-        return f"{self.checkpoint_dir / place.file}, bytes from {place.offset} on"
+    def location_of(self, place: Int64s) -> str:
+        """Where a record is, for messages."""
+        return f"{self.checkpoint_dir / self.index.files[place[0]]}, bytes from {place[1]} on"
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
-        found = (self._index.place(self._index.row(chunk)) for chunk in chunks)
+        found = (self.index.place(self.index.row(chunk)) for chunk in chunks)
         return [ChunkPlace(p.file, p.length, p.length <= SMALL_BYTES) for p in found]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        records = self._index.records(plan.table)
-        self._require_files(records, plan.table)
-        by_record: dict[int, list[int]] = {}
-        for row, record in enumerate(records.tolist()):
-            by_record.setdefault(record, []).append(row)
-        table = _ending_at_the_edge(plan.table, self._index)
-        limits = self.files.limits
-        filler = Filler(plan, planner, self._index, limits, table=table)
-        destinations, is_object = planner.destinations(plan), table.is_object.tolist()
-
-        def read_record(file: OpenFile, number: int) -> None:
-            place, rows = self._index.place(number), by_record[number]
-            chunk = table.chunk(rows[0])
-            try:
-                record = OpenRecord(file, place)
-                if not is_object[rows[0]]:
-                    tensor = self._index[chunk.fqn]
-                    shape = _stored_shape(tensor, chunk)
-                    self.report(record.fill(rows, filler, tensor.dtype.torch, shape))
-                    return
-                content = record.read(0, record.length)
-                value = read_object(content, self._where(place), trusted=self.trusted)
-                for row in rows:
-                    destinations.apply_bytes(row, value)
-            except (BadRecord, EOFError) as error:
-                problem = f"a record cannot be read: {error}"
-                raise damaged(self._where(place), chunk.fqn, problem) from error
-
-        def read_batch(batch: list[int]) -> None:
-            begin, last = (self._index.place(batch[end]) for end in (0, -1))
-            span = last.offset + last.length - begin.offset
-            wanted = filler.num_bytes[[row for record in batch for row in by_record[record]]]
-            with self.files.open(begin.file) as file:
-                if len(batch) > 1 or 2 * int(wanted.sum()) > span:
-                    file.expect(begin.offset, span)
-                for record in batch:
-                    read_record(file, record)
-
-        in_threads(read_batch, self._batches(by_record), limits.threads)
+        filler = _RecordFiller(self, plan, planner)
+        self._require_files(filler.places[:, 0], plan.table)
+        rows = np.array([*filler.rows_of], dtype=np.int64)
+        reads = ChunkReads(rows, self.index.files, *filler.places[rows].T)
+        read_chunks(reads, filler, self.files, report=self.report)
         return done(None)
 
-    def _batches(self, records: Iterable[int]) -> list[list[int]]:
-        """The records of each file in the order in which they lie there, a few at a time."""
-        places, most_gap = self._index.places, SMALL_BYTES + self.files.limits.gap_bytes
-        batches: list[list[int]] = []
-        last = None
-        for file, offset, length, record in sorted((*places[r].tolist(), r) for r in records):
-            if (
-                last is None
-                or file != last[0]
-                or len(batches[-1]) == _BATCH_RECORDS
-                or length > SMALL_BYTES
-                or offset - last[1] > most_gap
-            ):
-                batches.append([])
-            batches[-1].append(record)
-            last = file, offset
-        return batches
-
-    def _require_files(self, records: Int64s, table: ReadTable) -> None:
+    def _require_files(self, numbers: Int64s, table: ReadTable) -> None:
         """Make sure that the files are there that hold the record of each row."""
-        files, numbers = self._index.files, self._index.places[records, 0]
-        used = np.unique(numbers).tolist()
-        missing = [number for number in used if self.files.size_of(files[number]) is None]
+        files = self.index.files
+        missing = [n for n in np.unique(numbers).tolist() if self.files.size_of(files[n]) is None]
         lost = np.flatnonzero(np.isin(numbers, missing)).tolist()
         findings = [
             Finding("its file is missing", key, path=str(self.checkpoint_dir / file))
@@ -480,13 +465,3 @@ def _ending_at_the_edge(table: ReadTable, index: Index) -> ReadTable:
     ends = table.storage_shapes.copy()
     ends[rows] = np.minimum(ends[rows], whole - table.chunk_offsets[rows])
     return replace(table, storage_shapes=ends)
-
-
-def _stored_shape(tensor: StoredTensor, chunk: MetadataIndex) -> Ints:
-    """The shape of the array in the record of a chunk; a flattened piece is seen without axes."""
-    if tensor.pieces is None:
-        assert chunk.offset is not None
-        return tensor.grid.box(tensor.grid.index_at(chunk.offset)).shape
-    assert chunk.index is not None
-    box, flat = tensor.pieces[chunk.index]
-    return box.shape if flat is None else (flat[1] - flat[0],)
