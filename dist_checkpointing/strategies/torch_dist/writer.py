@@ -13,13 +13,13 @@ import pickle
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from zlib import crc32
 
 import numpy as np
@@ -29,7 +29,6 @@ from torch.serialization import get_crc32_options
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, bytes_of, checksum_of_bytes
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, split_rows, values_of_part
@@ -41,7 +40,7 @@ from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
-from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
+from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.data_files import DataFiles, balanced, write_shares
 from dist_checkpointing.strategies.safe_pickle import serialize
@@ -73,6 +72,7 @@ _VERSION = 45  # of the format that knows 64-bit sizes
 _PADDING_ID = 0x4246
 _ROOT = b"archive/"
 _DATA_NAME = _ROOT + b"data/0"
+_NUM_ENTRIES = 4
 
 
 def contiguous_stride(shape: Ints) -> Ints:
@@ -84,49 +84,27 @@ def contiguous_stride(shape: Ints) -> Ints:
     return tuple(reversed(stride))
 
 
-STORAGE_CLASSES: dict[torch.dtype, type] = {
-    torch.bool: torch.BoolStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.int8: torch.CharStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int32: torch.IntStorage,
-    torch.int64: torch.LongStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
+STORAGE_CLASSES: dict[torch.dtype, Any] = {
+    dtype: getattr(torch, name)
+    for dtype, name in torch.storage._dtype_to_storage_type_map().items()  # noqa: SLF001 - torch has no public list
 }
 """Dtypes that pickles name by a class; the others came later and are rebuilt from bytes."""
 
 
-class _Storage(NamedTuple):
-    """What PyTorch's pickles say of the memory of a tensor."""
+class _Storage(tuple[Any, ...]):
+    """What PyTorch's pickles say of the memory of a tensor: kind, class, name, device, size."""
 
-    kind: str
-    cls: Any
-    name: str
-    location: str
-    size: int
+    __slots__ = ()
 
 
-class _Described:
-    """Pickles like a contiguous tensor of a dtype and shape."""
+class _Tensor:
+    """Pickles like a tensor, as the call that rebuilds one."""
 
-    def __init__(self, dtype: torch.dtype, shape: Ints) -> None:
-        self._dtype, self._shape = dtype, shape
+    def __init__(self, *call: Any) -> None:
+        self._call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        count, stride = math.prod(self._shape), contiguous_stride(self._shape)
-        if self._dtype in STORAGE_CLASSES:
-            cls, size, rest = STORAGE_CLASSES[self._dtype], count, []
-            rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the name in the files
-        else:
-            cls, size, rest = torch.UntypedStorage, count * self._dtype.itemsize, [self._dtype]
-            rebuild = torch._utils._rebuild_tensor_v3  # noqa: SLF001
-        storage = _Storage("storage", cls, "0", "cpu", size)
-        return rebuild, (storage, 0, self._shape, stride, False, OrderedDict(), *rest)
+        return self._call
 
 
 class _TensorPickler(pickle.Pickler):
@@ -153,7 +131,7 @@ class RecordFormat:
             size, extra = OVERFLOW, EXTRA.pack(1, sizes.size) + sizes.pack(size, size)
         descriptor = struct.pack("<4sI", b"PK\x07\x08", crc)
         descriptor += sizes.pack(self.num_bytes, self.num_bytes)
-        start, count = self.head.rindex(b"PK\x03\x04"), _NUM_SMALL_ENTRIES + 1
+        start, count = self.head.rindex(b"PK\x03\x04"), _NUM_ENTRIES
         directory = self.directory + _central(_DATA_NAME, crc, size, start, extra)
         where = len(self.head) + self.num_bytes + len(descriptor)
         end64 = END64.pack(
@@ -165,16 +143,19 @@ class RecordFormat:
         return descriptor + directory + end64 + locator + end
 
 
-_NUM_SMALL_ENTRIES = 3
-
-
 @lru_cache(maxsize=1024)
 def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
     """How ``torch.save`` frames a contiguous CPU tensor; thousands of tensors share a few."""
-    description = io.BytesIO()
-    _TensorPickler(description, protocol=2).dump(_Described(dtype, shape))
+    size, num_bytes, dtypes = math.prod(shape), math.prod(shape) * dtype.itemsize, list[Any]()
+    rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the name in the files
+    cls = STORAGE_CLASSES.get(dtype)
+    if cls is None:
+        cls, size, dtypes = torch.UntypedStorage, num_bytes, [dtype]
+        rebuild = torch._utils._rebuild_tensor_v3  # noqa: SLF001
+    storage, description = _Storage(("storage", cls, "0", "cpu", size)), io.BytesIO()
+    tensor = (storage, 0, shape, contiguous_stride(shape), False, OrderedDict(), *dtypes)
+    _TensorPickler(description, protocol=2).dump(_Tensor(rebuild, tensor))
     small = {"data.pkl": description.getvalue(), "byteorder": b"little", "version": b"3\n"}
-    assert len(small) == _NUM_SMALL_ENTRIES
     head, directory = b"", b""
     for name, content in small.items():
         path, crc = _ROOT + name.encode(), crc32(content)
@@ -190,7 +171,7 @@ def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
         EXTRA.size + padding,
     )  # fmt: skip
     head += _DATA_NAME + EXTRA.pack(_PADDING_ID, padding) + b"Z" * padding
-    return RecordFormat(head, math.prod(shape) * dtype.itemsize, directory)
+    return RecordFormat(head, num_bytes, directory)
 
 
 def _central(name: bytes, crc: int, size: int, start: int, extra: bytes) -> bytes:
@@ -227,18 +208,16 @@ class RecordFile(DataFiles):
 
     def __init__(
         self,
-        root: Location,
-        name: str,
-        options: StorageOptions,
+        writer: TorchDistWriter,
         buffer_bytes: int,
+        name: str,
         report: Callable[[int], None],
-        *,
-        with_crc: bool,
     ) -> None:
+        root, options = writer.checkpoint_dir, writer.options
         super().__init__(root, name, options, _MAX_PENDING_BYTES, report)
         self.most_bytes, self.stays = sys.maxsize, True
         self.rows: list[Row] = []
-        self._with_crc, self._buffer_bytes = with_crc, buffer_bytes
+        self._with_crc, self._buffer_bytes = writer.with_crc, buffer_bytes
         self._host_blocks = HostBlocks(buffer_bytes, self.flush)
 
     def next_name(self) -> str:
@@ -261,14 +240,9 @@ class RecordFile(DataFiles):
         """
         frame, crc = record_format(data.dtype, tuple(data.shape)), 0
         start = self.add_bytes(frame.head).offset
-        # The memory of the copies from a GPU is used again.
-        self.stays &= not is_on_gpu(data)
-        blocks = (
-            (_bytes_of(block) for _, block in self._host_blocks.of([data]))
-            if is_on_gpu(data)
-            else _blocks(data, self._buffer_bytes)
-        )
-        for block in blocks:
+        for values in self._blocks(data.detach() if data.requires_grad else data):
+            # The memory of the tensor itself, if its elements lie in C order.
+            block = bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(values)))
             if digest is not None:
                 digest.update(block)
             if self._with_crc:
@@ -277,25 +251,19 @@ class RecordFile(DataFiles):
         self._append(frame.tail(crc))
         return Place(self._stem, start, self.end - start)
 
+    def _blocks(self, data: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Blocks of rows on the CPU: one if nothing has to be copied, or a part at a time."""
+        if is_on_gpu(data):
+            self.stays = False  # The memory of the copies is used again.
+            return (block for _, block in self._host_blocks.of([data]))
+        if data.is_cpu and data.is_contiguous():
+            return [data]
+        most = max(1, self._buffer_bytes // data.dtype.itemsize)
+        boxes = split_rows(Box.whole(tuple(data.shape)), most)
+        return (data[box.slices()].to("cpu") for box in boxes)
+
     def _append(self, data: bytes) -> None:
         self.put(data, len(data), 0)
-
-
-def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor in C order: all of it in place, or copies of a part at a time."""
-    if data.requires_grad:
-        data = data.detach()
-    if data.is_cpu and data.is_contiguous():
-        yield _bytes_of(data)
-        return
-    most = max(1, buffer_bytes // data.dtype.itemsize)
-    for box in split_rows(Box.whole(tuple(data.shape)), most):
-        yield _bytes_of(data[box.slices()].to("cpu"))
-
-
-def _bytes_of(data: torch.Tensor) -> memoryview:
-    """The elements of a tensor on the CPU in C order; its own memory, if they lie so."""
-    return bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(data)))
 
 
 _MIN_FILE_BYTES = 32 * 2**20
@@ -321,7 +289,7 @@ class TorchDistWriter(StorageWriter):
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
         self.separation_hint: str | None = None
-        self._with_crc = get_crc32_options()  # which other threads may not see
+        self.with_crc = get_crc32_options()  # which other threads may not see
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         clashes = [key for key in unique_keys(index) if key in index]
@@ -338,46 +306,47 @@ class TorchDistWriter(StorageWriter):
         return [DCP_METADATA_NAME, CHECKSUMS_NAME, *names]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
-        index, table = plan.index, plan.table
+        index, table, options = plan.index, plan.table, self.options
         assert index is not None
         data_of, is_object = planner.data_of(plan), table.is_object.tolist()
         keys = set(table.take(~table.is_object).key_column)
         flattened = {key: common_box_shape(index[key]) is not None for key in keys}
         shares = self._files_of(table)
-        buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(shares)))
+        threads = max(1, len(shares))
+        buffer_bytes = max(1, options.buffer_bytes // threads)
         sizes = np.zeros(len(table), dtype=np.int64)
         checksums = np.zeros(len(table), dtype=np.uint64)
-        with_checksums = self.options.checksum is Checksum.XXH3
-
-        def open_file(name: str, report: Callable[[int], None]) -> RecordFile:
-            folder, options, crc = self.checkpoint_dir, self.options, self._with_crc
-            return RecordFile(folder, name, options, buffer_bytes, report, with_crc=crc)
+        with_checksums = options.checksum is Checksum.XXH3
 
         def fill(name: str, file: RecordFile) -> None:
             for row in shares[name].tolist():
-                key, written = table.key(row), len(file.rows)
+                key, box, flat = table.key(row), table.box(row), table.flat_range(row)
                 data: Any = data_of(row)
+                written = len(file.rows)
                 if is_object[row]:
                     # Megatron keeps a list of all cells of this name on the rank.
                     value = serialize([data], f"the ShardedObject {key!r}")
-                    cell = ShardedObject(key, None, table.global_shape(row), table.box(row).offset)
+                    cell = ShardedObject(key, None, table.global_shape(row), box.offset)
                     checksums[row] = checksum_of_bytes(value)
                     file.rows.append((cell.unique_key, None, None, file.add_bytes(value)))
                 else:
                     hasher = xxhash.xxh3_64() if with_checksums else None
-                    parts = _chunks(table.box(row), table.flat_range(row), data, flattened[key])
-                    file.rows += [
-                        (key, offsets, values.shape, file.add_tensor(values, hasher))
-                        for offsets, values in parts
-                    ]
+                    if flat is not None and flattened[key]:
+                        parts = [(Box(*flattened_chunk(box, flat)), data)]
+                    else:
+                        # A range becomes boxes, which every reader of DCP understands.
+                        parts = [*values_of_part(box, flat, data)]
+                    for part, values in parts:
+                        place = file.add_tensor(values.view(part.shape), hasher)
+                        file.rows.append((key, part.offset, part.shape, place))
                     checksums[row] = 0 if hasher is None else hasher.intdigest()
                 sizes[row] = sum(place.length for *_, place in file.rows[written:])
 
-        threads = max(1, len(shares))
+        open_file = partial(RecordFile, self, buffer_bytes)
         filled = write_shares(list(shares), open_file, fill, self.report, threads)
         rows = [row for file, _ in filled for row in file.rows]
         # Rank 0 commits, which makes its own names durable.
-        if self.rank and self.options.durability is Durability.FSYNC and shares:
+        if self.rank and options.durability is Durability.FSYNC and shares:
             location.fsync_folder(self.checkpoint_dir)
         files = tuple(file for _, sealed in filled for file in sealed)
         checked = None if with_checksums else table.is_object
@@ -404,7 +373,7 @@ class TorchDistWriter(StorageWriter):
         chunks: dict[str, list[tuple[Ints, Ints]]] = {key: [] for key in metadata}
         values: list[str] = []
         places: dict[tuple[str, Ints | None], Place] = {}
-        rows: Iterator[Any] = (result.storage_data for of_rank in results for result in of_rank)
+        rows: Iterable[Any] = (result.storage_data for of_rank in results for result in of_rank)
         for key, offsets, sizes, place in chain.from_iterable(rows):
             places[key, offsets] = place
             if offsets is None:
@@ -416,21 +385,3 @@ class TorchDistWriter(StorageWriter):
         path = self.checkpoint_dir / DCP_METADATA_NAME
         location.write_content(path, content, self.options.durability)
         return [SealedFile.of_bytes(DCP_METADATA_NAME, content)]
-
-
-def _chunks(
-    box: Box, flat: tuple[int, int] | None, data: torch.Tensor, is_flattened: bool
-) -> Iterator[tuple[Ints, torch.Tensor]]:
-    """Offsets and values of a part of a tensor as DCP will know it.
-
-    A range of a flattened box becomes the boxes that it consists of, which every reader of DCP
-    understands, unless its tensor is stored flattened.
-    """
-    if flat is None:
-        yield box.offset, data.view(box.shape)
-    elif is_flattened:
-        offsets, shape = flattened_chunk(box, flat)
-        yield offsets, data.view(shape)
-    else:
-        for part, values in values_of_part(box, flat, data):
-            yield part.offset, values
