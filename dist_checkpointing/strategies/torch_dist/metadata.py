@@ -13,7 +13,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,25 +73,23 @@ def flattened_size(global_shape: Ints, box_shape: Ints) -> Ints:
     return (*counts, math.prod(box_shape))
 
 
-def flattened_chunk(box: Box, flat: tuple[int, int]) -> tuple[Ints, Ints]:
-    """``(offsets, sizes)`` of a piece in the tensor as stored."""
+def flattened_chunk(box: Box, flat: tuple[int, int]) -> Box:
+    """The box of a piece in the tensor as stored."""
     index = tuple(o // n for o, n in zip(box.offset, box.shape, strict=True))
-    return (*index, flat[0]), (*(1 for _ in index), flat[1] - flat[0])
+    return Box((*index, flat[0]), (*(1 for _ in index), flat[1] - flat[0]))
 
 
-def piece_of_chunk(
-    global_shape: Ints, size: Ints, offsets: Ints, sizes: Ints
-) -> tuple[Box, tuple[int, int]]:
+def piece_of_chunk(global_shape: Ints, size: Ints, chunk: Box) -> tuple[Box, tuple[int, int]]:
     """The box and flat range that a stored chunk is."""
-    counts = size[:-1]
+    *counts, num_elements = size or (0,)
     uneven = len(counts) != len(global_shape) or 0 in counts
     if uneven or any(n % c for n, c in zip(global_shape, counts, strict=True)):
         raise ValueError(f"a tensor of shape {global_shape} flattened into {size}")
-    box_shape = tuple(n // c for n, c in zip(global_shape, counts, strict=True))
-    if math.prod(box_shape) != size[-1] or any(n != 1 for n in sizes[:-1]):
-        raise ValueError(f"a chunk of shape {sizes} in {global_shape} flattened into {size}")
-    offset = tuple(i * n for i, n in zip(offsets[:-1], box_shape, strict=True))
-    return Box(offset, box_shape), (offsets[-1], offsets[-1] + sizes[-1])
+    shape = tuple(n // c for n, c in zip(global_shape, counts, strict=True))
+    if math.prod(shape) != num_elements or chunk.shape[:-1] != (1,) * len(shape):
+        raise ValueError(f"a chunk of shape {chunk.shape} in {global_shape} flattened into {size}")
+    offset = tuple(i * n for i, n in zip(chunk.offset, shape, strict=False))
+    return Box(offset, shape), (chunk.offset[-1], chunk.stop[-1])
 
 
 _MAX_METADATA_BYTES = 1 << 33
@@ -157,7 +155,7 @@ def read_dcp_metadata(folder: Location) -> DcpMetadata:
         finding = Finding("missing", path=str(path), remedy="Restore it, or use another one.")
         raise CorruptCheckpointError("the checkpoint has no metadata", [finding])
     data = location.read_bytes(path, _MAX_METADATA_BYTES)
-    unpickler, parsed = _Unpickler(data), None
+    unpickler = _Unpickler(data)
     try:
         # Nothing that is made of it is garbage before it ends.
         with paused_collector():
@@ -170,7 +168,7 @@ def read_dcp_metadata(folder: Location) -> DcpMetadata:
             is_bad = isinstance(error, BadPickle)
             what = "refused to unpickle" if is_bad else type(error).__name__
             raise _corrupt(f"{what}: {error}", str(path)) from error
-    if parsed is None or unpickler.foreign:
+    if unpickler.foreign:
         finding = Finding(
             "the file wants to use what is no part of DCP's metadata",
             found=", ".join(sorted(unpickler.foreign)),
@@ -213,14 +211,13 @@ _METADATA_CLASSES = {(f"{_DCP}.metadata", "Metadata"), (_MEGATRON, "MCoreMetadat
 
 
 class _Object:
-    """Stands for an object of a class that the pickle names: what it was made of, and its state."""
+    """Stands for an object of a class that the pickle names: its state."""
 
     origin: tuple[str, str] = ("", "")
-    args: tuple[Any, ...] = ()
     state: Any = None
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
+    def __init__(self, *_: Any) -> None:
+        """Take any arguments; those of dtypes and enums do not matter."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -364,36 +361,36 @@ COMMON_STATE_CELL = ShardedObject("common_state", None, (1,), (0,)).unique_key
 class PlacedIndex(Index):
     """An index that also knows where every chunk is, so that only rank 0 reads ``.metadata``.
 
-    ``places`` are position in ``files``, offset and length in bytes. Chunks of a tensor follow its
-    first row in the order of the grid or of the pieces; a cell of an object has its unique key.
+    ``places`` are position in ``files``, offset and length in bytes. Those of a tensor or an object
+    follow its first row, in the order of the grid or of the pieces.
     """
 
     files: Sequence[str] = ()
     places: Int64s = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
     first_row: Mapping[str, int] = field(default_factory=dict)
+    first_cell: Mapping[str, int] = field(default_factory=dict)
 
     def cell_row(self, key: str, cell: Ints) -> int:
-        return self.first_row[ShardedObject(key, None, self.objects[key], cell).unique_key]
+        return self.first_cell[key] + ravel_offset(cell, self.objects[key])
 
     def row(self, chunk: MetadataIndex) -> int:
-        tensor = self[chunk.fqn]
+        tensor, first = self[chunk.fqn], self.first_row[chunk.fqn]
         if tensor.pieces is not None:
             assert chunk.index is not None
-            return self.first_row[chunk.fqn] + chunk.index
+            return first + chunk.index
         assert chunk.offset is not None
-        grid = tensor.grid
-        return self.first_row[chunk.fqn] + ravel_offset(grid.index_at(chunk.offset), grid.counts)
+        return first + ravel_offset(tensor.grid.index_at(chunk.offset), tensor.grid.counts)
 
     def records(self, table: ReadTable) -> Int64s:
         """The rows of the stored chunks and cells that the rows of a load plan read."""
         firsts = [self.first_row.get(key, 0) for key in table.names]
         found = np.array(firsts, dtype=np.int64)[table.keys] + np.maximum(table.pieces, 0)
-        on_grid = (table.pieces < 0) & ~table.is_object
         # What begins at the origin is the first chunk.
-        for row in np.flatnonzero(on_grid & table.chunk_offsets.any(axis=1)).tolist():
-            found[row] = self.row(table.chunk(row))
-        for row in np.flatnonzero(table.is_object).tolist():
-            found[row] = self.cell_row(table.key(row), table.chunk(row).offset or ())
+        later = (table.pieces < 0) & table.chunk_offsets.any(axis=1)
+        for row in np.flatnonzero(table.is_object | later).tolist():
+            chunk, is_cell = table.chunk(row), table.is_object[row]
+            cell = chunk.offset or ()
+            found[row] = self.cell_row(chunk.fqn, cell) if is_cell else self.row(chunk)
         return found
 
     def place(self, row: int) -> Place:
@@ -409,7 +406,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
         CorruptCheckpointError: if it contradicts itself.
         UnsupportedFormatError: if it holds a dtype that is not read.
     """
-    path = str(folder / DCP_METADATA_NAME)
+    path, places = str(folder / DCP_METADATA_NAME), metadata.places
     known = {row.torch for row in tensor_memory.DTYPES}
     unknown = [
         Finding("unknown stored dtype", key, found=tensor.dtype, path=path)
@@ -421,37 +418,48 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
     tensors: list[StoredTensor] = []
     rows: list[Place] = []
     first_row: dict[str, int] = {}
+    first_cell: dict[str, int] = {}
     findings: list[Finding] = []
     for key in sorted(metadata.tensors):
+        first_row[key] = len(rows)
         try:
             tensor, chunks = _stored(key, metadata.tensors[key])
-            first_row[key] = len(rows)
-            rows += [metadata.places[key, offset] for offset in chunks]
+            rows += [places[key, offset] for offset in chunks]
             tensors.append(tensor)
         except KeyError as error:
             findings.append(Finding("a chunk is stored nowhere", key, found=error, path=path))
         except ValueError as error:
             findings.append(Finding(str(error), key, path=path))
     is_common = not location.is_file(folder / COMMON_STATE_FNAME)
-    cells = [key for key in metadata.values if not (is_common and key == COMMON_STATE_CELL)]
-    objects, names, contradictions = _objects(cells, path)
-    for key in names:
-        if (key, None) in metadata.places:
-            first_row[key] = len(rows)
-            rows.append(metadata.places[key, None])
-        else:
-            findings.append(Finding("an object is stored nowhere", key, path=path))
-    findings += contradictions
+    # A value whose name is not that of a cell is one that plain DCP saved: common state.
+    cells: dict[str, list[Ints]] = {}
+    for name in metadata.values:
+        leaf = None if is_common and name == COMMON_STATE_CELL else cell_named(name)
+        if leaf is not None:
+            cells.setdefault(leaf.key, []).append(tuple(leaf.global_shape))
+    objects = {key: shapes[0] for key, shapes in sorted(cells.items())}
+    for key, shape in objects.items():
+        first_cell[key] = len(rows)
+        shapes = set(cells[key])
+        if len(shapes) > 1 or math.prod(shape) != len(cells[key]):
+            found = f"{len(cells[key])} cells of {sorted(shapes)}"
+            findings.append(Finding("not every cell once", key, found=found, path=path))
+            continue
+        names = [*unique_keys({key: shape})]
+        lost = [name for name in names if (name, None) not in places]
+        findings += [Finding("an object is stored nowhere", name, path=path) for name in lost]
+        rows += [places[name, None] for name in names if not lost]
     if findings:
         raise CorruptCheckpointError("the metadata of the checkpoint contradicts itself", findings)
     files: dict[str, int] = {}
     table = [(files.setdefault(row.file, len(files)), *row[1:]) for row in rows]
     plain = Index.of(tensors, objects)
     return PlacedIndex(
-        **{f.name: getattr(plain, f.name) for f in fields(Index)},
+        **plain.__getstate__(),
         files=tuple(files),
         places=np.array(table, dtype=np.int64).reshape(-1, 3),
         first_row=first_row,
+        first_cell=first_cell,
     )
 
 
@@ -469,16 +477,16 @@ def _stored(key: str, tensor: DcpTensor) -> tuple[StoredTensor, list[Ints]]:
     dtype = tensor_memory.from_torch(tensor.dtype)
     # Some writers list empty chunks; they hold nothing and may share the offset of a real one.
     chunks = [(offsets, sizes) for offsets, sizes in tensor.chunks if 0 not in sizes]
-    shape, parts = tensor.size, list[tuple[Box, tuple[int, int] | None]]()
-    if tensor.flattened_from is not None:
-        shape = tensor.flattened_from
-        parts += [piece_of_chunk(shape, tensor.size, *chunk) for chunk in chunks]
-    elif 0 in shape:
-        return StoredTensor(key, dtype, shape, tuple(max(extent, 1) for extent in shape)), []
-    elif (in_grid := _grid_order(shape, chunks)) is not None:
-        return StoredTensor(key, dtype, shape, in_grid[0]), [chunks[i][0] for i in in_grid[1]]
+    shape = tensor.size
+    if tensor.flattened_from is None:
+        if 0 in shape:
+            return StoredTensor.undivided(key, dtype, shape), []
+        if (grid := _grid_order(shape, chunks)) is not None:
+            return StoredTensor(key, dtype, shape, grid[0]), [chunks[i][0] for i in grid[1]]
+        parts: list[Any] = [(Box(*chunk), None) for chunk in chunks]
     else:
-        parts += [(Box(*chunk), None) for chunk in chunks]
+        shape = tensor.flattened_from
+        parts = [piece_of_chunk(shape, tensor.size, Box(*chunk)) for chunk in chunks]
     stored = StoredTensor(key, dtype, shape, None, Pieces.of(len(shape), parts))
     return stored, [offsets for offsets, _ in chunks]
 
@@ -492,43 +500,17 @@ def _grid_order(
     if not chunks or not shape:
         return None
     offsets, sizes = np.array(chunks, dtype=np.int64).swapaxes(0, 1)
-    chunk = sizes.max(axis=0)
-    whole = np.array(shape, dtype=np.int64)
-    counts = -(-whole // chunk)
+    chunk, whole = sizes.max(axis=0), np.array(shape, dtype=np.int64)
     fits = not (offsets % chunk).any() and (sizes == np.minimum(chunk, whole - offsets)).all()
-    if not fits or math.prod(counts.tolist()) != len(chunks):
-        return None
-    numbers = np.ravel_multi_index(tuple((offsets // chunk).T), tuple(counts.tolist()))
-    order = np.argsort(numbers, kind="stable")
-    if not np.array_equal(numbers[order], np.arange(len(chunks))):
-        return None
-    return tuple(chunk.tolist()), order.tolist()
+    _, order = np.unique(offsets, axis=0, return_index=True)
+    if fits and len(order) == len(chunks) == math.prod((-(-whole // chunk)).tolist()):
+        return tuple(chunk.tolist()), order.tolist()
+    return None
 
 
-def _objects(keys: Iterable[str], path: str) -> tuple[dict[str, Ints], list[str], list[Finding]]:
-    """Grids of the sharded objects, the names of all their cells, and what does not fit.
-
-    A value whose name is not that of a cell is one that plain DCP saved: common state.
-    """
-    cells: dict[str, list[ShardedObject]] = {}
-    for key in keys:
-        leaf = cell_named(key)
-        if leaf is not None:
-            cells.setdefault(leaf.key, []).append(leaf)
-    objects: dict[str, Ints] = {}
-    findings = []
-    for key, leaves in sorted(cells.items()):
-        shapes = {tuple(leaf.global_shape) for leaf in leaves}
-        objects[key] = next(iter(shapes))
-        if len(shapes) > 1 or math.prod(objects[key]) != len(leaves):
-            found = f"{len(leaves)} cells of {sorted(shapes)}"
-            findings.append(Finding("not every cell once", key, found=found, path=path))
-    return objects, [leaf.unique_key for leaves in cells.values() for leaf in leaves], findings
-
-
-def unique_keys(index: Index) -> Iterator[str]:
-    """The names of all cells of all sharded objects."""
-    for key, shape in index.objects.items():
+def unique_keys(objects: Mapping[str, Ints]) -> Iterator[str]:
+    """The names of all cells of sharded objects with these grids, in C order."""
+    for key, shape in objects.items():
         for cell in itertools.product(*map(range, shape)):
             yield ShardedObject(key, None, shape, cell).unique_key
 
@@ -548,24 +530,26 @@ _DCP_VERSION = "1.0.0"
 _PROTOCOL = 4  # what Megatron writes; every Python that PyTorch 2 runs on reads it
 
 
+@paused_collector()
 def to_pickle(metadata: DcpMetadata) -> bytes:
     """The bytes of ``.metadata``."""
-    properties = {
-        dtype: TensorProperties(dtype=dtype)
-        for dtype in {tensor.dtype for tensor in metadata.tensors.values()}
-    }
+    dtypes = {tensor.dtype for tensor in metadata.tensors.values()}
+    properties = {dtype: TensorProperties(dtype=dtype) for dtype in dtypes}
     entries: dict[str, Any] = {
-        key: _entry(tensor, properties[tensor.dtype]) for key, tensor in metadata.tensors.items()
+        key: TensorStorageMetadata(
+            properties[tensor.dtype],
+            torch.Size(tensor.size),
+            [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in tensor.chunks],
+        )
+        for key, tensor in metadata.tensors.items()
     }
     entries |= {key: BytesStorageMetadata() for key in metadata.values}
-    # DCP's own tools (dcp_to_torch_save, partial loads) ask where each key belongs.
-    paths = {key: metadata.paths.get(key, (key,)) for key in entries}
     content = Metadata(
         entries,
-        planner_data=paths,
+        # DCP's own tools (dcp_to_torch_save, partial loads) ask where each key belongs.
+        planner_data={key: metadata.paths.get(key, (key,)) for key in entries},
         storage_data={
-            TorchMetadataIndex(key, offset): _StorageInfo(place.file, place.offset, place.length)
-            for (key, offset), place in metadata.places.items()
+            TorchMetadataIndex(*at): _StorageInfo(*place) for at, place in metadata.places.items()
         },
         storage_meta=StorageMeta(),
         version=_DCP_VERSION,
@@ -577,11 +561,3 @@ def to_pickle(metadata: DcpMetadata) -> bytes:
         for key, tensor in metadata.tensors.items()
     }
     return pickle.dumps(content, _PROTOCOL)
-
-
-def _entry(tensor: DcpTensor, properties: TensorProperties) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in tensor.chunks
-    ]
-    return TensorStorageMetadata(properties, torch.Size(tensor.size), chunks)

@@ -292,7 +292,7 @@ class TorchDistWriter(StorageWriter):
         self.with_crc = get_crc32_options()  # which other threads may not see
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        clashes = [key for key in unique_keys(index) if key in index]
+        clashes = [key for key in unique_keys(index.objects) if key in index]
         if clashes:
             problem = "is also the name of a cell of a ShardedObject"
             findings = [Finding(problem, key, remedy="Rename it.") for key in clashes]
@@ -332,7 +332,7 @@ class TorchDistWriter(StorageWriter):
                 else:
                     hasher = xxhash.xxh3_64() if with_checksums else None
                     if flat is not None and flattened[key]:
-                        parts = [(Box(*flattened_chunk(box, flat)), data)]
+                        parts = [(flattened_chunk(box, flat), data)]
                     else:
                         # A range becomes boxes, which every reader of DCP understands.
                         parts = [*values_of_part(box, flat, data)]
