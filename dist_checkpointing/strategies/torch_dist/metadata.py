@@ -371,7 +371,9 @@ class PlacedIndex(Index):
     first_cell: Mapping[str, int] = field(default_factory=dict)
 
     def cell_row(self, key: str, cell: Ints) -> int:
-        return self.first_cell[key] + ravel_offset(cell, self.objects[key])
+        shape = self.objects[key]
+        # Of a cell that is not in the grid numpy says so.
+        return self.first_cell[key] + (int(np.ravel_multi_index(cell, shape)) if shape else 0)
 
     def row(self, chunk: MetadataIndex) -> int:
         tensor, first = self[chunk.fqn], self.first_row[chunk.fqn]

@@ -159,9 +159,11 @@ _EDGE_BYTES = 1 << 12
 
 
 class _RecordFiller(Filler):
-    """Fills rows from records; ``records`` are those of the rows of a plan.
+    """Fills rows from records; the first row of a record stands for all that are read from it.
 
-    The first row of each stands for all rows that are read from it.
+    Attributes:
+        rows_of: All rows of a record, by the first of them.
+        places: ``[rows, 3]``, see PlacedIndex.
     """
 
     def __init__(self, reader: TorchDistReader, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -192,11 +194,10 @@ class _RecordFiller(Filler):
     def _fill(self, row: int, source: Array | OpenFile, start: int, length: int) -> int:
         """Fill the rows of the record that lies here; returns their bytes."""
         key, rows = self.table.key(row), self.rows_of[row]
-        where = self._reader.location_of(self.places[row])
         read = _reads_of(source, start, length)
         try:
             if self.table.is_object[row]:
-                value = read_object(read(0, length), where, trusted=self._reader.trusted)
+                value = read_object(read(0, length), self._where(row), trusted=self._reader.trusted)
                 for cell in rows:
                     self._destinations.apply_bytes(cell, value)
                 return 0
@@ -219,10 +220,13 @@ class _RecordFiller(Filler):
             else:
                 first = start + layout.start
         except BadRecord as error:
-            raise damaged(where, key, f"a record cannot be read: {error}") from error
+            raise damaged(self._where(row), key, f"a record cannot be read: {error}") from error
         if isinstance(source, OpenFile):
             return sum(Filler.read(self, row, source, first) for row in rows)
         return sum(Filler.fill(self, row, source, first, num_bytes) for row in rows)
+
+    def _where(self, row: int) -> str:
+        return self._reader.location_of(self.places[row])
 
     def _stored_shape(self, row: int) -> Ints:
         """Shape of the array in the record of a row; flattened pieces are seen without axes."""
