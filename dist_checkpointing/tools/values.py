@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import io
 import itertools
 import math
@@ -11,7 +10,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import reduce
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,6 @@ from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, 
 from dist_checkpointing.tools.report import shape_text
 
 Array = npt.NDArray[Any]
-Result = TypeVar("Result")
 
 SLAB_ELEMENTS = 2**18
 """Number of elements that are processed at a time, such that they stay in the cache."""
@@ -59,78 +58,72 @@ class Statistics:
 
     def with_more(self, other: Statistics) -> Statistics:
         """The statistics of both parts together."""
-        if not self.num_finite or not other.num_finite:
-            known = self if self.num_finite else other
-            moments = known.minimum, known.maximum, known.mean, known.std
-        else:
-            moments = _together(self, other)
+        known = [part for part in (self, other) if part.num_finite]
+        mean, std = (known[0].mean, known[0].std) if known else (None, None)
+        if len(known) == 2:
+            # Chan, Golub and LeVeque (1979): means and sums of squares of two parts, without
+            # cancellation.
+            assert self.mean is not None and other.mean is not None  # noqa: PT018
+            assert self.std is not None and other.std is not None  # noqa: PT018
+            weight = other.num_finite / (self.num_finite + other.num_finite)
+            delta = other.mean - self.mean
+            mean = self.mean + delta * weight
+            between = abs(delta) * math.sqrt(weight * (1 - weight))
+            within = math.sqrt(1 - weight) * self.std, math.sqrt(weight) * other.std
+            std = math.hypot(*within, between)
         return Statistics(
             self.count + other.count,
-            *moments,
-            num_nan=self.num_nan + other.num_nan,
-            num_inf=self.num_inf + other.num_inf,
-            num_zero=self.num_zero + other.num_zero,
+            min((part.minimum for part in known if part.minimum is not None), default=None),
+            max((part.maximum for part in known if part.maximum is not None), default=None),
+            mean,
+            std,
+            self.num_nan + other.num_nan,
+            self.num_inf + other.num_inf,
+            self.num_zero + other.num_zero,
         )
-
-
-def _together(a: Statistics, b: Statistics) -> tuple[Any, Any, Any, float]:
-    # Chan, Golub and LeVeque (1979): means and sums of squares of two parts, without cancellation.
-    assert a.mean is not None and b.mean is not None  # noqa: PT018 - both have finite values
-    assert a.std is not None and b.std is not None  # noqa: PT018
-    count = a.num_finite + b.num_finite
-    weight = b.num_finite / count
-    delta = b.mean - a.mean
-    mean = a.mean + delta * weight
-    variance = (1 - weight) * a.std**2 + weight * b.std**2 + abs(delta) ** 2 * weight * (1 - weight)
-    if a.minimum is None or b.minimum is None or a.maximum is None or b.maximum is None:
-        return None, None, mean, math.sqrt(variance)
-    least, most = min(a.minimum, b.minimum), max(a.maximum, b.maximum)
-    return least, most, mean, math.sqrt(variance)
 
 
 def as_numbers(tensor: torch.Tensor) -> Array:
     """The values in a dtype that numpy can calculate with; short floats become float32, exactly."""
-    if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            return tensor.float().numpy()
-        return tensor_memory.as_numpy(tensor).astype(np.float32)
-    return tensor_memory.as_numpy(tensor)
+    is_short = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+    return tensor_memory.as_numpy(tensor.float() if is_short else tensor)
 
 
-def slabs(tensor: torch.Tensor) -> Iterator[Array]:
-    """The values of a CPU tensor as numbers, some at a time.
+def slabs(values: torch.Tensor | Array) -> Iterator[Array]:
+    """The values of a CPU tensor or an array as numbers, some at a time.
 
     All of a bfloat16 tensor would take twice its memory as float32.
     """
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), SLAB_ELEMENTS):
-        yield as_numbers(flat[start : start + SLAB_ELEMENTS])
+    flat = values.reshape(-1)
+    for start in range(0, len(flat), SLAB_ELEMENTS):
+        slab = flat[start : start + SLAB_ELEMENTS]
+        yield as_numbers(slab) if isinstance(slab, torch.Tensor) else slab
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
-    return functools.reduce(Statistics.with_more, map(_of_slab, slabs(tensor)), Statistics())
+    return _added_up(slabs(tensor))
+
+
+def _added_up(parts: Iterable[Array]) -> Statistics:
+    return reduce(Statistics.with_more, map(_of_slab, parts), Statistics())
 
 
 def _of_slab(values: Array) -> Statistics:
-    num_zero = values.size - int(np.count_nonzero(values))
     num_nan = num_inf = 0
-    finite = values
-    if values.dtype.kind in "fc":
-        is_finite = np.isfinite(values)
-        if not is_finite.all():
-            num_nan = int(np.count_nonzero(np.isnan(values)))
-            finite = values[is_finite]
-            num_inf = values.size - finite.size - num_nan
-    if not finite.size:
-        return Statistics(values.size, num_nan=num_nan, num_inf=num_inf, num_zero=num_zero)
-    least = most = None
-    if values.dtype.kind != "c":
-        least, most = finite.min().item(), finite.max().item()
-    wide = finite.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        mean = wide.mean().item()
-        std = float(np.sqrt(np.mean(np.abs(wide - mean) ** 2)))
+    finite, kind = values, values.dtype.kind
+    if kind in "fc" and not (is_finite := np.isfinite(values)).all():
+        finite = values[is_finite]
+        num_nan = int(np.count_nonzero(np.isnan(values)))
+        num_inf = values.size - finite.size - num_nan
+    least = most = mean = std = None
+    if finite.size:
+        if kind != "c":
+            least, most = finite.min().item(), finite.max().item()
+        wide = finite.astype(np.complex128 if kind == "c" else np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, std = wide.mean().item(), wide.std().item()
+    num_zero = values.size - int(np.count_nonzero(values))
     return Statistics(values.size, least, most, mean, std, num_nan, num_inf, num_zero)
 
 
@@ -168,38 +161,33 @@ def statistics_of_part(
     report: Callable[[int], None] = lambda _: None,
 ) -> Statistics:
     """The statistics of ``handle[slices]``, which need not fit into memory."""
-    found = _by_parts(handle, slices, memory_bytes, statistics_of, report)
-    return functools.reduce(Statistics.with_more, found, Statistics())
+    return _added_up(_slabs_of_part(handle, slices, memory_bytes, report))
 
 
-def _by_parts(
-    handle: TensorHandle,
-    slices: Any,
-    memory_bytes: int,
-    use: Callable[[torch.Tensor], Result],
-    report: Callable[[int], None],
-) -> Iterator[Result]:
-    """What a function makes of each part; the values are freed before the next part is read."""
-    for part in _parts(handle, slices, memory_bytes):
+def _slabs_of_part(
+    handle: TensorHandle, slices: Any, memory_bytes: int, report: Callable[[int], None]
+) -> Iterator[Array]:
+    """The slabs of ``handle[slices]``; each part that is read is freed before the next one."""
+
+    def read(part: tuple[slice, ...]) -> Iterator[Array]:
         tensor = handle[part]
         report(tensor.nbytes)
-        result = use(tensor)
-        del tensor
-        yield result
+        return slabs(tensor)
+
+    return itertools.chain.from_iterable(map(read, _parts(handle, slices, memory_bytes)))
 
 
 def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tuple[slice, ...]]:
     """``slices`` of a tensor, cut into parts that fit into memory."""
     chosen = positions(handle.shape, slices, handle.key)
     ranges = [range(part, part + 1) if isinstance(part, int) else part for part in chosen]
-    itemsize = handle.num_bytes // handle.num_elements if handle.num_elements else 1
+    shape = tuple(map(len, ranges))
     if all(part.step == 1 for part in ranges):
-        box = Box(tuple(part.start for part in ranges), tuple(map(len, ranges)))
+        box = Box(tuple(part.start for part in ranges), shape)
         yield from (block.slices() for block in blocks(handle.stored, box, memory_bytes))
-        return
-    whole = Box.whole(tuple(map(len, ranges)))
-    for block in split_rows(whole, max(1, memory_bytes // itemsize)):
-        if block.num_elements:
+    elif math.prod(shape):
+        most_elements = memory_bytes // handle.stored.dtype.itemsize
+        for block in split_rows(Box.whole(shape), most_elements):
             inside = zip(ranges, block.slices(), strict=True)
             yield tuple(_as_slice(part[inner]) for part, inner in inside)
 
@@ -246,18 +234,14 @@ def histogram_of_part(
         least = max(least, known.mean - 4 * known.std)
         most = min(most, known.mean + 4 * known.std)
         edges = np.linspace(least, most if most > least else least + 1, bins + 1)
+    # Above the last edge itself, which belongs to the last bin.
+    limits = [*edges[:-1], np.nextafter(edges[-1], math.inf)]
 
-    def count(tensor: torch.Tensor) -> Array:
-        total = np.zeros(len(edges) + 1, dtype=np.int64)
-        for slab in slabs(tensor):
-            values = slab.astype(np.float64)
-            values = values[np.isfinite(values)]
-            bins_of_values = np.searchsorted(edges, values, side="right")
-            bins_of_values[values == edges[-1]] = len(edges) - 1
-            total += np.bincount(bins_of_values, minlength=len(total))
-        return total
+    def count(slab: Array) -> Array:
+        finite = slab[np.isfinite(slab)].astype(np.float64)
+        return np.bincount(np.searchsorted(limits, finite, side="right"), minlength=len(edges) + 1)
 
-    parts = _by_parts(handle, slices, DEFAULT_MEMORY_BYTES, count, report)
+    parts = map(count, _slabs_of_part(handle, slices, DEFAULT_MEMORY_BYTES, report))
     below, *inside, above = sum(parts, np.zeros(len(edges) + 1, dtype=np.int64)).tolist()
     return Histogram(tuple(edges.tolist()), tuple(inside), below, above, is_of_integers)
 
@@ -280,24 +264,19 @@ def read_excerpt(
     chosen = positions(handle.shape, slices, handle.key)
     if math.prod(len(part) for part in chosen if isinstance(part, range)) <= most:
         return handle[slices], True
-    ends: list[list[Any]] = []
-    for part in chosen:
+
+    def read(*corner: int | slice) -> torch.Tensor:
+        if len(corner) == len(chosen):
+            return handle[corner]
+        part = chosen[len(corner)]
         if isinstance(part, int):
-            ends.append([part])
-        elif len(part) <= 2 * edge:
-            ends.append([_as_slice(part)])
-        else:
-            ends.append([_as_slice(part[: edge + 1]), _as_slice(part[len(part) - edge :])])
-    corners = [handle[corner] for corner in itertools.product(*ends)]
-    axes = [end for end in ends if not isinstance(end[0], int)]
-    for axis, choices in reversed(list(enumerate(axes))):
-        step = len(choices)
-        corners = [
-            torch.cat(corners[start : start + step], dim=axis)
-            for start in range(0, len(corners), step)
-        ]
-    (values,) = corners
-    return values, False
+            return read(*corner, part)
+        is_long = len(part) > 2 * edge
+        ends = [part[: edge + 1], part[len(part) - edge :]] if is_long else [part]
+        axis = sum(isinstance(taken, slice) for taken in corner)
+        return torch.cat([read(*corner, _as_slice(end)) for end in ends], dim=axis)
+
+    return read(), False
 
 
 def _as_slice(part: range) -> slice:
