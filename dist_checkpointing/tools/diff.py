@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import typer
 
@@ -39,15 +38,15 @@ from dist_checkpointing.tools.report import (
     shape_text,
 )
 from dist_checkpointing.tools.runs import CheckpointArgument, Trusted
+from dist_checkpointing.tools.values import Array
 
-Array = npt.NDArray[Any]
-Pair = tuple[Any, Any]
 _SMALL_NORM = 1e-12
 _EXIT_DIFFERENT = 1
 _MAX_LISTED = 50
 _MORE = "... {} more (--json lists all)"
 _HEADERS = ("KEY", "MOVED BY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
 _NARROW = 106
+_NUM_COLUMNS_IF_NARROW = 5
 
 
 def diff(
@@ -131,7 +130,9 @@ def diff(
     if as_json:
         print_json(_document(a, b, found, summary=summary))
     elif not quiet:
-        report = Report() if summary else _report(a, b, found, with_counters=pattern is not None)
+        report = Report()
+        if not summary:
+            _add_differences(report, a, b, found, with_counters=pattern is not None)
         report.section(_verdict(found), "green" if found.is_same else "red")
         report.print()
     if not found.is_same:
@@ -223,7 +224,7 @@ class ValueComparison:
     """An entry of an object or of the common state that is not the same in both, as text."""
 
     name: str
-    texts: tuple[str | None, str | None]
+    texts: tuple[str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,46 +232,28 @@ class Comparison:
     """Two checkpoints compared.
 
     Attributes:
-        tensors: Tensors that both have, equal ones included.
+        num_compared: Number of tensors that both have.
+        num_by_fingerprint: Number of tensors that were not read: their fingerprints are the same.
+        differing: Tensors that both have and that differ; those that changed most come first.
         objects: Cells of sharded objects that differ or are in only one.
         common: Entries of the common state that differ or are in only one.
-        ignores_dtype: Whether tensors with the same values and different dtypes are equal.
-        num_by_fingerprint: Number of tensors that were not read: their fingerprints are the same.
         left_out: What was not compared, because a file of tensors cannot hold it, in words.
     """
 
+    num_compared: int
+    num_by_fingerprint: int
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
-    tensors: tuple[TensorComparison, ...]
+    differing: tuple[TensorComparison, ...]
     objects: tuple[ValueComparison, ...]
     common: tuple[ValueComparison, ...]
-    ignores_dtype: bool = False
-    num_by_fingerprint: int = 0
-    left_out: str | None = None
-
-    @property
-    def differing(self) -> tuple[TensorComparison, ...]:
-        """The tensors that both have and that differ; those that changed most come first."""
-        rows = [
-            row
-            for row in self.tensors
-            if row.values is None
-            or row.values.num_differing
-            or (row.dtypes[0] != row.dtypes[1] and not self.ignores_dtype)
-        ]
-
-        def change(row: TensorComparison) -> float:
-            known = math.nan if row.values is None else row.values.relative_change
-            return math.inf if math.isnan(known) else known
-
-        return tuple(sorted(rows, key=change, reverse=True))
+    left_out: str | None
 
     @property
     def is_same(self) -> bool:
         """Whether nothing differs."""
-        return not (
-            self.only_first or self.only_second or self.differing or self.objects or self.common
-        )
+        both = self.differing or self.objects or self.common
+        return not (both or self.only_first or self.only_second)
 
 
 def compare_checkpoints(
@@ -300,18 +283,11 @@ def compare_checkpoints(
     common = [key for key in first if key in second and wanted(key)]
     commons, objects, left_out = _others(first, second)
     ours, theirs = first.index.fingerprints, second.index.fingerprints
-    found: dict[str, Difference] = {}
-    to_read = []
-    for key in common:
-        tensor = first[key]
-        if tensor.shape != second[key].shape:
-            continue
-        found[key] = Difference()
-        if read_all or key not in ours or ours[key] != theirs.get(key):
-            to_read.append(key)
-        else:
-            found[key] = Difference(num_compared=tensor.num_elements)
-            report(tensor.num_bytes)
+    found = {key: Difference() for key in common if first[key].shape == second[key].shape}
+    to_read = [key for key in found if read_all or key not in ours or ours[key] != theirs.get(key)]
+    for key in found.keys() - to_read:
+        found[key] = Difference(num_compared=first[key].num_elements)
+        report(first[key].num_bytes)
 
     def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         return zip(first.read(batch), second.read(batch), strict=True)
@@ -323,23 +299,30 @@ def compare_checkpoints(
     most = memory_bytes // 2
     boxes = _boxes_of_both(first, second, to_read, most)
     stream(in_batches(boxes, most, MOST_BOXES), read, compare)
-    tensors = [
-        TensorComparison(
-            key,
-            (first[key].shape, second[key].shape),
-            (first[key].dtype_name, second[key].dtype_name),
-            found.get(key),
-        )
-        for key in common
+
+    def change(row: TensorComparison) -> float:
+        share = math.nan if row.values is None else row.values.relative_change
+        return math.inf if math.isnan(share) else share
+
+    rows = (
+        TensorComparison(key, (a.shape, b.shape), (a.dtype_name, b.dtype_name), found.get(key))
+        for key, a, b in ((key, first[key], second[key]) for key in common)
+    )
+    differing = [
+        row
+        for row in rows
+        if row.values is None
+        or row.values.num_differing
+        or (row.dtypes[0] != row.dtypes[1] and not ignore_dtype)
     ]
     return Comparison(
+        len(common),
+        len(found) - len(to_read),
         tuple(key for key in first if key not in second and wanted(key)),
         tuple(key for key in second if key not in first and wanted(key)),
-        tuple(tensors),
+        tuple(sorted(differing, key=change, reverse=True)),
         tuple(_compare_objects(*objects, tolerance, wanted)),
         tuple(r for r in compare_values(*commons, tolerance) if r.name and wanted(r.name)),
-        ignore_dtype,
-        len(found) - len(to_read),
         left_out,
     )
 
@@ -348,17 +331,18 @@ def _boxes_of_both(
     first: Checkpoint, second: Checkpoint, keys: Iterable[str], most_bytes: int
 ) -> Iterator[tuple[tuple[str, Box], int]]:
     """Key and box of everything that is compared, and its bytes."""
+    # Along the chunks of the checkpoint that must decode whole chunks.
+    lead = second.index if second.index.codec and not first.index.codec else first.index
     for key in keys:
-        pair = first.index[key], second.index[key]
-        # Along the chunks of the checkpoint that must decode whole chunks.
-        lead = pair[1] if second.index.codec and not first.index.codec else pair[0]
-        widest = max(stored.dtype.itemsize for stored in pair)
-        most = most_bytes * lead.dtype.itemsize // widest
-        for box in blocks(lead, Box.whole(lead.global_shape), most):
+        widest = max(index[key].dtype.itemsize for index in (first.index, second.index))
+        most = most_bytes * lead[key].dtype.itemsize // widest
+        for box in blocks(lead[key], Box.whole(lead[key].global_shape), most):
             yield (key, box), box.num_elements * widest
 
 
-def _others(first: Checkpoint, second: Checkpoint) -> tuple[Pair, Pair, str | None]:
+def _others(
+    first: Checkpoint, second: Checkpoint
+) -> tuple[tuple[Any, Any], tuple[Any, Any], str | None]:
     """Common states and objects, as far as the formats of both hold them; and what is left out."""
     formats = first.backend[0], second.backend[0]
     whole, objects = (first.common, second.common), (first.objects, second.objects)
@@ -371,38 +355,36 @@ def _others(first: Checkpoint, second: Checkpoint) -> tuple[Pair, Pair, str | No
 
 
 def compare_tensors(
-    a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance = EXACT, origin: Ints | None = None
+    a: torch.Tensor | Array,
+    b: torch.Tensor | Array,
+    tolerance: Tolerance = EXACT,
+    origin: Ints | None = None,
 ) -> Difference:
-    """Compare two CPU tensors of one shape; ``origin`` is the index of their first element."""
-    total = Difference(num_compared=a.numel())
-    start = 0
+    """Compare CPU tensors, or arrays, of one shape; ``origin`` is the index of their first."""
+    total = Difference()
     for x, y in zip(values.slabs(a), values.slabs(b), strict=True):
-        found, position = _compare_slab(x, y, tolerance)
-        total = total.with_more(Difference(norm_before=_norm(x)))
-        if position is not None:
-            index = unravel(start + position, tuple(a.shape))
-            where = tuple(map(sum, zip(index, origin or (0,) * a.ndim, strict=True)))
-            pair = a[index].item(), b[index].item()
-            total = total.with_more(replace(found, first_index=where, first_values=pair))
-        start += x.size
-    return total
+        total = total.with_more(_compare_slab(x, y, tolerance, total.num_compared))
+    if total.first_index is None:
+        return total
+    index = unravel(total.first_index[0], tuple(a.shape))
+    where = zip(index, origin or (0,) * a.ndim, strict=True)
+    return replace(total, first_index=tuple(map(sum, where)))
 
 
-def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference, int | None]:
-    """The difference of two slabs, and the position of the first element that differs."""
-    if x.dtype != y.dtype:
-        kind = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.longdouble
-        x, y = x.astype(kind), y.astype(kind)
+def _compare_slab(x: Array, y: Array, tolerance: Tolerance, start: int) -> Difference:
+    """The difference of two slabs, the first of whose elements has the flat index ``start``."""
+    found = Difference(num_compared=x.size, norm_before=_norm(x))
+    wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.longdouble
+    left, right = (x, y) if x.dtype == y.dtype else (x.astype(wide), y.astype(wide))
     with np.errstate(invalid="ignore"):  # for signalling NaNs
-        unequal = x != y
-    if tolerance.equal_nan and x.dtype.kind in "fc":
-        unequal &= ~(np.isnan(x) & np.isnan(y))
+        unequal = left != right
+    if tolerance.equal_nan and left.dtype.kind in "fc":
+        unequal &= ~(np.isnan(left) & np.isnan(right))
     differing = np.flatnonzero(unequal)
     if not len(differing):
-        return Difference(), None
+        return found
     # 64-bit integers are exact in this type too.
-    wide = np.complex128 if x.dtype.kind == "c" else np.longdouble
-    p, q = x[differing].astype(wide), y[differing].astype(wide)
+    p, q = left[differing].astype(wide), right[differing].astype(wide)
     with np.errstate(all="ignore"):
         distance: Array = np.abs(np.subtract(p, q))
         size = np.abs(q)
@@ -410,17 +392,20 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
         differs = ~(distance <= tolerance.atol + tolerance.rtol * size)
         # Infinities of one sign are equal, and so not here; others are not within any tolerance.
         differs |= np.isinf(p) | np.isinf(q)
-        distance, size, differing = distance[differs], size[differs], differing[differs]
+        distance, differing = distance[differs], differing[differs]
         if not len(differing):
-            return Difference(), None
-        relative = distance / size
-    found = Difference(
-        len(differing),
+            return found
+        relative = distance / size[differs]
+    position = int(differing[0])
+    return replace(
+        found,
+        num_differing=len(differing),
         max_abs=float(np.fmax.reduce(distance, initial=0)),  # which is no NaN if one is none
         max_rel=float(np.fmax.reduce(relative, initial=0)),
+        first_index=(start + position,),
+        first_values=(x[position].item(), y[position].item()),
         norm_of_change=_norm(distance),
     )
-    return found, int(differing[0])
 
 
 def _norm(values: Array) -> float:
@@ -447,27 +432,26 @@ def _compare_objects(
     for key in filter(wanted, sorted({*first, *second})):
         a, b = first.get(key), second.get(key)
         if a is None or b is None or a.shape != b.shape:
-            grids = [None if one is None else f"object {list(one.shape)}" for one in (a, b)]
-            yield ValueComparison(key, (grids[0], grids[1]))
+            grids = (None if one is None else f"object {list(one.shape)}" for one in (a, b))
+            yield ValueComparison(key, tuple(grids))
             continue
         for cell in a:
-            yield from compare_values(
-                a[cell], b[cell], tolerance, f"{key}[{','.join(map(str, cell))}]"
-            )
+            name = f"{key}[{','.join(map(str, cell))}]"
+            yield from compare_values(a[cell], b[cell], tolerance, name)
 
 
 def compare_values(
     a: Any, b: Any, tolerance: Tolerance = EXACT, name: str = ""
 ) -> list[ValueComparison]:
     """The entries of two nests of plain values that are not the same."""
-    left, right = values.entries(a, name), values.entries(b, name)
+    left, right = both = values.entries(a, name), values.entries(b, name)
 
-    def text(entries: Mapping[str, Any], path: str) -> str | None:
-        return values.value_text(entries[path]) if path in entries else None
+    def texts(path: str) -> tuple[str | None, ...]:
+        return tuple(values.value_text(nest[path]) if path in nest else None for nest in both)
 
     return [
-        ValueComparison(path, (text(left, path), text(right, path)))
-        for path in dict.fromkeys([*left, *right])
+        ValueComparison(path, texts(path))
+        for path in left | right
         if path not in left or path not in right or not _same(left[path], right[path], tolerance)
     ]
 
@@ -478,27 +462,26 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
         return False
     if isinstance(a, io.BytesIO):
         a, b = a.getvalue(), b.getvalue()
+    if isinstance(a, float | complex):
+        a, b = np.array(a), np.array(b)
     if isinstance(a, torch.Tensor):
         if a.layout is not torch.strided or b.layout is not a.layout or a.is_quantized:
             return a.layout is b.layout and bool(torch.equal(a, b))
-        return compare_tensors(a.detach(), b.detach(), tolerance).num_differing == 0
-    if isinstance(a, float | complex):
-        a, b = np.array([a]), np.array([b])
-    if isinstance(a, np.ndarray) and a.dtype.kind in "biufc":
-        count = a.size // values.SLAB_ELEMENTS + 1
-        parts = (np.array_split(array.reshape(-1), count) for array in (a, b))
-        return all(_compare_slab(x, y, tolerance)[1] is None for x, y in zip(*parts, strict=True))
-    try:
-        return bool(a == b)
-    except Exception:  # noqa: BLE001 - an unknown __eq__ may raise anything, or return an array
-        return values.value_text(a) == values.value_text(b)
+        a, b = a.detach(), b.detach()
+    elif not isinstance(a, np.ndarray) or a.dtype.kind not in "biufc":
+        try:
+            return bool(a == b)
+        except Exception:  # noqa: BLE001 - an unknown __eq__ may raise anything, or return an array
+            return values.value_text(a) == values.value_text(b)
+    return not compare_tensors(a, b, tolerance).num_differing
 
 
 # What is printed.
 
 
-def _report(a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: bool) -> Report:
-    report = Report()
+def _add_differences(
+    report: Report, a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: bool
+) -> None:
     for sign, style, opened, keys in (
         ("-", "red", a, found.only_first),
         ("+", "green", b, found.only_second),
@@ -508,14 +491,10 @@ def _report(a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: b
             tensors = map(opened.__getitem__, keys)
             texts = [f"{sign} {t.key}  {shape_text(t.shape)} {t.dtype_name}" for t in tensors]
             report.listed(texts, _MAX_LISTED, style, _MORE)
-    kinds = [
-        (row.key, *(f"{shape_text(row.shapes[i])} {row.dtypes[i]}" for i in (0, 1)))
-        for row in found.differing
-        if row.values is None or row.dtypes[0] != row.dtypes[1]
-    ]
+    kinds = [row for row in found.differing if not row.values or len(set(row.dtypes)) > 1]
     if kinds:
         report.section("other shape or dtype")
-        report.table(("KEY", "FIRST", "SECOND"), kinds[:_MAX_LISTED])
+        report.table(("KEY", "FIRST", "SECOND"), list(map(_kinds, kinds[:_MAX_LISTED])))
         report.more(kinds, _MAX_LISTED, _MORE)
     values_of = {r.key: r.values for r in found.differing if r.values and r.values.num_differing}
     # Such as the count of the steps of an optimizer.
@@ -523,13 +502,12 @@ def _report(a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: b
     shown = [key for key in values_of if with_counters or key not in counters]
     if shown:
         report.section("other values")
-        is_narrow = is_narrower_than(_NARROW)
-        listed = shown[:_MAX_LISTED]
-        rows = [_value_row(key, values_of[key], is_narrow=is_narrow) for key in listed]
-        report.table(_HEADERS[: len(rows[0])], rows, right=[1, 2, 3, 4])
+        num_columns = _NUM_COLUMNS_IF_NARROW if is_narrower_than(_NARROW) else len(_HEADERS)
+        rows = [_cells(key, values_of[key])[:num_columns] for key in shown[:_MAX_LISTED]]
+        report.table(_HEADERS[:num_columns], rows, right=[1, 2, 3, 4])
         report.more(shown, _MAX_LISTED, _MORE)
     if len(shown) < len(values_of):
-        number = counted(len(values_of) - len(shown), "optimizer counter")
+        number = counted(len(counters), "optimizer counter")
         report.section(f"not listed: {number} (a PATTERN or --json lists them)", "dim")
     for title, entries in (("sharded objects", found.objects), ("common state", found.common)):
         if entries:
@@ -541,11 +519,28 @@ def _report(a: Checkpoint, b: Checkpoint, found: Comparison, *, with_counters: b
             report.more(entries, _MAX_LISTED, _MORE)
     if found.left_out is not None:
         report.section(f"not compared: {found.left_out}", "dim")
-    return report
+
+
+def _kinds(row: TensorComparison) -> tuple[str, ...]:
+    pairs = zip(row.shapes, row.dtypes, strict=True)
+    return row.key, *(f"{shape_text(shape)} {dtype}" for shape, dtype in pairs)
+
+
+def _cells(key: str, found: Difference) -> tuple[str, ...]:
+    share = found.relative_change
+    moved = "nan" if math.isnan(share) else "from 0" if math.isinf(share) else f"{100 * share:.3g}%"
+    number = f"{found.num_differing:,}"
+    if not is_narrower_than(_NARROW):
+        number += f" of {found.num_compared:,}"
+    # If only NaN differ, there is no distance.
+    most = [f"{found.max_abs:.3g}", f"{found.max_rel:.3g}"] if found.max_abs else ["nan", "nan"]
+    index = f"[{','.join(map(str, found.first_index or ()))}]"
+    pair = (f"{v:.6g}" if isinstance(v, float) else str(v) for v in found.first_values or ())
+    return key, moved, number, *most, index, " ".join(pair)
 
 
 def _verdict(found: Comparison) -> str:
-    compared = counted(len(found.tensors), "tensor")
+    compared = counted(found.num_compared, "tensor")
     if found.is_same:
         known = found.num_by_fingerprint
         compared += f" ({known:,} by fingerprint)" if known else ""
@@ -561,40 +556,21 @@ def _verdict(found: Comparison) -> str:
     return f"differences: {', '.join(texts)}"
 
 
-def _value_row(key: str, found: Difference, *, is_narrow: bool) -> tuple[str, ...]:
-    share = found.relative_change
-    moved = "nan" if math.isnan(share) else "from 0" if math.isinf(share) else f"{100 * share:.3g}%"
-    # If only NaN differ, there is no distance.
-    most = [f"{found.max_abs:.3g}", f"{found.max_rel:.3g}"] if found.max_abs else ["nan", "nan"]
-    if is_narrow:
-        return key, moved, f"{found.num_differing:,}", *most
-    number = f"{found.num_differing:,} of {found.num_compared:,}"
-    index = f"[{','.join(map(str, found.first_index or ()))}]"
-    pair = found.first_values or ()
-    texts = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in pair]
-    return key, moved, number, *most, index, " ".join(texts)
-
-
 def _document(a: Checkpoint, b: Checkpoint, found: Comparison, *, summary: bool) -> dict[str, Any]:
-    counts = {
+    rows = dataclasses.asdict(found)
+    rows["tensors"] = rows.pop("differing")
+    lists = {
+        name: rows[name] for name in ("only_first", "only_second", "tensors", "objects", "common")
+    }
+    counts = {f"num_{name}": len(listed) for name, listed in lists.items()}
+    return {
         "first": str(a.path),
         "second": str(b.path),
         "is_same": found.is_same,
-        "num_compared": len(found.tensors),
+        "num_compared": found.num_compared,
         "num_by_fingerprint": found.num_by_fingerprint,
-        "num_differing": len(found.differing),
-        "num_only_first": len(found.only_first),
-        "num_only_second": len(found.only_second),
-        "num_objects": len(found.objects),
-        "num_common": len(found.common),
+        "num_differing": counts.pop("num_tensors"),
+        **counts,
         "not_compared": found.left_out,
-    }
-    if summary:
-        return counts
-    return counts | {
-        "only_first": found.only_first,
-        "only_second": found.only_second,
-        "tensors": list(map(dataclasses.asdict, found.differing)),
-        "objects": list(map(dataclasses.asdict, found.objects)),
-        "common": list(map(dataclasses.asdict, found.common)),
+        **({} if summary else lists),
     }

@@ -171,7 +171,7 @@ def test_nests_of_plain_values() -> None:
             **changed,
         }
 
-    def differing(other: Any, **tolerance: Any) -> list[tuple[str, Any, Any]]:
+    def differing(other: Any, **tolerance: Any) -> list[tuple[Any, ...]]:
         rows = compare_values(nest(), other, Tolerance(**{"equal_nan": True, **tolerance}))
         return [(row.name, *row.texts) for row in rows]
 
