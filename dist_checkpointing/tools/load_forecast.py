@@ -6,9 +6,11 @@ import math
 import pkgutil
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, Literal
 
@@ -130,11 +132,10 @@ def stacked_keys(index: Index) -> frozenset[str]:
     They are stored layer by layer, and all tensors below a prefix have that axis: weights of three
     axes, and norms or biases of two.
     """
-    below: dict[str, list[StoredTensor]] = {}
+    below: defaultdict[str, list[StoredTensor]] = defaultdict(list)
     for key in index:
-        parts = key.split(".")
-        for depth in range(1, len(parts)):
-            below.setdefault(".".join(parts[:depth]), []).append(index[key])
+        for prefix in accumulate(key.split(".")[:-1], "{}.{}".format):
+            below[prefix].append(index[key])
     found: set[str] = set()
     for tensors in below.values():
         ndims = {len(stored.global_shape) for stored in tensors}
@@ -179,12 +180,11 @@ def _cut(
 
 def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:
     """The box that one of the tensor-parallel ranks holds."""
-    whole = Box.whole(stored.global_shape)
-    if cut.axis is None:
-        return whole
-    extent = stored.global_shape[cut.axis] // parts
-    offset, shape = list(whole.offset), list(whole.shape)
-    offset[cut.axis], shape[cut.axis] = part * extent, extent
+    shape = list(stored.global_shape)
+    offset = [0] * len(shape)
+    if cut.axis is not None:
+        shape[cut.axis] //= parts
+        offset[cut.axis] = part * shape[cut.axis]
     return Box(tuple(offset), tuple(shape))
 
 
@@ -228,16 +228,16 @@ def of_function(name: str, world_size: int) -> list[RankWants]:
     """
     if ":" not in name:
         raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
+    # As `python -m` does it: what lies in the current folder can be imported.
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
     try:
-        # As `python -m` does it: what lies in the current folder can be imported.
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            function = pkgutil.resolve_name(name)
-        finally:
-            sys.path.remove(str(Path.cwd()))
+        function = pkgutil.resolve_name(name)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot import {name!r}: {what}") from error
+    finally:
+        sys.path.remove(folder)
     if not callable(function):
         raise ValueError(f"{name!r} is not a function")  # noqa: TRY004 - a text
     wants = []
@@ -377,14 +377,13 @@ class _Touch:
         chunk: The chunk, by its offset and the number of the piece.
         num_bytes: Bytes of the chunk in memory.
         read_bytes: Bytes of all windows.
-        buffers: Bytes of those windows that cannot be read in place.
+        buffers: Bytes of the buffer of each window; 0 if it is read in place.
     """
 
     chunk: _Chunk
     num_bytes: int
     read_bytes: int
     buffers: tuple[int, ...]
-    num_reads: int
 
 
 class _Planner:
@@ -393,9 +392,8 @@ class _Planner:
     def __init__(self, index: Index, reader: StorageReader) -> None:
         self._index = index
         self._reader = reader
-        self._limits = reader.files.limits
-        self._known: dict[object, tuple[_Touch, ...]] = {}
-        self._places: dict[str, dict[_Chunk, ChunkPlace | None]] = {}
+        self._known: dict[object, list[_Touch]] = {}
+        self._places: defaultdict[str, dict[_Chunk, ChunkPlace | None]] = defaultdict(dict)
 
     def parts_of(
         self, shard: ShardedTensor
@@ -410,38 +408,27 @@ class _Planner:
         touches = self._known.get(name)
         if touches is None:
             items, findings = plan_load(self._index, [shard])
-            touches = _touches(items, tensor.dtype.itemsize, self._limits)
+            touches = self._touches(items, tensor.dtype.itemsize)
             if not findings:
                 self._known[name] = touches
-        places = self._places.setdefault(shard.key, {})
+        places = self._places[shard.key]
         new = [touch.chunk for touch in touches if touch.chunk not in places]
         if new:
             chunks = [MetadataIndex(shard.key, *chunk) for chunk in new]
             places.update(zip(new, self._reader.places(chunks), strict=True))
         return [(touch, places[touch.chunk]) for touch in touches], findings
 
-
-def _touches(items: Sequence[ReadItem], itemsize: int, limits: ReadLimits) -> tuple[_Touch, ...]:
-    maps_files, gap = limits.maps_files, limits.strided_gap
-    by_chunk: dict[_Chunk, list[Window]] = {}
-    for item in items:
-        at = item.storage_index
-        by_chunk.setdefault((at.offset, at.index), []).append(item.storage)
-    touches = []
-    for chunk, windows in by_chunk.items():
-        buffers = [
-            span_bytes(window, _axes_apart(window, itemsize, gap), itemsize)
-            for window in windows
-            if not maps_files and window.contiguous_range() is None
-        ]
-        num_bytes = max(window.start + window.array_size for window in windows) * itemsize
-        read = sum(bytes_read(w, itemsize, maps_files=maps_files, gap=gap) for w in windows)
-        touches.append(_Touch(chunk, num_bytes, read, tuple(buffers), len(windows)))
-    return tuple(touches)
-
-
-def _axes_apart(window: Window, itemsize: int, gap: int | None) -> int:
-    return axes_apart(window, itemsize, maps_files=False, most_gap=gap)[0]
+    def _touches(self, items: Sequence[ReadItem], itemsize: int) -> list[_Touch]:
+        limits = self._reader.files.limits
+        by_chunk: defaultdict[_Chunk, list[Window]] = defaultdict(list)
+        for item in items:
+            by_chunk[item.storage_index.offset, item.storage_index.index].append(item.storage)
+        touches = []
+        for chunk, windows in by_chunk.items():
+            num_bytes = max(window.start + window.array_size for window in windows) * itemsize
+            reads, buffers = zip(*(bytes_read(w, itemsize, limits) for w in windows), strict=True)
+            touches.append(_Touch(chunk, num_bytes, sum(reads), buffers))
+        return touches
 
 
 def _cost(
@@ -460,33 +447,39 @@ def _cost(
         else:
             read_bytes += touch.read_bytes
             buffers += touch.buffers
-    at_once = sum(sorted(decoded, reverse=True)[: options.threads])
-    copied = min(options.buffer_bytes, sum(sorted(buffers, reverse=True)[: options.threads]))
+    at_once, copied = (
+        sum(sorted(sizes, reverse=True)[: options.threads]) for sizes in (decoded, buffers)
+    )
     scratch = min(_SCRATCH_BYTES, wanted_bytes)
     return RankCost(
         want.ranks,
         len(want.tensors),
         wanted_bytes,
         read_bytes,
-        sum(touch.num_reads for touch, _ in touched),
+        sum(len(touch.buffers) for touch, _ in touched),
         frozenset(place.file for _, place in touched if place is not None and place.file),
-        wanted_bytes + max(at_once, copied, scratch),
+        wanted_bytes + max(at_once, min(options.buffer_bytes, copied), scratch),
     )
 
 
-def bytes_read(window: Window, itemsize: int, *, maps_files: bool, gap: int | None = None) -> int:
-    """Bytes that have to come from storage for a window of a chunk that can be read in part.
+def bytes_read(window: Window, itemsize: int, limits: ReadLimits) -> tuple[int, int]:
+    """Bytes that a window of a chunk that can be read in part takes.
 
     A window that is one run is read as it is. Of others a mapped file delivers whole pages of 4 KiB
     (the read-ahead of the system not counted), and a file that is read into buffers delivers parts,
     each from its first element to its last.
+
+    Returns:
+        Bytes that have to come from storage, and bytes of a buffer, 0 if it is read in place.
     """
     wanted = window.box.num_elements * itemsize
     if window.contiguous_range() is not None:
-        return wanted
-    if not maps_files:
-        axes = _axes_apart(window, itemsize, gap)
-        return math.prod(window.box.shape[:axes]) * span_bytes(window, axes, itemsize)
+        return wanted, 0
+    if not limits.maps_files:
+        gap = limits.strided_gap
+        axes, _ = axes_apart(window, itemsize, maps_files=False, most_gap=gap)
+        span = span_bytes(window, axes, itemsize)
+        return math.prod(window.box.shape[:axes]) * span, span
     span = span_bytes(window, 0, itemsize)
     run = 1
     skipped = 0
@@ -496,7 +489,7 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool, gap: int | No
         if extent != full:
             break
     if skipped * itemsize < _PAGE_BYTES:
-        return span
+        return span, 0
     runs = window.box.num_elements // run
     # A run begins anywhere in a page, and so touches one more than it fills.
-    return min(span, wanted + runs * _PAGE_BYTES)
+    return min(span, wanted + runs * _PAGE_BYTES), 0
