@@ -7,19 +7,14 @@ import itertools
 import math
 import pprint
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.checkpoint import (
-    Checkpoint,
-    ObjectHandle,
-    StoredChunk,
-    TensorHandle,
-)
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint, StoredChunk, TensorHandle
 from dist_checkpointing.checkpoint.slicing import parse_slices, select
 from dist_checkpointing.errors import hint
 from dist_checkpointing.format.geometry import Box
@@ -82,20 +77,32 @@ def show(
     if key in opened:
         _show_tensor(opened[key], part, statistics=statistics, plot=plot, as_json=as_json)
         return
-    is_object = key in opened.objects
-    value = None if is_object else _common_value(opened, key)
+    handle = opened.objects.get(key)
+    value = _common_value(opened, key) if handle is None else None
     if part is not None or plot:
         raise ValueError(f"{key!r} is not a tensor: only tensors have slices and histograms")
-    if is_object:
-        _show_object(opened.objects[key], as_json=as_json)
-    elif as_json:
-        print_json({"key": key, "type": values.type_text(value), "value": value})
-    else:
-        report = Report(key)
+    report = Report(key)
+    document: dict[str, Any] = {"key": key}
+    contents: Iterable[tuple[str | None, Any]] = [(None, value)]
+    if handle is None:
+        document |= {"type": values.type_text(value), "value": value}
         report.line(f"common state, {values.type_text(value)}")
-        report.section()
-        _add_value(report, value)
-        report.print()
+    else:
+        cells = ((cell, handle[cell]) for cell in handle)
+        if as_json:
+            rows = [{"cell": cell, "value": content} for cell, content in cells]
+            document |= {"shape": handle.shape, "cells": rows}
+        cells_text = f"{counted(len(handle), 'cell')} in a grid of {shape_text(handle.shape)}"
+        report.line(f"sharded object, {cells_text}")
+        contents = ((f"Cell {shape_text(cell)}", content) for cell, content in cells)
+    if as_json:
+        print_json(document)
+        return
+    for title, content in contents:
+        report.section(title)
+        text = pprint.pformat(content, width=terminal_width() or PIPE_WIDTH, compact=True)
+        report.listed(text.split("\n"), _MAX_LINES, None, "... {} more lines")
+    report.print()
 
 
 def _show_tensor(
@@ -177,18 +184,13 @@ def _add_chunks(report: Report, handle: TensorHandle, boxes: Collection[Box]) ->
         report.line("none: the tensor has no elements")
         return
     numbered = enumerate(itertools.islice(handle.iter_chunks(), _MAX_JSON))
-    chosen = (
-        (number, chunk)
-        for number, chunk in numbered
-        if not boxes or any(chunk.box.intersect(box) for box in boxes)
-    )
-    listed = list(itertools.islice(chosen, _MAX_CHUNKS + 1))
+    chosen = (row for row in numbered if not boxes or any(map(row[1].box.intersect, boxes)))
     rows = []
-    for number, chunk in listed[:_MAX_CHUNKS]:
+    for number, chunk in itertools.islice(chosen, _MAX_CHUNKS):
         file = handle.location(number).removeprefix(f"{handle.folder}/")
         rows.append((str(number), _box_text(chunk), bytes_text(chunk.num_bytes), one_line(file)))
     report.table(("", "", "", ""), rows, right=[0, 2])
-    if len(listed) > _MAX_CHUNKS:
+    if next(chosen, None):
         report.line("...")
 
 
@@ -237,20 +239,6 @@ def _document(
     return document
 
 
-def _show_object(handle: ObjectHandle, *, as_json: bool) -> None:
-    if as_json:
-        cells = [{"cell": cell, "value": handle[cell]} for cell in handle]
-        print_json({"key": handle.key, "shape": handle.shape, "cells": cells})
-        return
-    report = Report(handle.key)
-    cells_text = f"{counted(len(handle), 'cell')} in a grid of {shape_text(handle.shape)}"
-    report.line(f"sharded object, {cells_text}")
-    for cell in handle:
-        report.section(f"Cell {shape_text(cell)}")
-        _add_value(report, handle[cell])
-    report.print()
-
-
 def _common_value(opened: Checkpoint, key: str) -> Any:
     common = opened.common
     try:
@@ -263,11 +251,6 @@ def _common_value(opened: Checkpoint, key: str) -> Any:
         ) from None
 
 
-def _add_value(report: Report, value: Any) -> None:
-    text = pprint.pformat(value, width=terminal_width() or PIPE_WIDTH, compact=True)
-    report.listed(text.split("\n"), _MAX_LINES, None, "... {} more lines")
-
-
 def plot_lines(found: Histogram, width: int, encoding: str = "utf-8") -> Iterator[str]:
     """A line for each bin: its lower edge, a bar, and the number of its values."""
     full, parts = "█", " ▏▎▍▌▋▊▉"
@@ -277,15 +260,14 @@ def plot_lines(found: Histogram, width: int, encoding: str = "utf-8") -> Iterato
         full, parts = "#", "       #"
     is_whole = found.is_of_integers
     labels = [f"{edge + 0.5:.0f}" if is_whole else f"{edge:.4g}" for edge in found.edges]
-    rows = [(f">= {labels[0]}", found.counts[0]), *zip(labels[1:-1], found.counts[1:], strict=True)]
-    if is_whole or not found.below:
-        rows[0] = (labels[0], found.counts[0])
+    first = labels[0] if is_whole or not found.below else f">= {labels[0]}"
+    rows = list(zip([first, *labels[1:-1]], found.counts, strict=True))
     if found.below:
         rows.insert(0, (f"< {labels[0]}", found.below))
     if found.above:
         rows.append((f"> {labels[-1]}", found.above))
     label_width = max(len(label) for label, _ in rows)
-    most = max(count for _, count in rows)
+    most = max(found.below, *found.counts, found.above)
     count_width = len(f"{most:,}")
     room = max(8, width - label_width - count_width - 4)
     for label, count in rows:

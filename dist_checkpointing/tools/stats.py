@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text
@@ -120,10 +122,10 @@ def count_contents(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     tensors = [checkpoint.index[key] for key in checkpoint.index]
     uses = location.use_below(checkpoint.folder)
     sizes = {name: use.num_bytes for name, use in uses.items()}
-    groups: dict[str | bool, list[StoredTensor]] = {}
+    groups: defaultdict[str | bool, list[StoredTensor]] = defaultdict(list)
     for tensor in tensors:
-        groups.setdefault(tensor.dtype.name, []).append(tensor)
-        groups.setdefault(is_of_optimizer(tensor.key), []).append(tensor)
+        groups[tensor.dtype.name].append(tensor)
+        groups[is_of_optimizer(tensor.key)].append(tensor)
     model, optimizer = (TensorTotal.of(groups.pop(key, ())) for key in (False, True))
     totals = {str(name): TensorTotal.of(group) for name, group in groups.items()}
     return Inventory(
@@ -147,13 +149,12 @@ def _largest(sizes: Mapping[str, int], most: int) -> tuple[tuple[str, int], ...]
 
 def _chunk_bytes(stored: StoredTensor) -> int:
     """Bytes of the largest chunk or piece."""
-    if stored.pieces is None:
+    if (pieces := stored.pieces) is None:
         count = math.prod(map(min, stored.grid.chunk_shape, stored.global_shape))
     else:
-        counts = [
-            box.num_elements if flat is None else flat[1] - flat[0] for box, flat in stored.pieces
-        ]
-        count = max(counts, default=0)
+        start, stop = pieces.flat.T
+        counts = np.where(start < 0, pieces.shapes.prod(axis=1), stop - start)
+        count = int(counts.max(initial=0))
     return count * stored.dtype.itemsize
 
 
@@ -161,14 +162,18 @@ def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
     backend, version = checkpoint.backend
     if backend in ("safetensors", "torch"):
         return {}
-    facts = {}
     tables = [n for n in sizes if n.startswith(f"{CHECKSUMS_NAME}/") and n.endswith(".bin")]
-    facts["checksums"] = f"in {counted(len(tables), 'table')}" if tables else "none were kept"
-    facts["seal"] = "kept" if SEAL_NAME in sizes else "none was kept"
+    facts = {
+        "checksums": f"in {counted(len(tables), 'table')}" if tables else "none were kept",
+        "seal": "kept" if SEAL_NAME in sizes else "none was kept",
+    }
     if backend == "tensorstore":
-        for group in sorted({name.split("/")[1] for name in sizes if name.startswith("data/")}):
-            inside = [size for name, size in sizes.items() if name.startswith(f"data/{group}/")]
-            # A removal of all of its tensors frees this.
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for name, size in sizes.items():
+            if name.startswith("data/"):
+                groups[name.split("/")[1]].append(size)
+        # A removal of all of its tensors frees this.
+        for group, inside in sorted(groups.items()):
             facts[f"group {group}"] = f"{sum(inside):,} bytes in {counted(len(inside), 'file')}"
     elif backend == "zarr":
         facts["format"] = f"zarr v{3 if version == 2 else 2}"
@@ -188,52 +193,46 @@ def _report(
 ) -> Report:
     report = Report(str(opened.path))
     name, version = opened.backend
-    on_disk = found.files.num_bytes_on_disk
-    share = found.tensors.num_bytes and found.files.num_bytes / found.tensors.num_bytes
-    tensors = f"{counted(found.tensors.num_tensors, 'tensor')}, {found.num_elements:,} elements"
+    tensors, files = found.tensors, found.files
+    share = tensors.num_bytes and files.num_bytes / tensors.num_bytes
+    size = f"{bytes_text(files.num_bytes)} ({share:.2f} of the tensors)"
+    number = counted(tensors.num_tensors, "tensor")
+    elements = f"{found.num_elements:,} elements, {bytes_text(tensors.num_bytes)}"
     chunks = f"{found.num_chunks:,}, the largest has {bytes_text(found.largest_chunk_bytes)}"
-    files = f"{counted(found.files.num_files, 'file')}, {bytes_text(found.files.num_bytes)}"
-    rows = [
+    on_disk = f"{bytes_text(files.num_bytes_on_disk)} on disk"
+    facts = [
         ("backend", f"{name} {version}"),
-        ("tensors", f"{tensors}, {bytes_text(found.tensors.num_bytes)}"),
-        ("files", f"{files} ({share:.2f} of the tensors), {bytes_text(on_disk)} on disk"),
-        *([("of its own", found.files.own_text())] if found.files.num_bytes_shared else []),
+        ("tensors", f"{number}, {elements}"),
+        ("files", f"{counted(files.num_files, 'file')}, {size}, {on_disk}"),
+        *([("of its own", files.own_text())] if files.num_bytes_shared else []),
         ("chunks", chunks if found.num_chunks else "none"),
         *found.facts.items(),
     ]
-    report.facts(rows)
-    shares = {"model": found.model, "optimizer": found.optimizer}
-    _add_shares(report, "SHARE", {key: one for key, one in shares.items() if one.num_tensors})
-    _add_shares(report, "DTYPE", found.by_dtype)
-    for title, sizes in (
-        ("LARGEST TENSORS", found.largest),
-        ("LARGEST FILES", found.largest_files),
-    ):
+    report.facts(facts)
+    uses = {"model": found.model, "optimizer": found.optimizer}
+    shares = {"SHARE": {key: one for key, one in uses.items() if one.num_tensors}}
+    for title, totals in {**shares, "DTYPE": found.by_dtype}.items():
+        whole = sum(one.num_bytes for one in totals.values())
+        rows = []
+        for key, one in totals.items():
+            part = f"{one.num_bytes / whole:.1%}" if whole else ""
+            rows.append((key, f"{one.num_tensors:,}", bytes_text(one.num_bytes), part))
+        report.section()
+        report.table((title, "TENSORS", "SIZE", ""), rows, right=[1, 2, 3])
+    largest = {"LARGEST TENSORS": found.largest, "LARGEST FILES": found.largest_files}
+    for title, sizes in largest.items():
         report.section()
         report.table((title, "SIZE"), [(key, bytes_text(size)) for key, size in sizes], right=[1])
-    if not_finite is None:
-        return report
-    if not not_finite:
-        number = counted(found.tensors.num_tensors, "tensor")
+    if not_finite:
+        report.section(f"{counted(len(not_finite), 'tensor')} with NaN or infinity", "red")
+        counts = [
+            (key, f"{one.num_nan:,}", f"{one.num_inf:,}", f"{one.count:,}")
+            for key, one in not_finite.items()
+        ]
+        report.table(("KEY", "NAN", "INF", "ELEMENTS"), counts, right=[1, 2, 3])
+    elif not_finite is not None:
         report.section(f"no NaN and no infinity in {number}", "green")
-        return report
-    report.section(f"{counted(len(not_finite), 'tensor')} with NaN or infinity", "red")
-    counts = [
-        (key, f"{one.num_nan:,}", f"{one.num_inf:,}", f"{one.count:,}")
-        for key, one in not_finite.items()
-    ]
-    report.table(("KEY", "NAN", "INF", "ELEMENTS"), counts, right=[1, 2, 3])
     return report
-
-
-def _add_shares(report: Report, title: str, shares: Mapping[str, TensorTotal]) -> None:
-    total = sum(share.num_bytes for share in shares.values())
-    rows = []
-    for name, share in shares.items():
-        part = f"{share.num_bytes / total:.1%}" if total else ""
-        rows.append((name, f"{share.num_tensors:,}", bytes_text(share.num_bytes), part))
-    report.section()
-    report.table((title, "TENSORS", "SIZE", ""), rows, right=[1, 2, 3])
 
 
 def _document(
