@@ -192,8 +192,7 @@ class Difference:
 
     def with_more(self, other: Difference) -> Difference:
         """The difference of both parts together."""
-        ours, theirs = self.first_index, other.first_index
-        first = other if ours is None or (theirs is not None and theirs < ours) else self
+        first = min(self, other, key=lambda one: (one.first_index is None, one.first_index or ()))
         return Difference(
             self.num_differing + other.num_differing,
             self.num_compared + other.num_compared,
@@ -304,10 +303,10 @@ def compare_checkpoints(
         share = math.nan if row.values is None else row.values.relative_change
         return math.inf if math.isnan(share) else share
 
-    rows = (
+    rows = [
         TensorComparison(key, (a.shape, b.shape), (a.dtype_name, b.dtype_name), found.get(key))
         for key, a, b in ((key, first[key], second[key]) for key in common)
-    )
+    ]
     differing = [
         row
         for row in rows

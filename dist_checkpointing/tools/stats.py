@@ -17,7 +17,6 @@ from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import is_of_optimizer
-from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.tools.opening import open_tensors
@@ -63,13 +62,13 @@ def _scan(opened: Checkpoint) -> dict[str, Statistics]:
     from dist_checkpointing.tools.values import stream_statistics  # noqa: PLC0415
 
     # Only these dtypes have NaN or infinity.
-    regions = [
-        (key, Box.whole(tensor.shape))
+    sizes = {
+        key: tensor.num_bytes
         for key, tensor in opened.items()
         if tensor.dtype_name.startswith(("float", "bfloat", "complex"))
-    ]
-    with progress_bar("scanning", sum(opened[key].num_bytes for key, _ in regions)) as bar:
-        found = stream_statistics(opened, regions, report=bar.advance)
+    }
+    with progress_bar("scanning", sum(sizes.values())) as bar:
+        found = stream_statistics(opened, sizes, report=bar.advance)
     return {key: one for key, one in found.items() if one.num_nan or one.num_inf}
 
 

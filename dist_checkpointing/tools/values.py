@@ -129,27 +129,27 @@ def _of_slab(values: Array) -> Statistics:
 
 def stream_statistics(
     checkpoint: Checkpoint,
-    regions: Iterable[tuple[str, Box]],
+    keys: Iterable[str],
     *,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Statistics]:
-    """The statistics of parts of tensors by key, read block by block.
+    """The statistics of tensors by key, read block by block.
 
     Args:
         checkpoint: the checkpoint.
-        regions: keys, and boxes in elements of the global tensors; several of one key add up.
+        keys: the tensors to read.
         memory_bytes: most bytes of values that are in memory at a time.
         report: called with the number of bytes that were read since the last call.
     """
-    wanted = list(regions)
-    found = {key: Statistics() for key, _ in wanted}
+    found = {key: Statistics() for key in keys}
 
     def add(key: str, _: Box, tensor: torch.Tensor) -> None:
         found[key] = found[key].with_more(statistics_of(tensor))
         report(tensor.nbytes)
 
-    stream(batches(checkpoint.index, wanted, memory_bytes), checkpoint.read, add)
+    regions = [(key, Box.whole(checkpoint[key].shape)) for key in found]
+    stream(batches(checkpoint.index, regions, memory_bytes), checkpoint.read, add)
     return found
 
 

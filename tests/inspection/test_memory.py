@@ -12,7 +12,6 @@ import torch
 
 from dist_checkpointing import Checkpoint, save
 from dist_checkpointing.checkpoint.partial_reads import PartialReads
-from dist_checkpointing.format import Box
 from dist_checkpointing.tools.diff import compare_checkpoints
 from dist_checkpointing.tools.values import statistics_of_part, stream_statistics
 from states import shard
@@ -26,8 +25,7 @@ def compare(checkpoint: Checkpoint) -> None:
 
 
 def scan(checkpoint: Checkpoint) -> None:
-    region = [("w", Box.whole((ROWS, COLUMNS)))]
-    assert stream_statistics(checkpoint, region, memory_bytes=BUDGET)["w"].count == ROWS * COLUMNS
+    assert stream_statistics(checkpoint, ["w"], memory_bytes=BUDGET)["w"].count == ROWS * COLUMNS
 
 
 def look_at_every_other(checkpoint: Checkpoint) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint, save
-from dist_checkpointing.format import Box
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.testing import random_bits
 from dist_checkpointing.tools import values
@@ -112,8 +111,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 def test_streaming(checkpoint: Checkpoint) -> None:
     seen: list[int] = []
-    regions = [(key, Box.whole(checkpoint[key].shape)) for key in checkpoint]
-    found = stream_statistics(checkpoint, regions, memory_bytes=500, report=seen.append)
+    found = stream_statistics(checkpoint, checkpoint, memory_bytes=500, report=seen.append)
     assert set(found) == set(checkpoint)
     for key in checkpoint:
         assert_alike(found[key], oracle(checkpoint[key][...]))
