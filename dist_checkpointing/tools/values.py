@@ -85,8 +85,12 @@ class Statistics:
 
 def as_numbers(tensor: torch.Tensor) -> Array:
     """The values in a dtype that numpy can calculate with; short floats become float32, exactly."""
-    is_short = tensor.is_floating_point() and tensor.dtype.itemsize < 4
-    return tensor_memory.as_numpy(tensor.float() if is_short else tensor)
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float().numpy()
+    numbers = tensor_memory.as_numpy(tensor)
+    # Those of ml_dtypes are converted faster by numpy than by torch.
+    is_short = tensor.is_floating_point() and numbers.itemsize == 1
+    return numbers.astype(np.float32) if is_short else numbers
 
 
 def slabs(values: torch.Tensor | Array) -> Iterator[Array]:
