@@ -126,7 +126,8 @@ def _of_slab(values: Array) -> Statistics:
             least, most = finite.min().item(), finite.max().item()
         wide = finite.astype(np.complex128 if kind == "c" else np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
-            mean, std = wide.mean().item(), wide.std().item()
+            mean = wide.mean().item()
+            std = float(np.sqrt(np.mean(np.abs(wide - mean) ** 2)))
     num_zero = values.size - int(np.count_nonzero(values))
     return Statistics(values.size, least, most, mean, std, num_nan, num_inf, num_zero)
 
