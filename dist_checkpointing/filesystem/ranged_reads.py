@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.threads import in_threads
 
@@ -66,127 +65,69 @@ class ReadLimits:
     run_threads: int = 1
 
 
-class OpenFile(ABC):
-    """A file to read from.
+class LocalFile:
+    """A file of a mounted file system, to read from.
 
     Attributes:
-        path: Its path or URL, for messages.
-        descriptor: Descriptor of a local file; -1 for one that has none.
+        descriptor: Its descriptor; -1 for an object of a store.
         most_gap: Bytes between the runs of a strided part that are read over; None where that
             depends on the length of the runs.
     """
 
-    path: str
-    descriptor: int = -1
     most_gap: int | None = None
 
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """Size of the file."""
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(self.descriptor)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
 
-    @abstractmethod
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
     def require(self, num_bytes: int, *, is_all: bool) -> None:
         """Make sure that the file is so long, and no longer if that ``is_all`` of it.
 
         Raises:
             WrongSizeError: if it is not; of a store that may come with the next read.
         """
+        # A mapped file that is too short would kill the process instead of raising.
+        _require_size(self._num_bytes, num_bytes, is_all=is_all)
 
-    @abstractmethod
     def read_into(self, target: Array, position: int) -> None:
         """Fill a C-contiguous array.
 
         Raises:
             EOFError: if the file ends before.
         """
+        pread(self.descriptor, target, position)
 
-    @abstractmethod
+    def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
+        """Fill C-contiguous arrays, each from its position."""
+        if not is_cached(self.descriptor, *runs[0]):
+            for target, position in runs:
+                os.posix_fadvise(self.descriptor, position, target.nbytes, os.POSIX_FADV_WILLNEED)
+        for target, position in runs:
+            pread(self.descriptor, target, position)
+
     def view(self, position: int, num_bytes: int, scratch: Array | None = None) -> Array:
         """Some bytes of the file, in ``scratch`` if that is of use; may be read-only.
 
         Raises:
             EOFError: if the file ends before.
         """
-
-    @abstractmethod
-    def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
-        """Fill C-contiguous arrays, each from its position."""
-
-    def expect(self, position: int, num_bytes: int) -> None:  # noqa: B027 - a hook
-        """Get ready for many small reads of these bytes, where each would be a request."""
-
-    def is_cached(self, target: Array, position: int) -> bool:
-        """Whether a read takes no waiting; also False where that is not known.
-
-        ``target`` may be filled.
-        """
-        del target, position
-        return False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:  # noqa: B027 - an object has nothing to close
-        """End the use of the file."""
-
-
-def _require_size(size: int, num_bytes: int, *, is_all: bool) -> None:
-    if size < num_bytes or (is_all and size != num_bytes):
-        raise WrongSizeError(size)
-
-
-class LocalFile(OpenFile):
-    """A file of a mounted file system."""
-
-    __slots__ = ("_num_bytes", "descriptor", "path")
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            status = os.fstat(self.descriptor)
-        except OSError:
-            self.close()
-            raise
-        self._num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    def require(self, num_bytes: int, *, is_all: bool) -> None:
-        # A mapped file that is too short would kill the process instead of raising.
-        _require_size(self._num_bytes, num_bytes, is_all=is_all)
-
-    def read_into(self, target: Array, position: int) -> None:
-        pread(self.descriptor, target, position)
-
-    def view(self, position: int, num_bytes: int, scratch: Array | None = None) -> Array:
         block = np.empty(num_bytes, dtype=np.uint8) if scratch is None else scratch[:num_bytes]
         pread(self.descriptor, block, position)
         return block
 
-    def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
-        descriptor = self.descriptor
-        if not self.is_cached(*runs[0]):
-            for target, position in runs:
-                os.posix_fadvise(descriptor, position, target.nbytes, os.POSIX_FADV_WILLNEED)
-        for target, position in runs:
-            pread(descriptor, target, position)
-
-    def is_cached(self, target: Array, position: int) -> bool:
-        try:
-            count = os.preadv(self.descriptor, [target], position, os.RWF_NOWAIT)  # type: ignore[list-item]
-        except OSError:
-            return False
-        return count == target.nbytes
-
-    def close(self) -> None:
-        os.close(self.descriptor)
+    def expect(self, position: int, num_bytes: int) -> None:
+        """Get ready for many small reads of these bytes, where each would be a request."""
 
 
 def pread(descriptor: int, target: Array, position: int) -> None:
@@ -206,31 +147,45 @@ def pread(descriptor: int, target: Array, position: int) -> None:
             raise EOFError("the file ended early")
 
 
-class StoreFile(OpenFile):
-    """An object of a store. It is asked for with the first read."""
+def is_cached(descriptor: int, target: Array, position: int) -> bool:
+    """Whether a read takes no waiting; also False where that is not known.
 
+    ``target`` may be filled.
+    """
+    try:
+        count = os.preadv(descriptor, [target], position, os.RWF_NOWAIT)  # type: ignore[list-item]
+    except OSError:
+        return False
+    return count == target.nbytes
+
+
+def _require_size(size: int, num_bytes: int, *, is_all: bool) -> None:
+    if size < num_bytes or (is_all and size != num_bytes):
+        raise WrongSizeError(size)
+
+
+class StoreFile:
+    """An object of a store, read like a ``LocalFile``. It is asked for with the first read."""
+
+    descriptor = -1
     most_gap = _MOST_STORE_GAP_BYTES
 
-    def __init__(self, path: ObjectPath, reads: FolderReads) -> None:
-        self.path = str(path)
-        self._object, self._reads = path, reads
+    def __init__(self, path: ObjectPath, name: str, reads: FolderReads) -> None:
+        self._path, self._name, self._reads = path, name, reads
         self._required, self._is_all = 0, False
         self._ahead, self._ahead_at = np.empty(0, dtype=np.uint8), 0
 
-    @property
-    def num_bytes(self) -> int:
-        known = self._reads.sizes.get(self._object.key)
-        if known is None:
-            info = self._object.store.head(self._object.key)
-            if info is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
-            known = self._reads.sizes[self._object.key] = info.num_bytes
-        return known
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def require(self, num_bytes: int, *, is_all: bool) -> None:
         self._required, self._is_all = num_bytes, is_all
-        if self._object.key in self._reads.sizes:
-            _require_size(self.num_bytes, num_bytes, is_all=is_all)
+        known = self._reads.sizes.get(self._name)
+        if known is not None:
+            _require_size(known, num_bytes, is_all=is_all)
 
     def read_into(self, target: Array, position: int) -> None:
         whole = target.reshape(-1).view(np.uint8)
@@ -242,9 +197,8 @@ class StoreFile(OpenFile):
 
         in_threads(read_part, range(0, len(whole), step), self._reads.limits.threads)
 
-    def expect(self, position: int, num_bytes: int) -> None:
-        if num_bytes <= self._reads.limits.most_bytes:
-            self._ahead, self._ahead_at = self._get(position, num_bytes), position
+    def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
+        in_threads(lambda run: self.read_into(*run), runs, self._reads.limits.threads)
 
     def view(self, position: int, num_bytes: int, scratch: Array | None = None) -> Array:
         del scratch  # the answer of the store is in memory of its own
@@ -256,27 +210,31 @@ class StoreFile(OpenFile):
             raise EOFError("the file ended early")
         return data
 
+    def expect(self, position: int, num_bytes: int) -> None:
+        if num_bytes <= self._reads.limits.most_bytes:
+            self._ahead, self._ahead_at = self._get(position, num_bytes), position
+
     def _get(self, position: int, num_bytes: int) -> Array:
         """Bytes of the object; fewer where it ends."""
-        store, key = self._object.store, self._object.key
         if num_bytes == 0:
             return np.empty(0, dtype=np.uint8)
         try:
             with self._reads.slots:
-                data, size = store.get_range(key, position, num_bytes)
-        except FileNotFoundError:
-            raise
-        except OSError:
+                data, size = self._path.store.get_range(self._path.key, position, num_bytes)
+        except OSError as error:
             # A range behind the end is refused, in the words of each store.
-            if self.num_bytes > position:
+            is_there = not isinstance(error, FileNotFoundError)
+            known = self._reads.size_of(self._name) if is_there else None
+            if known is None or known > position:
                 raise
-            data, size = memoryview(b""), self.num_bytes
-        self._reads.sizes[key] = size
+            data, size = memoryview(b""), known
+        self._reads.sizes[self._name] = size
         _require_size(size, self._required, is_all=self._is_all)
         return np.frombuffer(data, dtype=np.uint8)
 
-    def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
-        in_threads(lambda run: self.read_into(*run), runs, self._reads.limits.threads)
+
+OpenFile = LocalFile | StoreFile
+"""A file to read from."""
 
 
 class FolderReads:
@@ -285,35 +243,37 @@ class FolderReads:
     Attributes:
         folder: Folder of the files.
         limits: How they are best read.
-        open: Opens a file by its name relative to the folder. Raises ``FileNotFoundError``, in a
-            store with the first read.
         slots: Requests that may be made now, of a store.
-        sizes: Sizes of its objects that are known, by key.
+        sizes: Sizes of its objects that are known, by name.
     """
 
     def __init__(self, folder: Location, limits: ReadLimits) -> None:
-        self.folder = folder
-        self.limits = limits
-        self.open: Callable[[str], OpenFile]
-        if isinstance(folder, Path):
-            root = f"{folder}/"
-            self.open = lambda name: LocalFile(root + name)
-        else:
-            self.slots = threading.Semaphore(limits.threads)
-            self.sizes: dict[str, int] = {}
-            self.open = lambda name: StoreFile(folder / name, self)
+        self.folder, self.limits = folder, limits
+        self.slots = threading.Semaphore(limits.threads)
+        self.sizes: dict[str, int] = {}
 
     def __reduce__(self) -> tuple[type[FolderReads], tuple[Location, ReadLimits]]:
         # A copy in another process has requests of its own.
         return FolderReads, (self.folder, self.limits)
 
+    def open(self, name: str) -> OpenFile:
+        """Open a file by its name relative to the folder.
+
+        Raises:
+            FileNotFoundError: if it is not there; in a store with the first read.
+        """
+        if isinstance(self.folder, Path):
+            return LocalFile(f"{self.folder}/{name}")
+        return StoreFile(self.folder / name, name, self)
+
     def size_of(self, name: str) -> int | None:
         """Size of a file; None if it is not there."""
-        try:
-            with self.open(name) as file:
-                return file.num_bytes
-        except FileNotFoundError:
-            return None
+        size = self.sizes.get(name)
+        if size is None:
+            size = location.size_of(self.folder / name)
+            if size is not None and isinstance(self.folder, ObjectPath):
+                self.sizes[name] = size
+        return size
 
 
 def reads_below(

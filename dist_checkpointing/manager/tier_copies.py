@@ -110,7 +110,7 @@ def put_file(source: Path, target: Location) -> None:
     """Copy a file."""
     file = file_writer.create(target)
     try:
-        for block in location.blocks(source, file.block_bytes(is_hashed=False)):
+        for block in location.blocks(source, file.block_bytes):
             file.write([block], len(block), stays=True)
     except BaseException:
         file.give_up()

@@ -30,6 +30,7 @@ from dist_checkpointing.filesystem.ranged_reads import (
     OpenFile,
     ReadLimits,
     WrongSizeError,
+    is_cached,
     open_file,
     pread,
 )
@@ -135,8 +136,8 @@ def read_window(
     if (
         maps_files
         and gap_bytes <= _MOST_CACHED_GAP_BYTES
-        and file.is_cached(parts[(-1,) * axes], int(positions[-1]))
-        and file.is_cached(parts[(0,) * axes], int(positions[0]))
+        and is_cached(file.descriptor, parts[(-1,) * axes], int(positions[-1]))
+        and is_cached(file.descriptor, parts[(0,) * axes], int(positions[0]))
     ):
         _copy_mapped(file.descriptor, int(positions[0]), strides, target, reads_around=False)
         return

@@ -110,7 +110,9 @@ class DataFiles:
     def begin_large(self, num_bytes: int) -> None:
         """Add a value that comes in blocks, by ``put_block`` alone."""
         self.flush()
-        self._place(num_bytes).make_room(self.offset[-1], num_bytes)
+        file = self._place(num_bytes)
+        if self._makes_room:
+            file.make_room(self.offset[-1], num_bytes)
 
     def put_block(
         self, values: Array, reported: int, digest: Digest | None, *, stays: bool = False
@@ -119,7 +121,7 @@ class DataFiles:
         file = self._open_file
         assert file is not None
         view = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        step = file.block_bytes(is_hashed=digest is not None)
+        step = file.block_bytes if digest is None else file.hashed_bytes
         first = step - file.position % step
         for start in range(first - step, len(view), step):
             block = view[max(start, 0) : start + step]
@@ -156,8 +158,7 @@ class DataFiles:
             self.flush()
             self._close(is_durable=self._is_durable)
             self.names.append(self.next_name())
-            path = self._root / self.names[-1]
-            self._open_file = file_writer.create(path, makes_room=self._makes_room)
+            self._open_file = file_writer.create(self._root / self.names[-1])
             self.end = 0
         return self._open_file
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dist_checkpointing import ObjectPath, ObjectStoreOptions
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import Location, ranged_reads
-from dist_checkpointing.filesystem.ranged_reads import LocalFile, open_file, reads_below
+from dist_checkpointing.filesystem.ranged_reads import open_file, reads_below
 from dist_checkpointing.format import Box, Index, StoredTensor, Window
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
@@ -283,8 +283,8 @@ def test_runs_far_apart_are_mapped_only_if_they_are_cached(
 ) -> None:
     path, values = tmp_path / "data", np.random.default_rng(3).random((8, 2**18), np.float32)
     path.write_bytes(values.tobytes())
-    own = LocalFile.is_cached
-    monkeypatch.setattr(LocalFile, "is_cached", lambda *where: is_cached and own(*where))
+    own = ranged_reads.is_cached
+    monkeypatch.setattr(reading, "is_cached", lambda *where: is_cached and own(*where))
     kind = tensor_memory.from_torch(torch.float32)
     for columns, is_mapped in ((2**18 - 2**13, True), (2**17 + 2**16, is_cached), (2**10, False)):
         bytes_read.clear()
