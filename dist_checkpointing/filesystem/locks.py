@@ -19,10 +19,10 @@ import re
 import socket
 import uuid
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
 from typing import Final, Self
@@ -31,11 +31,21 @@ from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.location import read_bytes
 
+logger: logging.Logger = logging.getLogger(__name__)
+LOCK_NAME: Final = ".dckpt.lock"
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV})
+_MAX_BYTES: Final = 1 << 16
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+# For writing: network file systems give an exclusive lock only on such a descriptor.
+_OPEN: Final = _READ | os.O_RDWR
+_CREATE: Final = _OPEN | os.O_CREAT | os.O_EXCL
+_without_flock: Final[set[int]] = set()
+"""Devices without flock that have been logged."""
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """What the lock is: a ``flock``, or the file itself."""
 
     FLOCK = "flock"
@@ -90,7 +100,7 @@ class Holder:
 
     def to_json(self) -> bytes:
         """The content of a lock file."""
-        return json.dumps({**asdict(self), "kind": self.kind.value}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def parsed(cls, data: bytes) -> Holder | None:
@@ -114,7 +124,8 @@ def _machine() -> tuple[str, str, str]:
 
 @cache
 def _boot() -> str:
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
 
 
 def _start_of(pid: int) -> int | None:
@@ -126,16 +137,6 @@ def _start_of(pid: int) -> int | None:
     # The name of the program, in parentheses, may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-logger: logging.Logger = logging.getLogger(__name__)
-LOCK_NAME: Final = ".dckpt.lock"
-_NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
-_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV})
-_MAX_BYTES: Final = 1 << 16
-_OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_without_flock: Final[set[int]] = set()
-"""Devices without flock that have been logged."""
 
 
 class FolderLock:
@@ -158,10 +159,9 @@ class FolderLock:
         """
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            while True:
-                taken = _take(at, folder)
-                if taken is not None:
-                    return cls(at, *taken)
+            while (taken := _take(at, folder)) is None:
+                pass
+            return cls(at, *taken)
         except BaseException:
             os.close(at)
             raise
@@ -185,10 +185,9 @@ class FolderLock:
 def holder_of(folder: Path) -> Holder | None:
     """Who has the lock of a folder, or had it and may still be there; takes nothing itself."""
     try:
-        data = read_bytes(folder / LOCK_NAME, _MAX_BYTES)
+        other = Holder.parsed(read_bytes(folder / LOCK_NAME, _MAX_BYTES))
     except FileNotFoundError:
         return None
-    other = Holder.parsed(data)
     return None if other is None or other.is_gone else other
 
 
@@ -200,7 +199,7 @@ def _release(at: int, file: int | None, holder: Holder, owner: int) -> None:
     """
 
     def delete() -> None:
-        if _token_at(at, LOCK_NAME) == holder.token:
+        if _names(at, LOCK_NAME, holder):
             _unlink(at, LOCK_NAME)
 
     steps: list[Callable[[], object]] = []
@@ -220,16 +219,16 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
     device = os.fstat(at).st_dev
     if device in _without_flock:
         return _take_file(at, folder)
-    file, is_new = _opened(at, folder)
+    file, is_new = _lock_file(at, folder)
     if file is None:
         return None
-    holder = None
-    try:
-        holder = _take_flock(at, file, folder)
-    except OSError as error:
-        if error.errno not in _NO_FLOCK:
-            raise
-        if device not in _without_flock:
+    with ExitStack() as undo:
+        undo.callback(os.close, file)
+        try:
+            holder = _take_flock(at, file, folder)
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
             _without_flock.add(device)
             logger.warning(
                 "the file system of %s has no flock: the file %s is the lock, and a killed process "
@@ -237,50 +236,107 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
                 folder,
                 LOCK_NAME,
             )
-        if is_new:
-            _unlink(at, LOCK_NAME)  # it names no holder, so no process could take it over
-    finally:
+            if is_new:
+                _unlink(at, LOCK_NAME)  # it names no holder, so no process could take it over
+            return None
         if holder is None:
-            os.close(file)
-    return None if holder is None else (file, holder)
+            return None
+        undo.pop_all()
+        return file, holder
+
+
+def _lock_file(at: int, folder: Path) -> tuple[int | None, bool]:
+    """The open lock file, and whether this created it; None if it disappeared meanwhile."""
+    with suppress(FileExistsError):
+        return os.open(LOCK_NAME, _CREATE, 0o666, dir_fd=at), True
+    try:
+        return os.open(LOCK_NAME, _OPEN, dir_fd=at), False
+    except FileNotFoundError:
+        return None, False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        problem, remedy = "is a link, which no save made", "Find out what it is, and delete it."
+        finding = Finding(problem, path=str(folder / LOCK_NAME), remedy=remedy)
+        raise CheckpointExistsError(f"{folder} cannot be locked", [finding]) from error
 
 
 def _take_flock(at: int, file: int, folder: Path) -> Holder | None:
     """Lock the open lock file, and write into it who has it; None if it is not there any more."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.ESTALE:
-            return None  # deleted meanwhile, on another machine
-        if not isinstance(error, BlockingIOError):
-            raise
+    except BlockingIOError:
         other = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
         remedy = "Wait for it to end."
         if other is not None and other.is_gone:
             remedy = "It is gone, but a process that it forked has the lock: end that process."
         raise _held(folder, other, remedy) from None
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            return None  # deleted meanwhile, on another machine
+        raise
     if not _is_at(file, at):
         return None  # its holder has deleted it: the next process creates a new one
     other = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
     if other is not None and other.kind is Kind.FILE and not other.is_gone:
         # Locked by a process that sees the folder without flock.
-        raise _held(folder, other, _remedy(other, folder / LOCK_NAME))
+        raise _held(folder, other)
     holder = Holder.current(Kind.FLOCK)
     os.ftruncate(file, 0)
     os.pwrite(file, holder.to_json(), 0)
     return holder
 
 
+def _is_at(file: int, at: int) -> bool:
+    """Whether an open file is still the lock file."""
+    # Opened, because a network file system may answer everything else from a cache.
+    with suppress(FileNotFoundError), _opened(at, LOCK_NAME, _OPEN) as named:
+        return os.path.sameopenfile(file, named)
+    return False
+
+
 def _take_file(at: int, folder: Path) -> tuple[None, Holder] | None:
     """Like ``_take``, if the file itself is the lock."""
     holder = Holder.current(Kind.FILE)
-    is_taken = _created(at, LOCK_NAME, holder) or _take_over(at, LOCK_NAME, holder, folder)
-    if not is_taken:
+    if not _claimed(at, LOCK_NAME, holder, folder):
         return None
     for name in os.listdir(at):
         if name.startswith(f"{LOCK_NAME}."):  # of processes that were killed as they took it over
             _unlink(at, name)
     return None, holder
+
+
+def _claimed(at: int, name: str, holder: Holder, folder: Path) -> bool:
+    """Create a lock file, or replace one whose process is gone; False if it changed meanwhile.
+
+    To replace a lock file, a process must first create a file whose name ends in the token of the
+    lock file. So only one process replaces it; a later one finds another token and gives up.
+    """
+    if _created(at, name, holder):
+        return True
+    try:
+        other = _read(at, name)
+    except FileNotFoundError:
+        return False
+    if other is None or not other.is_gone:
+        raise _held(folder, other, name=name)
+    claim = f"{name}.{other.token}"
+    if not _claimed(at, claim, replace(holder, token=uuid.uuid4().hex), folder):
+        return False
+    try:
+        if not _names(at, name, other):
+            return False
+        logger.warning(
+            "%s was locked by process %d on this machine, which is gone: the lock is taken over",
+            folder,
+            other.pid,
+        )
+        fresh = f"{name}.{holder.token}"
+        _write_new(at, fresh, holder)
+        os.rename(fresh, name, src_dir_fd=at, dst_dir_fd=at)
+        return True
+    finally:
+        _unlink(at, claim)
 
 
 def _created(at: int, name: str, holder: Holder) -> bool:
@@ -295,7 +351,7 @@ def _created(at: int, name: str, holder: Holder) -> bool:
         os.link(fresh, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
     except FileExistsError:
         # A network file system may report this although it has made the link.
-        return _token_at(at, name) == holder.token
+        return _names(at, name, holder)
     except FileNotFoundError:
         return False  # deleted by a process that has the lock
     except OSError as error:
@@ -312,68 +368,36 @@ def _created(at: int, name: str, holder: Holder) -> bool:
     return True
 
 
-def _opened(at: int, folder: Path) -> tuple[int | None, bool]:
-    """The lock file, and whether this created it; None if it disappeared meanwhile."""
+@contextmanager
+def _opened(at: int, name: str, flags: int) -> Iterator[int]:
+    file = os.open(name, flags, 0o666, dir_fd=at)
     try:
-        # Open for writing: network file systems give an exclusive lock only on such a descriptor.
-        return os.open(LOCK_NAME, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at), True
-    except FileExistsError:
-        pass
-    try:
-        return os.open(LOCK_NAME, _OPEN, dir_fd=at), False
-    except FileNotFoundError:
-        return None, False
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        problem, remedy = "is a link, which no save made", "Find out what it is, and delete it."
-        finding = Finding(problem, path=str(folder / LOCK_NAME), remedy=remedy)
-        raise CheckpointExistsError(f"{folder} cannot be locked", [finding]) from error
-
-
-def _is_at(file: int, at: int) -> bool:
-    """Whether an open file is still the lock file."""
-    try:
-        # Opened, because a network file system may answer everything else from a cache.
-        named = os.open(LOCK_NAME, _OPEN, dir_fd=at)
-    except FileNotFoundError:
-        return False
-    try:
-        return os.path.sameopenfile(file, named)
+        yield file
     finally:
-        os.close(named)
+        os.close(file)
 
 
-def _take_over(at: int, name: str, holder: Holder, folder: Path) -> bool:
-    """Replace a lock file whose process is gone; False if the file has changed meanwhile.
+def _write_new(at: int, name: str, holder: Holder) -> None:
+    """Create a file that names the holder, and close it: other machines see the content then."""
+    with ExitStack() as undo:
+        with _opened(at, name, _CREATE) as file:
+            undo.callback(_unlink, at, name)
+            os.pwrite(file, holder.to_json(), 0)
+        undo.pop_all()
 
-    To replace a lock file, a process must first create a file whose name ends in the token of the
-    lock file. So only one process replaces it; a later one finds another token and gives up.
-    """
-    try:
+
+def _read(at: int, name: str) -> Holder | None:
+    """The holder that a lock file names; None if it names none."""
+    with _opened(at, name, _READ) as file:
+        return Holder.parsed(os.read(file, _MAX_BYTES))
+
+
+def _names(at: int, name: str, holder: Holder) -> bool:
+    """Whether a lock file is there, and is of this one holding of the lock."""
+    with suppress(FileNotFoundError):
         other = _read(at, name)
-    except FileNotFoundError:
-        return False
-    if other is None or not other.is_gone:
-        raise _held(folder, other, _remedy(other, folder / name))
-    claim = f"{name}.{other.token}"
-    claimer = replace(holder, token=uuid.uuid4().hex)
-    if not _created(at, claim, claimer) and not _take_over(at, claim, claimer, folder):
-        return False
-    try:
-        if _token_at(at, name) != other.token:
-            return False
-        logger.warning(
-            "%s was locked by process %d on this machine, which is gone: the lock is taken over",
-            folder,
-            other.pid,
-        )
-        fresh = f"{name}.{holder.token}"
-        _write_new(at, fresh, holder)
-        os.rename(fresh, name, src_dir_fd=at, dst_dir_fd=at)
-        return True
-    finally:
-        _unlink(at, claim)
+        return other is not None and other.token == holder.token
+    return False
 
 
 def _unlink(at: int, name: str) -> None:
@@ -381,45 +405,14 @@ def _unlink(at: int, name: str) -> None:
         os.unlink(name, dir_fd=at)
 
 
-def _write_new(at: int, name: str, holder: Holder) -> None:
-    """Create a file that names the holder, and close it: other machines see the content then."""
-    file = os.open(name, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at)
-    try:
-        try:
-            os.pwrite(file, holder.to_json(), 0)
-        finally:
-            os.close(file)
-    except BaseException:
-        _unlink(at, name)
-        raise
-
-
-def _read(at: int, name: str) -> Holder | None:
-    """The holder that a lock file names; None if it names none."""
-    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=at)
-    try:
-        return Holder.parsed(os.read(file, _MAX_BYTES))
-    finally:
-        os.close(file)
-
-
-def _token_at(at: int, name: str) -> str | None:
-    try:
-        other = _read(at, name)
-    except FileNotFoundError:
-        return None
-    return None if other is None else other.token
-
-
-def _remedy(holder: Holder | None, path: Path) -> str:
-    """What to do about a lock that is only a file."""
-    if holder is not None and holder.is_here:
-        return "Wait for it to end."
-    return f"Wait for it to end. If no such process is left, delete {path}."
-
-
-def _held(folder: Path, holder: Holder | None, remedy: str) -> CheckpointExistsError:
-    """The error if another process has the lock."""
+def _held(
+    folder: Path, holder: Holder | None, remedy: str | None = None, name: str = LOCK_NAME
+) -> CheckpointExistsError:
+    """The error if another process has the lock, or a lock file that its end leaves behind."""
+    if remedy is None:
+        remedy = "Wait for it to end."
+        if holder is None or not holder.is_here:
+            remedy += f" If no such process is left, delete {folder / name}."
     finding = Finding(
         "another save is writing here, or tensors are being removed",
         found=None if holder is None else f"process {holder.pid} on host {holder.host}",

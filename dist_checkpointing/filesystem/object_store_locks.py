@@ -15,10 +15,9 @@ import random
 import time
 import uuid
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event, Thread
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -44,51 +43,27 @@ _given_up: Final[set[str]] = set()
 """Attempts of this process that go on no more, although it lives on."""
 _SILENT_PERIODS: Final = 3
 _LOOKS_PER_PERIOD: Final = 4
-
-
 _TRIES: Final = 5
 _MAX_BYTES: Final = 1 << 20
 _probed: Final[set[ObjectStore]] = set()
 """Buckets that refuse a second put-if-absent of a name."""
-T = TypeVar("T")
 
 
-def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
-    """Put an object unless there is one of this name; its content in either case.
+def put_surely(path: ObjectPath, data: bytes, *, create: bool = False) -> bytes:
+    """Put an object, tried again for a while; its content then.
 
-    An answer that is lost, or says that the server failed, leaves open whether the object was put:
-    the object is read then. So ``data`` must be no other caller's.
+    An answer that is lost, or says that the server failed, leaves open whether the object was put.
+    An object that must ``create`` one of its name is read then, so ``data`` must be no other
+    caller's: if there was one before, its content is returned.
 
     Raises:
         CheckpointingException: if the store does not answer; names the object and the last answer.
         PermissionError: if access is denied.
     """
-
-    def request() -> bytes:
-        try:
-            path.store.put(path.key, data, create=True)
-        except PermissionError:
-            raise
-        except OSError:
-            stored = read_regular(path, _MAX_BYTES)
-            if stored is None:
-                raise
-            return stored
-        return data
-
-    return _retried(path, request)
-
-
-def put_surely(path: ObjectPath, data: bytes) -> None:
-    """Like ``put_if_absent``, but replace one of this name: for what must follow a decision."""
-    _retried(path, lambda: path.store.put(path.key, data))
-
-
-def _retried(path: ObjectPath, request: Callable[[], T]) -> T:
     answer: OSError
     for wait in range(_TRIES):
         try:
-            return request()
+            return _put(path, data, create=create)
         except PermissionError:
             raise
         except OSError as error:
@@ -96,6 +71,19 @@ def _retried(path: ObjectPath, request: Callable[[], T]) -> T:
         time.sleep(random.uniform(0.5, 1) * 0.1 * 2**wait)  # noqa: S311 - jitter
     finding = Finding(f"the last answer was: {answer.strerror}", path=str(path))
     raise CheckpointingException("an object cannot be put into the store", [finding]) from answer
+
+
+def _put(path: ObjectPath, data: bytes, *, create: bool) -> bytes:
+    try:
+        path.store.put(path.key, data, create=create)
+    except PermissionError:
+        raise
+    except OSError:
+        stored = read_regular(path, _MAX_BYTES) if create else None
+        if stored is None:
+            raise
+        return stored
+    return data
 
 
 def require_conditions(folder: ObjectPath) -> None:
@@ -110,10 +98,9 @@ def require_conditions(folder: ObjectPath) -> None:
         return
     probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
     try:
-        put_if_absent(probe, b"first")
-        has_conditions = (
-            put_if_absent(probe, b"second") == read_regular(probe, _MAX_BYTES) == b"first"
-        )
+        put_surely(probe, b"first", create=True)
+        answer = put_surely(probe, b"second", create=True)
+        has_conditions = answer == read_regular(probe, _MAX_BYTES) == b"first"
     finally:
         probe.store.delete([probe.key])
     if not has_conditions:
@@ -151,7 +138,7 @@ def decide(folder: ObjectPath, number: int, outcome: dict[str, Any]) -> dict[str
         CorruptCheckpointError: if what was said before cannot be read.
     """
     path = folder / f"{COMMITS}/{number}.json"
-    return parsed_object(put_if_absent(path, json.dumps(outcome).encode()), path)
+    return parsed_object(put_surely(path, json.dumps(outcome).encode(), create=True), path)
 
 
 def read_outcome(folder: ObjectPath, number: int) -> dict[str, Any]:
@@ -260,7 +247,7 @@ class HeldClaim:
         for earlier in undecided:
             decide(folder, earlier, {"ended_by": claim.attempt})
         path, mine = _claim_path(folder, claim.number), claim.to_json()
-        if (theirs := put_if_absent(path, mine)) != mine:
+        if (theirs := put_surely(path, mine, create=True)) != mine:
             raise _in_use(folder, Claim.parsed(theirs, claim.number, path))
         held = cls(folder, claim)
         # A removal between the list and the put may have made the numbers begin again.
@@ -293,12 +280,12 @@ class HeldClaim:
         if stored != self.claim.to_json() or read_outcome(self._folder, self.claim.number):
             raise self.lost()
 
-    def lost(self, how: str | None = None) -> CheckpointExistsError:
+    def lost(self, how: str = "") -> CheckpointExistsError:
         """The error of a process whose claim another one has ended."""
         silence = f"{_SILENT_PERIODS * self.claim.period:.0f} s"
-        how = f"was ended: no heartbeat was seen for {silence}" if how is None else how
+        ended = f"was ended: no heartbeat was seen for {silence}"
         finding = Finding(
-            f"claim {self.claim.number} {how}",
+            f"claim {self.claim.number} {how or ended}",
             path=str(self._folder),
             remedy="Look at what holds here now. Nothing of it was touched.",
         )
@@ -306,9 +293,8 @@ class HeldClaim:
 
     def end(self) -> dict[str, Any]:
         """Give the claim up unless it is decided; what has become of it."""
-        mine = {"ended_by": self.claim.attempt}
         try:
-            outcome = decide(self._folder, self.claim.number, mine)
+            outcome = decide(self._folder, self.claim.number, {"ended_by": self.claim.attempt})
         except BaseException:
             self.stop()  # the next save finds it dead
             raise
