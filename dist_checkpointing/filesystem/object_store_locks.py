@@ -167,11 +167,13 @@ class Claim:
     """The content of ``.dckpt/claims/<n>.json``.
 
     Attributes:
+        folder: Prefix that is claimed.
         number: Number of the claim; later ones have higher numbers.
         holder: Process that made the claim. Its token is the name of the attempt.
         period: Seconds from one heartbeat of the holder to the next.
     """
 
+    folder: ObjectPath
     number: int
     holder: Holder
     period: float
@@ -181,23 +183,33 @@ class Claim:
         """Name of the attempt."""
         return self.holder.token
 
+    @property
+    def path(self) -> ObjectPath:
+        """The object that is the claim."""
+        return self.folder / f"{CLAIMS}/{self.number}.json"
+
+    @property
+    def beats(self) -> ObjectPath:
+        """The object that its holder puts again and again."""
+        return self.folder / f"{BEATS}/{self.attempt}"
+
     def to_json(self) -> bytes:
         """The bytes of the object."""
         holder = json.loads(self.holder.to_json())
         content = {"attempt": self.attempt, "period": self.period, "holder": holder}
         return json.dumps(content).encode()
 
-    def beats(self, folder: ObjectPath) -> ObjectPath:
-        """The object that its holder puts again and again."""
-        return folder / f"{BEATS}/{self.attempt}"
-
     @classmethod
-    def parsed(cls, data: bytes, number: int, path: ObjectPath) -> Claim:
-        """The claim that has these bytes.
+    def read(cls, folder: ObjectPath, number: int) -> Claim | None:
+        """A claim; None if it was removed.
 
         Raises:
-            CorruptCheckpointError: if they are not those of a claim.
+            CorruptCheckpointError: if what is there is no claim.
         """
+        path = folder / f"{CLAIMS}/{number}.json"
+        data = read_regular(path, _MAX_BYTES)
+        if data is None:
+            return None
         remedy = "Delete everything below this prefix, or save to another one."
         with local_folder.parsing("a claim cannot be read", path, remedy=remedy):
             content = local_folder.parse_json(data)
@@ -205,28 +217,16 @@ class Claim:
             period = float(content["period"])
             if holder is None or not 0 < period <= _MAX_PERIOD:
                 raise ValueError("no holder, or no possible period")
-            return cls(number, holder, period)
-
-
-def _claim_path(folder: ObjectPath, number: int) -> ObjectPath:
-    return folder / f"{CLAIMS}/{number}.json"
-
-
-def _read_claim(folder: ObjectPath, number: int) -> Claim | None:
-    """A claim; None if it was removed."""
-    path = _claim_path(folder, number)
-    data = read_regular(path, _MAX_BYTES)
-    return None if data is None else Claim.parsed(data, number, path)
+            return cls(folder, number, holder, period)
 
 
 class HeldClaim:
     """A claim of this process, and the heartbeats that tell others that it is alive."""
 
-    def __init__(self, folder: ObjectPath, claim: Claim) -> None:
+    def __init__(self, claim: Claim) -> None:
         self.claim = claim
-        self._folder = folder
         # The thread does not keep this object: a save that is forgotten must not look alive.
-        self._thread, stop = start_heartbeats(claim.beats(folder), claim.period, THREAD)
+        self._thread, stop = start_heartbeats(claim.beats, claim.period, THREAD)
         self._stop = weakref.finalize(self, stop.set)
 
     @classmethod
@@ -243,19 +243,20 @@ class HeldClaim:
         if undecided and undecided[-1] == numbers[-1]:
             # Those below it were decided before it was made.
             _refuse_if_alive(folder, numbers[-1])
-        claim = Claim(max([0, *numbers, *decided]) + 1, Holder.current(Kind.FILE), period)
+        number = max([0, *numbers, *decided]) + 1
+        claim = Claim(folder, number, Holder.current(Kind.FILE), period)
         for earlier in undecided:
             decide(folder, earlier, {"ended_by": claim.attempt})
-        path, mine = _claim_path(folder, claim.number), claim.to_json()
-        if (theirs := put_surely(path, mine, create=True)) != mine:
-            raise _in_use(folder, Claim.parsed(theirs, claim.number, path))
-        held = cls(folder, claim)
+        mine = claim.to_json()
+        if put_surely(claim.path, mine, create=True) != mine:
+            raise _in_use(Claim.read(folder, number) or claim)
+        held = cls(claim)
         # A removal between the list and the put may have made the numbers begin again.
         numbers, decided = numbers_in(folder)
-        below = [number for number in numbers if number < claim.number and number not in decided]
+        below = [other for other in numbers if other < number and other not in decided]
         if below:
             held.end()
-            raise _in_use(folder, _read_claim(folder, below[-1]) or claim)
+            raise _in_use(Claim.read(folder, below[-1]) or claim)
         return held
 
     @property
@@ -274,10 +275,10 @@ class HeldClaim:
         Raises:
             CheckpointExistsError: if one has.
         """
-        stored = read_regular(_claim_path(self._folder, self.claim.number), _MAX_BYTES)
+        stored = read_regular(self.claim.path, _MAX_BYTES)
         if stored is None:
             raise self.lost("is not there any more: it was removed with all else")
-        if stored != self.claim.to_json() or read_outcome(self._folder, self.claim.number):
+        if stored != self.claim.to_json() or read_outcome(self.claim.folder, self.claim.number):
             raise self.lost()
 
     def lost(self, how: str = "") -> CheckpointExistsError:
@@ -286,15 +287,17 @@ class HeldClaim:
         ended = f"was ended: no heartbeat was seen for {silence}"
         finding = Finding(
             f"claim {self.claim.number} {how or ended}",
-            path=str(self._folder),
+            path=str(self.claim.folder),
             remedy="Look at what holds here now. Nothing of it was touched.",
         )
-        return CheckpointExistsError(f"another process has taken over {self._folder}", [finding])
+        return CheckpointExistsError(
+            f"another process has taken over {self.claim.folder}", [finding]
+        )
 
     def end(self) -> dict[str, Any]:
         """Give the claim up unless it is decided; what has become of it."""
         try:
-            outcome = decide(self._folder, self.claim.number, {"ended_by": self.claim.attempt})
+            outcome = decide(self.claim.folder, self.claim.number, {"ended_by": self.claim.attempt})
         except BaseException:
             self.stop()  # the next save finds it dead
             raise
@@ -306,7 +309,7 @@ class HeldClaim:
         self.stop()
         _given_up.discard(self.claim.attempt)  # it is decided
         self._thread.join(self.claim.period)  # it may be about to put one more
-        self._folder.store.delete([self.claim.beats(self._folder).key])
+        self.claim.folder.store.delete([self.claim.beats.key])
 
 
 def fence_numbers(folder: ObjectPath) -> set[int]:
@@ -318,7 +321,7 @@ def fence_numbers(folder: ObjectPath) -> set[int]:
     fences = {*decided} - {*numbers}  # those of an earlier removal
     for number in numbers:
         by = read_outcome(folder, number).get("ended_by")
-        claim = None if by is None else _read_claim(folder, number)
+        claim = None if by is None else Claim.read(folder, number)
         if claim is not None and by != claim.attempt and not claim.holder.is_gone:
             fences.add(number)
     return fences
@@ -332,18 +335,18 @@ def _refuse_if_alive(folder: ObjectPath, number: int) -> None:
     Raises:
         CheckpointExistsError: if the holder is alive.
     """
-    claim = _read_claim(folder, number)
+    claim = Claim.read(folder, number)
     if claim is None or claim.holder.is_gone or claim.attempt in _given_up:
         return
     logger.info("%s may be in use: watching process %s", folder, claim.holder.pid)
-    beats = claim.beats(folder)
+    beats = claim.beats
     first = beats.store.head(beats.key)
     for _ in range(_SILENT_PERIODS * _LOOKS_PER_PERIOD):
         time.sleep(claim.period / _LOOKS_PER_PERIOD)
         if read_outcome(folder, number):
             return
         if beats.store.head(beats.key) != first:
-            raise _in_use(folder, claim)
+            raise _in_use(claim)
 
 
 def last_known_holder(folder: ObjectPath) -> Holder | None:
@@ -357,12 +360,12 @@ def last_known_holder(folder: ObjectPath) -> Holder | None:
     numbers, decided = numbers_in(folder)
     if not numbers:
         return None
-    claim = _read_claim(folder, numbers[-1])
+    claim = Claim.read(folder, numbers[-1])
     if claim is None or claim.holder.is_gone:
         return None
-    last = folder.store.head(claim.beats(folder).key)  # it goes when all is done
+    last = folder.store.head(claim.beats.key)  # it goes when all is done
     if last is None and numbers[-1] not in decided:
-        last = folder.store.head(_claim_path(folder, claim.number).key)
+        last = folder.store.head(claim.path.key)
     is_silent = last is None or time.time() - last.modified > _SILENT_PERIODS * claim.period
     return None if is_silent else claim.holder
 
@@ -397,10 +400,10 @@ def start_heartbeats(path: ObjectPath, period: float, thread_name: str) -> tuple
     return thread, stop
 
 
-def _in_use(folder: ObjectPath, claim: Claim) -> CheckpointExistsError:
+def _in_use(claim: Claim) -> CheckpointExistsError:
     finding = Finding(
         f"process {claim.holder.pid} on {claim.holder.host} writes here",
-        path=str(folder),
+        path=str(claim.folder),
         remedy="Wait for it to end.",
     )
-    return CheckpointExistsError(f"{folder} is in use", [finding])
+    return CheckpointExistsError(f"{claim.folder} is in use", [finding])

@@ -115,7 +115,7 @@ def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
         earlier = [(root / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
         store.delete([*earlier, *beats])
         claim.forget()
-        store.delete([(root / f"{CLAIMS}/{claim.claim.number}.json").key])
+        store.delete([claim.claim.path.key])
     except Exception:
         with tolerant("a removal was not noted as ended: the next save waits for a while"):
             claim.end()
