@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from dist_checkpointing.filesystem.local_folder import file_system_type
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.threads import fill
 
 Int64s = npt.NDArray[np.int64]
 MOST_PARTS: Final = os.sysconf("SC_IOV_MAX")
@@ -131,8 +133,7 @@ class _Upload:
         self._waiting: queue.Queue[Any] = queue.Queue(1)
         self._sender: threading.Thread | None = None
         self._is_ended = self._is_given_up = False
-        self._etag: str | None = None
-        self._error: BaseException | None = None
+        self._sent: Future[str | None] = Future()
 
     def write(self, parts: Sequence[Any], num_bytes: int, *, stays: bool = False) -> None:
         self.position += num_bytes
@@ -159,8 +160,8 @@ class _Upload:
         pass
 
     def _add(self, view: memoryview) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._sent.done():
+            self._sent.result()  # raises: it ends before its last part only if it fails
         if self._sender is not None:
             self._waiting.put(view)
             return
@@ -170,12 +171,9 @@ class _Upload:
             self._sender.start()
 
     def _send(self) -> None:
-        try:
-            self._etag = self._path.store.put_parts(self._path.key, self._parts())
-        except BaseException as error:  # noqa: BLE001 - raised where the parts are made
-            self._error = error
-            while not self._is_ended:  # nobody must wait for room
-                self._is_ended = self._waiting.get() is None
+        fill(self._sent, lambda: self._path.store.put_parts(self._path.key, self._parts()))
+        while not self._is_ended:  # nobody must wait for room
+            self._is_ended = self._waiting.get() is None
 
     def _parts(self) -> Iterator[Any]:
         yield from self._begun
@@ -193,9 +191,7 @@ class _Upload:
         self._end()
         if self._sender is None:
             return self._path.store.put(self._path.key, b"".join(self._begun))
-        if self._error is not None:
-            raise self._error
-        return self._etag
+        return self._sent.result()
 
     def give_up(self) -> None:
         self._is_given_up = True  # the upload is aborted at its next part
