@@ -106,7 +106,10 @@ class _LocalFile:
 
 
 def _write_rest(descriptor: int, parts: Iterable[Any], written: int) -> None:
-    """Write what a call has left out: a signal came, or it was too much, or for the disk."""
+    """Write what a call has left out.
+
+    That is rare: a signal came, the disk is nearly full, or it is more than Linux takes at once.
+    """
     for part in parts:
         view = memoryview(part).cast("B")
         rest, written = view[written:], max(0, written - len(view))

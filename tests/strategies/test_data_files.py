@@ -6,7 +6,8 @@ import ctypes
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,20 +23,17 @@ from dist_checkpointing.storage import Durability, StorageOptions
 from dist_checkpointing.strategies import DataFiles
 
 
-def filled(folder: Path, sizes: Sequence[int], most_pending: int, most_file: int) -> DataFiles:
-    reported: list[int] = []
+@contextmanager
+def files_with(
+    folder: Path, values: Sequence[bytes], reported: int, most_pending: int, most_file: int
+) -> Iterator[DataFiles]:
+    """Files that the body fills, and that hold these values then."""
+    reports: list[int] = []
     options = StorageOptions(durability=Durability.PAGE_CACHE, data_file_bytes=most_file)
-    files = DataFiles(folder, "part", options, most_pending, reported.append)
-    values = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
-    for number, value in enumerate(values):
-        if number % 3 == 2:
-            digest = Digest() if number % 2 else None
-            files.put_large(np.frombuffer(value, dtype=np.uint8), len(value), digest)
-            assert digest is None or digest.digest() == digest_of(value, len(value))
-        else:
-            files.put(value, len(value), len(value))
+    files = DataFiles(folder, "part", options, most_pending, reports.append)
+    yield files
     sealed = files.finish()
-    assert sum(reported) == sum(sizes)
+    assert sum(reports) == reported
     assert [file.name for file in sealed] == files.names
     contents = [(folder / name).read_bytes() for name in files.names]
     assert [len(content) for content in contents] == [file.num_bytes for file in sealed]
@@ -43,6 +41,18 @@ def filled(folder: Path, sizes: Sequence[int], most_pending: int, most_file: int
     for value, (file, offset, length) in zip(values, zip(*columns, strict=True), strict=True):
         assert contents[file][offset : offset + length] == value
     assert b"".join(contents) == b"".join(values)
+
+
+def filled(folder: Path, sizes: Sequence[int], most_pending: int, most_file: int) -> DataFiles:
+    values = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
+    with files_with(folder, values, sum(sizes), most_pending, most_file) as files:
+        for number, value in enumerate(values):
+            if number % 3 == 2:
+                digest = Digest() if number % 2 else None
+                files.put_large(np.frombuffer(value, dtype=np.uint8), len(value), digest)
+                assert digest is None or digest.digest() == digest_of(value, len(value))
+            else:
+                files.put(value, len(value), len(value))
     return files
 
 
@@ -67,26 +77,12 @@ def test_more_values_than_one_call_takes(tmp_path: Path) -> None:
 
 
 def in_memory(folder: Path, sizes: Sequence[int], most_file: int) -> None:
-    reported: list[int] = []
-    options = StorageOptions(durability=Durability.PAGE_CACHE, data_file_bytes=most_file)
-    files = DataFiles(folder, "part", options, 2**20, reported.append)
-    values = [
-        np.random.default_rng(i).integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)
-    ]
-    files.put(b"before", 6, 0)
-    files.put_memory(
-        np.array([value.ctypes.data for value in values], dtype=np.int64),
-        np.array(sizes, dtype=np.int64),
-    )
-    files.put(b"behind", 6, 0)
-    files.finish()
-    assert sum(reported) == sum(sizes)
-    contents = [(folder / name).read_bytes() for name in files.names]
-    columns = (files.file, files.offset, files.length)
-    expected = [b"before", *(value.tobytes() for value in values), b"behind"]
-    for value, (file, offset, length) in zip(expected, zip(*columns, strict=True), strict=True):
-        assert contents[file][offset : offset + length] == value
-    assert b"".join(contents) == b"".join(expected)
+    arrays = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
+    values = [b"before", *(array.tobytes() for array in arrays), b"behind"]
+    with files_with(folder, values, sum(sizes), 2**20, most_file) as files:
+        files.put(b"before", 6, 0)
+        files.put_memory(np.array([array.ctypes.data for array in arrays]), np.array(sizes))
+        files.put(b"behind", 6, 0)
 
 
 @settings(max_examples=40, deadline=None)
