@@ -70,6 +70,7 @@ class LocalFile:
 
     Attributes:
         descriptor: Its descriptor; -1 for an object of a store.
+        num_bytes: Its size; 0 if it is no regular file.
         most_gap: Bytes between the runs of a strided part that are read over; None where that
             depends on the length of the runs.
     """
@@ -83,7 +84,7 @@ class LocalFile:
         except OSError:
             os.close(self.descriptor)
             raise
-        self._num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +99,7 @@ class LocalFile:
             WrongSizeError: if it is not; of a store that may come with the next read.
         """
         # A mapped file that is too short would kill the process instead of raising.
-        _require_size(self._num_bytes, num_bytes, is_all=is_all)
+        _require_size(self.num_bytes, num_bytes, is_all=is_all)
 
     def read_into(self, target: Array, position: int) -> None:
         """Fill a C-contiguous array.
@@ -268,12 +269,18 @@ class FolderReads:
 
     def size_of(self, name: str) -> int | None:
         """Size of a file; None if it is not there."""
-        size = self.sizes.get(name)
-        if size is None:
+        if isinstance(self.folder, Path):
+            try:
+                with LocalFile(f"{self.folder}/{name}") as file:
+                    return file.num_bytes
+            except FileNotFoundError:
+                return None
+        if name not in self.sizes:
             size = location.size_of(self.folder / name)
-            if size is not None and isinstance(self.folder, ObjectPath):
-                self.sizes[name] = size
-        return size
+            if size is None:
+                return None
+            self.sizes[name] = size
+        return self.sizes[name]
 
 
 def reads_below(
