@@ -14,14 +14,10 @@ import typing
 
 if typing.TYPE_CHECKING:
     from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
-    from dist_checkpointing.tools.convert.conversion import (
-        Conversion,
-        ConvertOptions,
-        convert,
-        targets,
-    )
+    from dist_checkpointing.tools.convert.conversion import Conversion, convert, targets
     from dist_checkpointing.tools.convert.plan import (
         ConversionPlan,
+        ConvertOptions,
         Rules,
         plan_conversion,
         return_freed_memory,
@@ -44,8 +40,14 @@ __all__ = [
 
 _MODULES = {
     "strategies.torch_file": ("COMMON_KEY", "OBJECTS_KEY"),
-    "tools.convert.conversion": ("Conversion", "ConvertOptions", "convert", "targets"),
-    "tools.convert.plan": ("ConversionPlan", "Rules", "plan_conversion", "return_freed_memory"),
+    "tools.convert.conversion": ("Conversion", "convert", "targets"),
+    "tools.convert.plan": (
+        "ConversionPlan",
+        "ConvertOptions",
+        "Rules",
+        "plan_conversion",
+        "return_freed_memory",
+    ),
     "tools.opening": ("open_source",),
 }
 

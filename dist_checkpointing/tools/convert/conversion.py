@@ -6,21 +6,15 @@ import errno
 import signal
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointingException,
-    CorruptCheckpointError,
     Finding,
     RankFailedError,
     StrategyNotFoundError,
@@ -28,64 +22,26 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
-from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.removal import remove_checkpoint
-from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.recipe import Derivation, Recipe
-from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_folder import SaveHooks
-from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
-from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.strategies import safetensors_folder, torch_file
+from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
-from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 from dist_checkpointing.tools.convert.plan import (
-    DEFAULT_MEMORY_BYTES,
     Budget,
     ConversionPlan,
+    ConvertOptions,
     Rules,
     budget_of,
     plan_conversion,
 )
 from dist_checkpointing.tools.convert.source import Source
 from dist_checkpointing.tools.convert.write import (
-    LazyPlanner,
+    FILE_FORMATS,
+    Job,
     check_apart,
-    check_checkpoint_place,
-    cleared_on_failure,
-    copy_into_files,
-    lazy_strategy,
-    leaves_of,
-    written_beside,
+    into_checkpoint,
+    into_files,
 )
-from dist_checkpointing.tools.opening import OpenedFiles, open_source
-
-SAFETENSORS = "safetensors"
-TORCH = "torch"
-DEFAULT_SHARD_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertOptions:
-    """How a conversion is done.
-
-    Attributes:
-        memory_bytes: memory that the whole process may take.
-        threads: number of threads that read and write; by default that of StorageOptions.
-        shard_bytes: size of the values in one file of a safetensors folder, at most.
-        overwrite: replace what is at the destination, if it is of the kind that is written.
-        trusted: unpickle anything in the source. Lets it run any code.
-        verify: compare the tensors that are read with the checksums of the source, if it has any.
-        dry_run: plan only, write nothing.
-    """
-
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
-    threads: int | None = None
-    shard_bytes: int = DEFAULT_SHARD_BYTES
-    overwrite: bool = False
-    trusted: bool = False
-    verify: bool = True
-    dry_run: bool = False
+from dist_checkpointing.tools.opening import open_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -168,29 +124,37 @@ def convert(
     """
     options, rules = options or ConvertOptions(), rules or Rules()
     began = time.perf_counter()
-    kind = {SAFETENSORS: _ToSafetensors, TORCH: _ToTorch}.get(to, _ToCheckpoint)
-    target = to
-    if kind is _ToCheckpoint:
-        name, version = parse_backend(to)
-        target = f"{name} {version}"
-    elif rules.reshards:
+    backend = None if to in FILE_FORMATS else parse_backend(to)
+    if backend is None and rules.reshards:
         finding = Finding("only checkpoints are cut into parts", found=to)
         raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
-    place = as_location(destination) if kind is _ToCheckpoint else as_local_folder(destination)
+    place = as_local_folder(destination) if backend is None else as_location(destination)
     opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
-    job: _Job = kind(Source(opened, recipe), place, to, rules, options, progress)
-    job.check()
-    if not options.dry_run:
-        job.run()
+    stored = Source(opened, recipe)
+    objects = {key: handle.shape for key, handle in stored.objects.items()}
+    plan = plan_conversion(stored.index, objects, rules)
+    check_apart(stored.paths, place)
+    # All that can be wrong is found out before a byte is written.
+    job = Job(stored, plan, place, options, progress, tensors_only=rules.tensors_only)
+    write = into_files(job, to) if backend is None else into_checkpoint(job, backend)
+    location.check_room(place.absolute().parent, plan.num_bytes)
+    # Before memory is divided, so that the checksums count.
+    not_verified: str | None = "verification was turned off"
+    if options.verify:
+        stored.find_checksums({tensor.source.key for tensor in plan.tensors})
+        is_verified = stored.checks is not None or not plan.tensors
+        not_verified = None if is_verified else "the source keeps no checksums"
+    budget = budget_of(options.memory_bytes, options.threads)
+    stored.limit(budget)
     return Conversion(
-        source=job.source.kind,
-        target=target,
-        plan=job.plan,
+        source=stored.kind,
+        target=to if backend is None else f"{backend[0]} {backend[1]}",
+        plan=plan,
         left_out=tuple(job.left_out),
-        verified_bytes=0 if job.source.checks is None else job.source.checks.num_bytes,
-        not_verified=job.not_verified,
-        num_proven=job.num_proven,
-        made=job.source.made,
+        num_proven=0 if options.dry_run else _run(job, write, budget),
+        verified_bytes=0 if stored.checks is None else stored.checks.num_bytes,
+        not_verified=not_verified,
+        made=stored.made,
         seconds=time.perf_counter() - began,
     )
 
@@ -198,7 +162,7 @@ def convert(
 def targets() -> list[str]:
     """What ``to`` may be."""
     backends = [f"{n}:{v}" for n, v in available_strategies(StrategyAction.SAVE_SHARDED)]
-    return [*backends, SAFETENSORS, TORCH]
+    return [*backends, *FILE_FORMATS]
 
 
 def parse_backend(text: str) -> tuple[str, int]:
@@ -216,247 +180,22 @@ def parse_backend(text: str) -> tuple[str, int]:
     return max(versions)[::-1]
 
 
-@dataclass(eq=False)
-class _Job(ABC):
-    """One conversion; each subclass writes into one kind of target."""
-
-    source: Source
-    destination: Location
-    to: str
-    rules: Rules
-    options: ConvertOptions
-    progress: ProgressOption | None
-    left_out: list[str] = field(default_factory=list)
-    common: dict[Any, Any] = field(default_factory=dict)
-    plan: ConversionPlan = field(init=False)
-    budget: Budget = field(init=False)
-    not_verified: str | None = None
-    num_proven: int = 0
-
-    def check(self) -> None:
-        """Find out all that can be wrong before a byte is written."""
-        source = self.source
-        objects = {key: handle.shape for key, handle in source.objects.items()}
-        self.plan = plan_conversion(source.index, objects, self.rules)
-        check_apart(source.paths, self.destination)
-        self.check_target()
-        location.check_room(self.destination.absolute().parent, self.plan.num_bytes)
-        # Before memory is divided, so that the checksums count.
-        if self.options.verify:
-            source.find_checksums({tensor.source.key for tensor in self.plan.tensors})
-            if source.checks is None and self.plan.tensors:
-                self.not_verified = "the source keeps no checksums"
+def _run(job: Job, write: Callable[[Budget], int], budget: Budget) -> int:
+    """Convert; Ctrl-C lets all threads end soon."""
+    try:
+        with _stopping(job.stop):
+            return write(budget)
+    except (RankFailedError, OSError) as error:
+        if isinstance(error, RankFailedError):
+            # There is one rank, so its name and its traceback say nothing to the caller.
+            findings = [Finding(f.problem, f.key, path=f.path) for f in error.findings]
+        elif isinstance(error, CheckpointingException):
+            raise
         else:
-            self.not_verified = "verification was turned off"
-        self.budget = budget_of(self.options.memory_bytes, self.options.threads)
-        self.limit_mapped(source)
-        if source.checks is not None:
-            source.checks.most_bytes = self.budget.box_bytes
-
-    def limit_mapped(self, source: Source) -> None:
-        """Let mapped files count as memory in use for no longer than the budget allows."""
-        if isinstance(source.opened, OpenedFiles):
-            source.opened.files.most_bytes = self.budget.mapped_bytes
-
-    @abstractmethod
-    def check_target(self) -> None:
-        """Find out whether the target can hold what is planned, and is free."""
-
-    @abstractmethod
-    def write(self, stop: threading.Event) -> None:
-        """Write it, and prove that it is what the source holds."""
-
-    def run(self) -> None:
-        """Convert; Ctrl-C lets all threads end soon."""
-        stop = threading.Event()
-        try:
-            with _stopping(stop):
-                self.write(stop)
-        except (RankFailedError, OSError) as error:
-            if isinstance(error, RankFailedError):
-                # There is one rank, so its name and its traceback say nothing to the caller.
-                findings = [Finding(f.problem, f.key, path=f.path) for f in error.findings]
-            elif isinstance(error, CheckpointingException):
-                raise
-            else:
-                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                findings = [Finding(str(error), remedy="Free some space." if is_full else None)]
-            message = f"cannot write {self.destination}: nothing of it is left"
-            raise CheckpointingException(message, findings) from error
-
-    def prove(self, written: Checkpoint) -> None:
-        """Compare what was written with the fingerprints of the source.
-
-        Those of tensors with another dtype differ. A format that keeps none is read again.
-
-        Raises:
-            CorruptCheckpointError: if any has another fingerprint.
-        """
-        kept = self.source.index.fingerprints
-        expected = {
-            tensor.key: kept[tensor.source.key]
-            for tensor in self.plan.tensors
-            if tensor.dtype == tensor.source.dtype and tensor.source.key in kept
-        }
-        target = Source(written)
-        self.limit_mapped(target)
-        found: Mapping[str, str] = target.index.fingerprints or fingerprints_by_reading(
-            target.index, expected, target.read, most_bytes=self.budget.box_bytes
-        )
-        findings = [
-            Finding("was not converted bit by bit", key, expected=text, found=found.get(key))
-            for key, text in expected.items()
-            if found.get(key) != text
-        ]
-        if findings:
-            message = "what was written has other fingerprints than the source"
-            raise CorruptCheckpointError(message, findings)
-        self.num_proven = len(expected)
-
-
-class _ToCheckpoint(_Job):
-    """Into a checkpoint of any backend: an ordinary save whose data is lazy."""
-
-    def check_target(self) -> None:
-        check_checkpoint_place(self.destination, overwrite=self.options.overwrite)
-        # Imports what will be used, so that its memory counts before the rest is divided.
-        lazy_strategy(parse_backend(self.to), Budget(1, 1, 1, 1))
-
-    def write(self, stop: threading.Event) -> None:
-        source, plan = self.source, self.plan
-        planner = LazyPlanner(source, plan, self.budget, stop)
-        strategy = lazy_strategy(parse_backend(self.to), self.budget, planner)
-        writer = strategy.make_writer(self.destination)
-        # Cut here as the backend would anyway, but along what is stored.
-        most_bytes = self.budget.box_bytes
-        if isinstance(writer.layout, RowBlockLayout):
-            most_bytes = min(most_bytes, writer.layout.max_chunk_bytes)
-        # A dict that holds nothing but sharded leaves leaves no trace in the common state.
-        leaves = dict(enumerate(leaves_of(plan, source, most_bytes)))
-        common = {} if self.rules.tensors_only else source.opened.common
-        free_key = next(name for name in map(str, range(len(common) + 1)) if name not in common)
-        has_fingerprints = bool(source.index.fingerprints)
-        with cleared_on_failure(self.destination):
-            save_with_hooks(
-                SaveHooks(before_claim=lambda _: source.opened.require_unchanged()),
-                {**common, free_key: leaves} if leaves else dict(common),
-                self.destination,
-                comm=SingleProcess(),
-                sharded_strategy=strategy,
-                overwrite=self.options.overwrite,
-                progress=self.progress,
-                trusted=self.options.trusted,
-                fingerprints=has_fingerprints and writer.keeps_fingerprints,
-            )
-        if has_fingerprints:
-            try:
-                self.prove(Checkpoint.open(self.destination))
-            except BaseException:
-                remove_checkpoint(self.destination)
-                raise
-
-
-class _ToFiles(_Job):
-    """Into files of another format, which are created with room for the values."""
-
-    @property
-    def rows(self) -> list[TensorRow]:
-        """What is created."""
-        return [(tensor.key, tensor.dtype, tensor.shape) for tensor in self.plan.tensors]
-
-    @abstractmethod
-    def create(self, path: Path) -> dict[Path, dict[str, int]]:
-        """Create the files; at which byte of which the values of each tensor begin."""
-
-    @abstractmethod
-    def reopen(self, path: Path) -> TensorFiles[Any] | None:
-        """What was written; None if it cannot be read here."""
-
-    def is_alike(self, path: Path) -> bool:
-        """Whether the destination holds the same kind of files as would be written there."""
-        return path.is_file()
-
-    def write(self, stop: threading.Event) -> None:
-        meter = Meter("convert", 0, self.progress)
-        beside = written_beside(
-            Path(self.destination), overwrite=self.options.overwrite, replaceable=self.is_alike
-        )
-        with beside as path, meter.phase("writing"):
-            meter.expect(self.plan.num_bytes)
-            tensors = {tensor.key: tensor for tensor in self.plan.tensors}
-            starts = self.create(path)
-            copy_into_files(tensors, starts, self.source, self.budget, stop, meter.add)
-            self.source.opened.require_unchanged()
-            if self.source.index.fingerprints and (files := self.reopen(path)) is not None:
-                self.prove(OpenedFiles(files, trusted=True))
-
-
-class _ToSafetensors(_ToFiles):
-    model_files: Mapping[str, bytes] = {}
-
-    @property
-    def as_folder(self) -> bool:
-        """Whether the files go into a folder."""
-        return not self.destination.name.endswith(safetensors_folder.SUFFIX)
-
-    def check_target(self) -> None:
-        safetensors_folder.require_storable(self.rows)
-        if self.rules.tensors_only:
-            return
-        common = self.source.opened.common
-        self.common = safetensors_folder.texts_of(common)
-        if self.as_folder:
-            self.model_files = safetensors_folder.model_files_of(common)
-        kept = {*self.common, *([safetensors_folder.MODEL_FILES_KEY] if self.model_files else [])}
-        if lost := [name for name in common if name not in kept]:
-            self.left_out.append(f"common state that is no text ({_few(lost)})")
-        if self.plan.objects:
-            self.left_out.append(f"objects ({_few(o.key for o in self.plan.objects)})")
-
-    def create(self, path: Path) -> dict[Path, dict[str, int]]:
-        most_bytes = self.options.shard_bytes if self.as_folder else None
-        created = safetensors_folder.create(path, self.rows, self.common, most_bytes)
-        for name, data in self.model_files.items():
-            (path / name).write_bytes(data)
-        return created
-
-    def reopen(self, path: Path) -> TensorFiles[Any] | None:
-        # The package that reads them is an extra.
-        return safetensors_folder.SafetensorsFiles(path) if find_spec("safetensors") else None
-
-    def is_alike(self, path: Path) -> bool:
-        if not self.as_folder:
-            return path.is_file()
-        suffixes = (safetensors_folder.SUFFIX, safetensors_folder.INDEX_SUFFIX)
-        return path.is_dir() and all(
-            entry.name in self.model_files or entry.name.endswith(suffixes)
-            for entry in path.iterdir()
-        )
-
-
-class _ToTorch(_ToFiles):
-    objects: Mapping[str, Any] = {}
-
-    def check_target(self) -> None:
-        if self.rules.tensors_only:
-            return
-        handles = {o.key: self.source.objects[o.source_key] for o in self.plan.objects}
-        cells = {key: dict(handle) for key, handle in handles.items()}
-        common = self.source.opened.common
-        self.common, self.objects = torch_file.loadable(common), torch_file.loadable(cells)
-        for what, given, kept in (
-            ("common state", common, self.common),
-            ("objects", cells, self.objects),
-        ):
-            if lost := [name for name in given if name not in kept]:
-                self.left_out.append(f"{what} that torch.load would refuse ({_few(lost)})")
-
-    def create(self, path: Path) -> dict[Path, dict[str, int]]:
-        return {path: torch_file.create(path, self.rows, self.common, self.objects)}
-
-    def reopen(self, path: Path) -> TensorFiles[Any]:
-        # It holds nothing but what torch.load reads without trust.
-        return torch_file.TorchFile(path, trusted=True, most_bytes=self.budget.mapped_bytes)
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            findings = [Finding(str(error), remedy="Free some space." if is_full else None)]
+        message = f"cannot write {job.destination}: nothing of it is left"
+        raise CheckpointingException(message, findings) from error
 
 
 @contextmanager
@@ -476,9 +215,3 @@ def _stopping(stop: threading.Event) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _few(names: Iterable[object]) -> str:
-    """The first of some names, as text."""
-    listed = list(map(str, names))
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

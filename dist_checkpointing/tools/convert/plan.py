@@ -47,6 +47,29 @@ _M_MMAP_THRESHOLD = -3
 Pattern = re.Pattern[str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How a conversion is done.
+
+    Attributes:
+        memory_bytes: memory that the whole process may take.
+        threads: number of threads that read and write; by default that of StorageOptions.
+        shard_bytes: size of the values in one file of a safetensors folder, at most.
+        overwrite: replace what is at the destination, if it is of the kind that is written.
+        trusted: unpickle anything in the source. Lets it run any code.
+        verify: compare the tensors that are read with the checksums of the source, if it has any.
+        dry_run: plan only, write nothing.
+    """
+
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    threads: int | None = None
+    shard_bytes: int = 5_000_000_000
+    overwrite: bool = False
+    trusted: bool = False
+    verify: bool = True
+    dry_run: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Reshard:
     """Cuts the tensors whose key matches: ``parts`` along each of ``axes``."""

@@ -28,6 +28,7 @@ from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
+from dist_checkpointing.tools.convert.plan import Budget
 from dist_checkpointing.tools.opening import OpenedFiles
 
 KeyBoxes = Sequence[tuple[str, Box]]
@@ -91,6 +92,13 @@ class Source:
         """What must not be written to while it is read."""
         files = self.opened.files.paths if isinstance(self.opened, OpenedFiles) else ()
         return (self.opened.path, *files)
+
+    def limit(self, budget: Budget) -> None:
+        """Let checks, and pages of mapped files, take no more memory than the budget allows."""
+        if isinstance(self.opened, OpenedFiles):
+            self.opened.files.most_bytes = budget.mapped_bytes
+        if self.checks is not None:
+            self.checks.most_bytes = budget.box_bytes
 
     def find_checksums(self, keys: Collection[str]) -> None:
         """Compare what is read of some tensors from now on, if the source keeps checksums."""

@@ -13,14 +13,23 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from dist_checkpointing.byte_sizes import in_batches
-from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+)
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock
@@ -33,20 +42,29 @@ from dist_checkpointing.format.leftovers import attempt_of, leftovers
 from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
+from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.serialization.save import save_with_hooks
+from dist_checkpointing.serialization.save_folder import SaveHooks
+from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage.progress import Meter, ProgressOption
+from dist_checkpointing.strategies import safetensors_folder, torch_file
 from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
+from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 from dist_checkpointing.threads import in_threads
 from dist_checkpointing.tools.convert.plan import (
     Budget,
     ConversionPlan,
+    ConvertOptions,
     PlannedTensor,
     is_cut_across,
     runs,
     shards,
 )
 from dist_checkpointing.tools.convert.source import Source
+from dist_checkpointing.tools.opening import OpenedFiles
 
 _MOST_COPIED_TOGETHER = 512
 _LARGE_BYTES = 2**20
@@ -56,38 +74,206 @@ _MOST_TOGETHER = 1024
 ItemId = tuple[str, Ints | None]
 """Key and offset of an item."""
 
+Write = Callable[[Budget], int]
+"""Writes all that is planned; the number of tensors that are proven to be those of the source."""
 
-def copy_into_files(
-    tensors: Mapping[str, PlannedTensor],
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One conversion: what is read, what is planned, and where it goes.
+
+    Attributes:
+        left_out: What the target cannot hold, in words.
+        stop: Ends the conversion when set.
+    """
+
+    source: Source
+    plan: ConversionPlan
+    destination: Location
+    options: ConvertOptions
+    progress: ProgressOption | None
+    tensors_only: bool
+    left_out: list[str] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def common(self) -> dict[Any, Any]:
+        """The common state to convert."""
+        return {} if self.tensors_only else self.source.opened.common
+
+    @property
+    def rows(self) -> list[TensorRow]:
+        """The tensors to write."""
+        return [(tensor.key, tensor.dtype, tensor.shape) for tensor in self.plan.tensors]
+
+    def leave_out(self, what: str, names: Iterable[object], kept: Iterable[object] = ()) -> None:
+        """Note the names that are not kept: the first of them."""
+        kept = frozenset(kept)
+        if lost := [str(name) for name in names if name not in kept]:
+            more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+            self.left_out.append(f"{what} ({', '.join(lost[:5])}{more})")
+
+    def read(self, wanted: Sequence[tuple[PlannedTensor, Box]]) -> Iterator[torch.Tensor]:
+        """The values of boxes in their new dtypes, each cast when the one before is done with.
+
+        Raises:
+            CheckpointingException: if the conversion was stopped.
+        """
+        if self.stop.is_set():
+            raise CheckpointingException("the conversion was interrupted")
+        values = self.source.read([(tensor.source.key, box) for tensor, box in wanted])
+        values.reverse()
+        for tensor, _ in wanted:
+            yield values.pop().to(tensor.dtype.torch)
+
+    def prove(self, written: Checkpoint, budget: Budget) -> int:
+        """Compare what was written with the fingerprints of the source.
+
+        Those of tensors with another dtype differ. A format that keeps none is read again.
+
+        Returns:
+            The number of tensors that were compared.
+
+        Raises:
+            CorruptCheckpointError: if any has another fingerprint.
+        """
+        kept = self.source.index.fingerprints
+        expected = {
+            tensor.key: kept[tensor.source.key]
+            for tensor in self.plan.tensors
+            if tensor.dtype == tensor.source.dtype and tensor.source.key in kept
+        }
+        target = Source(written)
+        target.limit(budget)
+        found: Mapping[str, str] = target.index.fingerprints or fingerprints_by_reading(
+            target.index, expected, target.read, most_bytes=budget.box_bytes
+        )
+        findings = [
+            Finding("was not converted bit by bit", key, expected=text, found=found.get(key))
+            for key, text in expected.items()
+            if found.get(key) != text
+        ]
+        if findings:
+            message = "what was written has other fingerprints than the source"
+            raise CorruptCheckpointError(message, findings)
+        return len(expected)
+
+
+class _Files(NamedTuple):
+    """How files of one format are made.
+
+    Attributes:
+        create: Creates them with room for the values; at which byte of which those of each tensor
+            begin.
+        reopen: What was written; None if it cannot be read here.
+        is_alike: Whether what is at the destination is of the kind that is written.
+    """
+
+    create: Callable[[Path], Mapping[Path, Mapping[str, int]]]
+    reopen: Callable[[Path], TensorFiles[Any] | None]
+    is_alike: Callable[[Path], bool]
+
+
+def _safetensors(job: Job) -> _Files:
+    as_folder = not job.destination.name.endswith(safetensors_folder.SUFFIX)
+    safetensors_folder.require_storable(job.rows)
+    common = job.common
+    texts = safetensors_folder.texts_of(common)
+    model_files = safetensors_folder.model_files_of(common) if as_folder else {}
+    kept = [*texts, *([safetensors_folder.MODEL_FILES_KEY] if model_files else [])]
+    job.leave_out("common state that is no text", common, kept)
+    job.leave_out("objects", (planned.key for planned in job.plan.objects))
+
+    def create(path: Path) -> Mapping[Path, Mapping[str, int]]:
+        most_bytes = job.options.shard_bytes if as_folder else None
+        created = safetensors_folder.create(path, job.rows, texts, most_bytes)
+        for name, data in model_files.items():
+            (path / name).write_bytes(data)
+        return created
+
+    def is_alike(path: Path) -> bool:
+        if not as_folder:
+            return path.is_file()
+        suffixes = (safetensors_folder.SUFFIX, safetensors_folder.INDEX_SUFFIX)
+        return path.is_dir() and all(
+            entry.name in model_files or entry.name.endswith(suffixes) for entry in path.iterdir()
+        )
+
+    # The package that reads them is an extra.
+    can_read = find_spec("safetensors") is not None
+    return _Files(
+        create,
+        lambda path: safetensors_folder.SafetensorsFiles(path) if can_read else None,
+        is_alike,
+    )
+
+
+def _torch(job: Job) -> _Files:
+    cells = {o.key: dict(job.source.objects[o.source_key]) for o in job.plan.objects}
+    common = job.common
+    kept, objects = torch_file.loadable(common), torch_file.loadable(cells)
+    job.leave_out("common state that torch.load would refuse", common, kept)
+    job.leave_out("objects that torch.load would refuse", cells, objects)
+    # What is written holds nothing but what torch.load reads without trust.
+    return _Files(
+        lambda path: {path: torch_file.create(path, job.rows, kept, objects)},
+        lambda path: torch_file.TorchFile(path, trusted=True, most_bytes=job.options.memory_bytes),
+        Path.is_file,
+    )
+
+
+FILE_FORMATS: Final[Mapping[str, Callable[[Job], _Files]]] = {
+    "safetensors": _safetensors,
+    "torch": _torch,
+}
+"""The formats that are no checkpoints, as ``convert(to=)`` takes them."""
+
+
+def into_files(job: Job, to: str) -> Write:
+    """Check that files of another format can hold what is planned, and how to write them.
+
+    Raises:
+        CheckpointingException: if they cannot.
+    """
+    create, reopen, is_alike = FILE_FORMATS[to](job)
+
+    def write(budget: Budget) -> int:
+        meter = Meter("convert", 0, job.progress)
+        destination, overwrite = Path(job.destination), job.options.overwrite
+        beside = written_beside(destination, overwrite=overwrite, replaceable=is_alike)
+        with beside as path, meter.phase("writing"):
+            meter.expect(job.plan.num_bytes)
+            _copy_into_files(job, create(path), budget, meter.add)
+            job.source.opened.require_unchanged()
+            if job.source.index.fingerprints and (files := reopen(path)) is not None:
+                return job.prove(OpenedFiles(files, trusted=True), budget)
+            return 0
+
+    return write
+
+
+def _copy_into_files(
+    job: Job,
     starts: Mapping[Path, Mapping[str, int]],
-    source: Source,
     budget: Budget,
-    stop: threading.Event,
     report: Callable[[int], None],
 ) -> None:
     """Copy tensors, in C order, into files that have room for them.
 
     Args:
-        tensors: What to copy, by new key.
+        job: What is copied.
         starts: For each file, at which byte the values of which tensors begin.
-        source: Where they come from.
         budget: Threads and memory.
-        stop: Event that ends it when set.
         report: Called with the number of bytes written since the last call.
 
     Raises:
-        CheckpointingException: if ``stop`` was set.
         Exception: the first error of any thread, when all have ended.
     """
 
     def move(batch: Sequence[tuple[PlannedTensor, Box, int, int]]) -> None:
         """Copy what is read at once: one large box, or many small ones."""
-        if stop.is_set():
-            raise CheckpointingException("the conversion was interrupted")
-        values = source.read([(tensor.source.key, box) for tensor, box, *_ in batch])
-        for number, (tensor, box, descriptor, start) in enumerate(batch):
-            data = values[number].to(tensor.dtype.torch)
-            values[number] = torch.empty(0)  # freed one after the other
+        values = job.read([(tensor, box) for tensor, box, *_ in batch])
+        for (tensor, box, descriptor, start), data in zip(batch, values, strict=True):
             position = start + ravel_offset(box.offset, tensor.shape) * tensor.dtype.itemsize
             view = bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(data)))
             while view:
@@ -95,6 +281,7 @@ def copy_into_files(
                 view, position = view[count:], position + count
             report(data.nbytes)
 
+    tensors = {tensor.key: tensor for tensor in job.plan.tensors}
     with ExitStack() as stack:
         boxes = (
             ((tensor, box, file.fileno(), start), box.num_elements * tensor.widest_itemsize)
@@ -107,15 +294,16 @@ def copy_into_files(
         in_threads(move, batches, budget.threads)
 
 
-def lazy_strategy(
-    backend: tuple[str, int], budget: Budget, planner: DefaultSavePlanner | None = None
-) -> PlannedSaveStrategy:
-    """The strategy that saves what the planner reads.
+def into_checkpoint(job: Job, backend: tuple[str, int]) -> Write:
+    """Check that there is room for a checkpoint, and how to write it: by a save whose data is lazy.
 
     Raises:
         StrategyNotFoundError: if there is no such backend.
-        CheckpointingException: if it accepts no planner.
+        CheckpointExistsError: if the destination is taken.
+        CheckpointingException: if the backend accepts no planner.
     """
+    check_checkpoint_place(job.destination, overwrite=job.options.overwrite)
+    # Imports what will be used, so that its memory counts before the rest is divided.
     found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, backend)
     if not isinstance(found, PlannedSaveStrategy):
         finding = Finding(
@@ -124,26 +312,61 @@ def lazy_strategy(
         raise CheckpointingException(f"cannot convert into {backend[0]} {backend[1]}", [finding])
     # A copy: a strategy that was registered by hand belongs to somebody else.
     strategy = copy.copy(found)
-    strategy.planner = planner
-    strategy.options = StorageOptions(threads=budget.threads, buffer_bytes=budget.buffer_bytes)
-    return strategy
+    source, destination = job.source, job.destination
+    has_fingerprints = bool(source.index.fingerprints)
+
+    def write(budget: Budget) -> int:
+        strategy.planner = LazyPlanner(job, budget)
+        strategy.options = StorageOptions(threads=budget.threads, buffer_bytes=budget.buffer_bytes)
+        writer = strategy.make_writer(destination)
+        # Cut here as the backend would anyway, but along what is stored.
+        most_bytes = budget.box_bytes
+        if isinstance(writer.layout, RowBlockLayout):
+            most_bytes = min(most_bytes, writer.layout.max_chunk_bytes)
+        # A dict that holds nothing but sharded leaves leaves no trace in the common state.
+        leaves, common = dict(enumerate(_leaves_of(job, most_bytes))), dict(job.common)
+        if leaves:
+            free_key = next(name for name in map(str, range(len(common) + 1)) if name not in common)
+            common[free_key] = leaves
+        before, is_saved = attempt_of(destination), False
+        try:
+            save_with_hooks(
+                SaveHooks(before_claim=lambda _: source.opened.require_unchanged()),
+                common,
+                destination,
+                comm=SingleProcess(),
+                sharded_strategy=strategy,
+                overwrite=job.options.overwrite,
+                progress=job.progress,
+                trusted=job.options.trusted,
+                fingerprints=has_fingerprints and writer.keeps_fingerprints,
+            )
+            is_saved = True
+            return job.prove(Checkpoint.open(destination), budget) if has_fingerprints else 0
+        except BaseException:
+            # Nothing is left of what this has begun; what was there before it began stays.
+            began = attempt_of(destination) != before
+            if is_saved or (began and not check_is_distributed_checkpoint(destination)):
+                remove_checkpoint(destination)
+            raise
+
+    return write
 
 
-def leaves_of(
-    plan: ConversionPlan, source: Source, most_bytes: int
-) -> Iterator[ShardedTensor | ShardedObject]:
+def _leaves_of(job: Job, most_bytes: int) -> Iterator[ShardedTensor | ShardedObject]:
     """What to save: tensors without memory in boxes of at most ``most_bytes``, and objects."""
-    for tensor in plan.tensors:
+    for tensor in job.plan.tensors:
         dtype = tensor.dtype.torch
         for box in shards(tensor, most_bytes):
             data = torch.empty(box.shape, dtype=dtype, device="meta")
             yield ShardedTensor(tensor.key, data, dtype, box.shape, tensor.shape, box.offset, None)
-    for planned in plan.objects:
-        handle = source.objects[planned.source_key]
+    for planned in job.plan.objects:
+        handle = job.source.objects[planned.source_key]
         for cell in handle:
             yield ShardedObject(planned.key, handle[cell], planned.shape, cell)
 
 
+@dataclass(eq=False)
 class _Group:
     """Items that are read together, and those of them that were read and not yet asked for.
 
@@ -152,24 +375,21 @@ class _Group:
         box: the box that they make up, if it is read as one.
     """
 
-    def __init__(self, items: list[WriteItem], box: Box | None = None) -> None:
-        self.items, self.box = items, box
-        self.lock = threading.Lock()
-        self.waiting: dict[ItemId, torch.Tensor] | None = None
+    items: list[WriteItem]
+    box: Box | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    waiting: dict[ItemId, torch.Tensor] | None = None
 
 
 class LazyPlanner(DefaultSavePlanner):
     """Reads from the source when the writer asks for an item; neighbours are read together."""
 
-    def __init__(
-        self, source: Source, plan: ConversionPlan, budget: Budget, stop: threading.Event
-    ) -> None:
+    def __init__(self, job: Job, budget: Budget) -> None:
         super().__init__()
-        self._source = source
-        self._tensors = {tensor.key: tensor for tensor in plan.tensors}
+        self._job = job
+        self._tensors = {tensor.key: tensor for tensor in job.plan.tensors}
         self._most_together = budget.box_bytes
         self._most_waiting = budget.threads * budget.box_bytes
-        self._stop = stop
         self._groups: dict[ItemId, _Group] = {}
         self._waiting_bytes = 0
         self._lock = threading.Lock()
@@ -180,28 +400,24 @@ class LazyPlanner(DefaultSavePlanner):
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         final = super().finalize_plan(plan)
-        for group in self._grouped(final.items):
-            for item in group.items:
-                self._groups[_item_id(item)] = group
+        groups = self._grouped(final.items)
+        self._groups = {_item_id(item): group for group in groups for item in group.items}
         return final
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         if item.tensor_data is None:
             return super().get_data(item)
-        if self._stop.is_set():
-            raise CheckpointingException("the conversion was interrupted")
-        name = _item_id(item)
+        name, data = _item_id(item), None
         group = self._groups.get(name)
-        if group is None:
-            return self._read([item])[0]
-        with group.lock:
-            if group.waiting is None and self._waiting_bytes < self._most_waiting:
-                values = self._read(group.items, group.box)
-                group.waiting = dict(zip(map(_item_id, group.items), values, strict=True))
-                self._count(sum(data.nbytes for data in values))
-            data = None if group.waiting is None else group.waiting.pop(name, None)
+        if group is not None:
+            with group.lock:
+                if group.waiting is None and self._waiting_bytes < self._most_waiting:
+                    values = self._read(group)
+                    group.waiting = dict(zip(map(_item_id, group.items), values, strict=True))
+                    self._count(sum(data.nbytes for data in values))
+                data = None if group.waiting is None else group.waiting.pop(name, None)
         if data is None:  # there is no room for its group, or it was read before its group
-            return self._read([item])[0]
+            return self._read(_Group([item]))[0]
         self._count(-data.nbytes)
         return data
 
@@ -209,16 +425,13 @@ class LazyPlanner(DefaultSavePlanner):
         with self._lock:
             self._waiting_bytes += num_bytes
 
-    def _read(self, items: Sequence[WriteItem], whole: Box | None = None) -> list[torch.Tensor]:
-        """The data of items; of parts of one box, which is read as one."""
+    def _read(self, group: _Group) -> list[torch.Tensor]:
+        items, whole = group.items, group.box
         tensors = [self._tensors[item.index.fqn] for item in items]
-        if whole is not None:
-            (read,) = self._source.read([(tensors[0].source.key, whole)])
-            read = read.to(tensors[0].dtype.torch)
-            return [read[_box(item).relative_to(whole.offset).slices()] for item in items]
-        boxes = [(t.source.key, _box(item)) for t, item in zip(tensors, items, strict=True)]
-        found = self._source.read(boxes)
-        return [data.to(t.dtype.torch) for t, data in zip(tensors, found, strict=True)]
+        if whole is None:
+            return [*self._job.read([*zip(tensors, map(_box, items), strict=True)])]
+        (read,) = self._job.read([(tensors[0], whole)])
+        return [read[_box(item).relative_to(whole.offset).slices()] for item in items]
 
     def _grouped(self, items: Sequence[WriteItem]) -> Iterator[_Group]:
         """Items to read together: rows of parts that are cut across, and small neighbours."""
@@ -290,19 +503,6 @@ def check_checkpoint_place(folder: Location, *, overwrite: bool) -> None:
     others = sorted({*location.names_in(folder)} - ours)
     if others:
         raise _exists(folder, f"the folder holds {others[0]!r}", "Name an empty or a new folder.")
-
-
-@contextmanager
-def cleared_on_failure(folder: Location) -> Iterator[None]:
-    """Leave nothing of a checkpoint that the body began to write and did not commit."""
-    before = attempt_of(folder)
-    try:
-        yield
-    except BaseException:
-        began = attempt_of(folder) != before
-        if began and not check_is_distributed_checkpoint(folder):
-            remove_checkpoint(folder)
-        raise
 
 
 @contextmanager
