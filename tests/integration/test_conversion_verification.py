@@ -303,12 +303,12 @@ def test_any_parts_are_found_in_whatever_is_read(
         return [stored[box.slices()].contiguous() for _, box in wanted]
 
     tensor = StoredTensor("w", dtypes.from_name("int32"), shape, shape)
-    checks = PartChecks({"w": parts}, {"w": tensor})
+    checks = PartChecks({"w": parts}, {"w": tensor}, read, lambda part: str(part.box))
     checks.most_bytes = max(4, most_bytes)
 
     def compare(box: Box) -> int:
         try:
-            checks.compare([("w", box)], read([("w", box)]), read, lambda part: str(part.box))
+            checks.compare([("w", box)], read([("w", box)]))
         except CorruptCheckpointError as error:
             return len(error.findings)
         return 0

@@ -50,6 +50,87 @@ def test_what_changes_is_counted() -> None:
     assert plan.uncut == ("a.b", "n")
 
 
+@pytest.mark.parametrize(
+    ("rules", "keys", "expected"),
+    [
+        (
+            {"include": ["^model", "bias"], "exclude": ["layer.1"]},
+            ["model.layer.0.w", "model.layer.1.w", "other.bias", "other.w"],
+            ["model.layer.0.w", "other.bias"],
+        ),
+        (
+            {"rename": [r"^model\.(.*)=\1", r"layers\.(\d+)=h.\1"]},
+            ["model.layers.3.w"],
+            ["h.3.w"],
+        ),
+        ({"rename": ["a(?=b)=x"]}, ["ab"], ["xb"]),  # the last equals sign divides
+    ],
+)
+def test_names(rules: dict[str, list[str]], keys: list[str], expected: list[str]) -> None:
+    index = Index.of(stored(key, (1,)) for key in keys)
+    plan = plan_conversion(index, {}, Rules.parse(**rules))  # type: ignore[arg-type]
+    assert [tensor.key for tensor in plan.tensors] == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("norm.w", "float16", "float32"),
+        ("fc.w", "float16", "bfloat16"),
+        ("fc.steps", "int64", "int64"),
+        ("scale", "float8_e8m0fnu", "float8_e8m0fnu"),
+    ],
+)
+def test_the_first_cast_that_matches_counts_and_integers_stay(key: str, old: str, new: str) -> None:
+    rules = Rules.parse(cast=["norm=float32", "bfloat16"], lossy=True)
+    (tensor,) = plan_conversion(Index.of([stored(key, (1,), old)]), {}, rules).tensors
+    assert tensor.dtype.name == new
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "chunk"),
+    [
+        ("axis=0,parts=4", (8, 3), (2, 3)),
+        ("axis=0,parts=4", (10, 3), (3, 3)),
+        ("axis=0,parts=4", (3, 3), (1, 3)),
+        ("axis=1, parts=2; axis=0, parts=2", (4, 6, 5), (2, 3, 5)),
+        ("axis=0,parts=2", (0, 5), (1, 5)),
+        ("axis=1,parts=2", (7,), None),
+        ("fc|qkv:axis=0,parts=4", (8, 3), (4, 3)),  # for other keys
+    ],
+)
+def test_parts_of_a_tensor(
+    text: str, shape: tuple[int, ...], chunk: tuple[int, ...] | None
+) -> None:
+    rules = Rules.parse(reshard=[text, "axis=0,parts=2"])
+    (tensor,) = plan_conversion(Index.of([stored("any", shape)]), {}, rules).tensors
+    assert tensor.chunk_shape == chunk
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("include", "("),
+        ("exclude", "[a"),
+        ("rename", "no replacement"),
+        ("rename", "=a"),
+        ("rename", "(=a"),
+        ("rename", r"a=\2"),
+        ("cast", "int32"),
+        ("cast", "floof"),
+        ("cast", "(=float32"),
+        ("reshard", "axis=0"),
+        ("reshard", "axis=0,parts=0"),
+        ("reshard", "axis=0,parts=2;axis=0,parts=3"),
+        ("reshard", "(:axis=0,parts=2"),
+    ],
+)
+def test_a_text_that_says_nothing_is_named(kind: str, text: str) -> None:
+    with pytest.raises(CheckpointingException, match=f"^{kind} ") as caught:
+        plan_conversion(INDEX, {}, Rules.parse(**{kind: [text]}))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value) or kind == "cast"
+
+
 def test_a_cast_that_keeps_every_value_needs_no_leave() -> None:
     plan = plan_conversion(INDEX, {}, Rules.parse(cast=["float64"]))
     assert [cast.is_lossless for cast in plan.casts] == [True]

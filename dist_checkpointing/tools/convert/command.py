@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,6 @@ from dist_checkpointing.tools.report import AsJson, Report, counted, print_json,
 from dist_checkpointing.tools.runs import located
 
 if TYPE_CHECKING:
-    from dist_checkpointing.planning.recipe import Derivation
     from dist_checkpointing.tools.convert import Conversion
 
 Texts = list[str]
@@ -168,72 +168,60 @@ def convert(
     if json:
         print_json(_as_json(done, dry_run=dry_run))
     else:
-        _report(done, destination, dry_run=dry_run).print()
-
-
-def _report(done: Conversion, destination: Path, *, dry_run: bool) -> Report:
-    report = Report()
-    plan = done.plan
-    if dry_run:
-        for line in str(done.made or "").splitlines():
+        report = Report()
+        for line in _lines(done, destination, dry_run=dry_run):
             report.line(line)
+        report.print()
+
+
+def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[str]:
+    plan, made = done.plan, done.made
+    if dry_run:
+        yield from str(made or "").splitlines()
         for tensor in plan.tensors:
             old, dtype = tensor.source, tensor.dtype.name
             arrow = "" if old.key == tensor.key else f"{old.key} -> "
             change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-            report.line(f"{arrow}{tensor.key}  {change}{list(tensor.shape)}")
-    report.line(f"{_summary(done, dry_run=dry_run)}: {destination}")
-    if done.made is not None and not dry_run:
-        _add_recipe(report, done.made)
-    if plan.num_left:
-        report.line(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
-    if plan.num_renamed:
-        report.line(f"  renamed: {counted(plan.num_renamed, 'key')}")
-    for cast in plan.casts:
-        loss = "no value changed" if cast.is_lossless else "values rounded"
-        report.line(
-            f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}"
-        )
-    if plan.uncut:
-        few = ", ".join(plan.uncut[:3]) + (", ..." if len(plan.uncut) > 3 else "")
-        report.line(f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({few})")
-    if done.verified_bytes:
-        size = bytes_text(done.verified_bytes)
-        report.line(f"  verified: {size} of tensors by the checksums of the source")
-    if done.num_proven:
-        tensors = counted(done.num_proven, "tensor")
-        report.line(f"  proven: {tensors} have the fingerprint of the source")
-    if done.not_verified is not None:
-        report.line(f"  not verified: {done.not_verified}")
-    for what in done.left_out:
-        report.line(f"  left out, {done.target} cannot hold it: {what}")
-    return report
-
-
-def _add_recipe(report: Report, made: Derivation) -> None:
-    """What is lost by the rules, or does nothing; a dry run shows it by key."""
-    idle, of_source = counted(len(made.unused_rules), "rule"), "of the source"
-    rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
-    for count, text in (
-        (len(made.unused_rules), f"{idle} of {len(made.counts)} matched nothing"),
-        (rounded, f"values rounded in {counted(rounded, 'tensor')}"),
-        (len(made.cut), f"{counted(len(made.cut), 'tensor')} {of_source} used in part"),
-        (len(made.left_out), f"{counted(len(made.left_out), 'tensor')} {of_source} not used"),
-    ):
-        if count:
-            report.line(f"  recipe: {text}, see --dry-run")
-
-
-def _summary(done: Conversion, *, dry_run: bool) -> str:
-    plan = done.plan
+            yield f"{arrow}{tensor.key}  {change}{list(tensor.shape)}"
     what = f"{counted(len(plan.tensors), 'tensor')} ({bytes_text(plan.num_bytes)})"
     if plan.objects:
         what += f", {counted(len(plan.objects), 'object')}"
-    way = f"{done.source} -> {done.target}"
-    if dry_run:
-        return f"would convert {what}, {way}"
     speed = bytes_text(plan.num_bytes / max(done.seconds, 1e-9))
-    return f"converted {what}, {way}, in {done.seconds:.1f} s ({speed}/s)"
+    did, took = "converted", f", in {done.seconds:.1f} s ({speed}/s)"
+    if dry_run:
+        did, took = "would convert", ""
+    yield f"{did} {what}, {done.source} -> {done.target}{took}: {destination}"
+    facts: list[tuple[object, str]] = []
+    if made is not None and not dry_run:
+        # What is lost by the rules, or does nothing; a dry run shows it by key.
+        idle, cut, unused = len(made.unused_rules), len(made.cut), len(made.left_out)
+        rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
+        see = "see --dry-run"
+        facts += [
+            (idle, f"recipe: {counted(idle, 'rule')} of {len(made.counts)} matched nothing, {see}"),
+            (rounded, f"recipe: values rounded in {counted(rounded, 'tensor')}, {see}"),
+            (cut, f"recipe: {counted(cut, 'tensor')} of the source used in part, {see}"),
+            (unused, f"recipe: {counted(unused, 'tensor')} of the source not used, {see}"),
+        ]
+    left, renamed = counted(plan.num_left, "key"), counted(plan.num_renamed, "key")
+    uncut = f"{counted(len(plan.uncut), 'tensor')} ({', '.join(plan.uncut[:3])}"
+    facts += [
+        (plan.num_left, f"left: {left} that include and exclude do not take"),
+        (plan.num_renamed, f"renamed: {renamed}"),
+    ]
+    for cast in plan.casts:
+        loss = "no value changed" if cast.is_lossless else "values rounded"
+        tensors = counted(cast.tensors, "tensor")
+        facts.append((True, f"cast: {tensors} {cast.stored} -> {cast.wanted}, {loss}"))
+    size, proven = bytes_text(done.verified_bytes), counted(done.num_proven, "tensor")
+    facts += [
+        (plan.uncut, f"not cut, no such axis: {uncut}{', ...' * (len(plan.uncut) > 3)})"),
+        (done.verified_bytes, f"verified: {size} of tensors by the checksums of the source"),
+        (done.num_proven, f"proven: {proven} have the fingerprint of the source"),
+        (done.not_verified, f"not verified: {done.not_verified}"),
+        *((True, f"left out, {done.target} cannot hold it: {lost}") for lost in done.left_out),
+    ]
+    yield from (f"  {text}" for is_so, text in facts if is_so)
 
 
 def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:

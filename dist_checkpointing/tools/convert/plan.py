@@ -71,24 +71,6 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Reshard:
-    """Cuts the tensors whose key matches: ``parts`` along each of ``axes``."""
-
-    pattern: Pattern
-    axes: tuple[tuple[int, int], ...]
-
-    def chunk_shape(self, shape: Ints) -> Ints | None:
-        """Shape of the parts of a tensor; None if it lacks one of the axes.
-
-        As ``torch.chunk`` cuts: all parts are alike but the last, and there may be fewer of them.
-        """
-        parts = dict(self.axes)
-        if max(parts) >= len(shape):
-            return None
-        return tuple(max(1, -(-n // parts.get(axis, 1))) for axis, n in enumerate(shape))
-
-
-@dataclass(frozen=True, slots=True)
 class Rules:
     """All that a conversion changes; by default nothing.
 
@@ -98,7 +80,7 @@ class Rules:
         renames: Patterns and what replaces their matches, applied one after the other.
         casts: Patterns and dtypes of floating-point tensors; the first that is found in the (old)
             key counts.
-        reshards: Reshards; the first whose pattern is found counts.
+        reshards: Patterns and numbers of parts by axis; the first that is found counts.
         lossy: Whether a cast may change values.
         tensors_only: Leave out objects and common state.
     """
@@ -107,7 +89,7 @@ class Rules:
     exclude: tuple[Pattern, ...] = ()
     renames: tuple[tuple[Pattern, str], ...] = ()
     casts: tuple[tuple[Pattern, DType], ...] = ()
-    reshards: tuple[Reshard, ...] = ()
+    reshards: tuple[tuple[Pattern, Mapping[int, int]], ...] = ()
     lossy: bool = False
     tensors_only: bool = False
 
@@ -137,36 +119,15 @@ class Rules:
         Raises:
             CheckpointingException: for a text that says nothing.
         """
-        includes, excludes = (
-            tuple(_pattern(what, text) for text in texts)
-            for what, texts in (("include", include), ("exclude", exclude))
+        return cls(
+            tuple(_pattern("include", text) for text in include),
+            tuple(_pattern("exclude", text) for text in exclude),
+            tuple(map(_rename, rename)),
+            tuple(map(_cast, cast)),
+            tuple(map(_reshard, reshard)),
+            lossy,
+            tensors_only,
         )
-        rules = tuple(map(_rename, rename)), tuple(map(_cast, cast)), tuple(map(_reshard, reshard))
-        return cls(includes, excludes, *rules, lossy, tensors_only)
-
-    def takes(self, key: str) -> bool:
-        """Whether a key is converted."""
-        is_included = not self.include or any(pattern.search(key) for pattern in self.include)
-        return is_included and not any(pattern.search(key) for pattern in self.exclude)
-
-    def new_name(self, key: str) -> str:
-        """What a key is called afterwards."""
-        for pattern, replacement in self.renames:
-            try:
-                key = pattern.sub(replacement, key)
-            except (re.error, IndexError) as error:
-                raise _bad("rename", f"{pattern.pattern}={replacement}", error) from error
-        return key
-
-    def new_dtype(self, key: str, dtype: DType) -> DType:
-        """What dtype a tensor has afterwards."""
-        if dtype.name not in FLOATING:
-            return dtype
-        return next((new for pattern, new in self.casts if pattern.search(key)), dtype)
-
-    def reshard_of(self, key: str) -> Reshard | None:
-        """How a tensor is cut afterwards; None for as it is."""
-        return next((rule for rule in self.reshards if rule.pattern.search(key)), None)
 
 
 def _bad(what: str, text: str, error: object) -> CheckpointingException:
@@ -199,15 +160,13 @@ def _cast(text: str) -> tuple[Pattern, DType]:
     return _pattern("cast", pattern), dtype
 
 
-def _reshard(text: str) -> Reshard:
+def _reshard(text: str) -> tuple[Pattern, Mapping[int, int]]:
     pattern, _, cuts = text.rpartition(":")
-    axes: dict[int, int] = {}
-    for cut in cuts.split(";"):
-        match = _CUT.fullmatch(cut)
-        if match is None or int(match[2]) < 1 or int(match[1]) in axes:
-            raise _bad("reshard", text, "expected [REGEX:]axis=0,parts=8[;axis=1,parts=2]")
-        axes[int(match[1])] = int(match[2])
-    return Reshard(_pattern("reshard", pattern), tuple(sorted(axes.items())))
+    found = [_CUT.fullmatch(cut) for cut in cuts.split(";")]
+    parts = {int(match[1]): int(match[2]) for match in found if match}
+    if len(parts) < len(found) or min(parts.values()) < 1:
+        raise _bad("reshard", text, "expected [REGEX:]axis=0,parts=8[;axis=1,parts=2]")
+    return _pattern("reshard", pattern), parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,9 +252,16 @@ def plan_conversion(
     Raises:
         CheckpointingException: if nothing is left, two keys get one name, or a cast loses values.
     """
-    keys = [key for key in index if rules.takes(key)]
-    cells = [] if rules.tensors_only else [key for key in objects if rules.takes(key)]
-    names = {key: rules.new_name(key) for key in (*keys, *cells)}
+    keys, cells = (
+        [
+            key
+            for key in there
+            if (not rules.include or any(pattern.search(key) for pattern in rules.include))
+            and not any(pattern.search(key) for pattern in rules.exclude)
+        ]
+        for there in (index, () if rules.tensors_only else objects)
+    )
+    names = {key: _renamed(key, rules.renames) for key in (*keys, *cells)}
     num_stored = len(index) + len(objects)
     if num_stored and not names:
         finding = Finding(f"none of {num_stored} keys", remedy="See what there is: dckpt ls.")
@@ -313,11 +279,17 @@ def plan_conversion(
         raise CheckpointingException("rename gives no valid names", findings)
     tensors, uncut = [], []
     for key in keys:
-        stored, reshard = index[key], rules.reshard_of(key)
-        chunk = None if reshard is None else reshard.chunk_shape(stored.global_shape)
-        if reshard is not None and chunk is None:
+        stored, chunk = index[key], None
+        shape, dtype = stored.global_shape, stored.dtype
+        if dtype.name in FLOATING:
+            dtype = next((new for pattern, new in rules.casts if pattern.search(key)), dtype)
+        parts = next((parts for pattern, parts in rules.reshards if pattern.search(key)), {})
+        if max(parts, default=-1) >= len(shape):
             uncut.append(key)
-        tensors.append(PlannedTensor(stored, names[key], rules.new_dtype(key, stored.dtype), chunk))
+        elif parts:
+            # As torch.chunk cuts: all parts are alike but the last, and there may be fewer of them.
+            chunk = tuple(max(1, -(-n // parts.get(axis, 1))) for axis, n in enumerate(shape))
+        tensors.append(PlannedTensor(stored, names[key], dtype, chunk))
     pairs = Counter((t.source.dtype, t.dtype) for t in tensors if t.source.dtype != t.dtype)
     casts = [
         CastCount(a.name, b.name, count, is_lossless(a.torch, b.torch))
@@ -339,6 +311,15 @@ def plan_conversion(
         tuple(casts),
         tuple(uncut),
     )
+
+
+def _renamed(key: str, renames: Iterable[tuple[Pattern, str]]) -> str:
+    for pattern, replacement in renames:
+        try:
+            key = pattern.sub(replacement, key)
+        except (re.error, IndexError) as error:
+            raise _bad("rename", f"{pattern.pattern}={replacement}", error) from error
+    return key
 
 
 def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:

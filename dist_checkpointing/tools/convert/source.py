@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
+from dist_checkpointing.planning.shard_table import Bools
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
@@ -101,11 +103,33 @@ class Source:
             self.checks.most_bytes = budget.box_bytes
 
     def find_checksums(self, keys: Collection[str]) -> None:
-        """Compare what is read of some tensors from now on, if the source keeps checksums."""
-        if not isinstance(self.opened, OpenedFiles):
-            if self.made is not None:
-                keys = {stored for key in keys for stored in self.made.tensors[key].sources}
-            self.checks = checks_of(self.opened, keys)
+        """Compare what is read of some tensors from now on, if the source keeps checksums.
+
+        Common state, objects, and all that describes the tensors are compared here.
+
+        Raises:
+            CorruptCheckpointError: if those differ, or if the checksums cannot be read, or do not
+                speak of all there is.
+        """
+        opened = self.opened
+        if isinstance(opened, OpenedFiles):
+            return
+        if self.made is not None:
+            keys = {stored for key in keys for stored in self.made.tensors[key].sources}
+        seal = read_seal(opened.folder)
+        if seal is not None and seal.is_open:
+            seal = None
+        if seal is not None:
+            names = [file.name for file in seal.files.values() if file.digest is not None]
+            _refuse([*check_config(seal, opened.folder), *check_files(seal, opened.folder, names)])
+        tables = read_tables(opened.folder)
+        if seal is not None:
+            cells = [cell for table in tables for cell in table.objects()]
+            _refuse(stored_objects_damage(opened, cells))
+        if any((table.is_object == 0).any() for table in tables):
+            parts, findings = parts_of(tables, sorted(keys), opened.index)
+            _refuse([replace(f, remedy=_REMEDY) for f in findings], "the source cannot be verified")
+            self.checks = PartChecks(parts, opened.index, opened.read, self._location)
 
     def read(self, wanted: KeyBoxes) -> list[torch.Tensor]:
         """A new contiguous CPU tensor for each box of a tensor."""
@@ -133,7 +157,7 @@ class Source:
     def _stored(self, wanted: KeyBoxes) -> list[torch.Tensor]:
         values = self.opened.read(wanted)
         if self.checks is not None:
-            self.checks.compare(wanted, values, self.opened.read, self._location)
+            self.checks.compare(wanted, values)
         return values
 
     def _location(self, part: StoredPart) -> str:
@@ -147,28 +171,32 @@ class PartChecks:
     A part that is read as a whole is compared as it was read. Of one that is not, all of it is read
     once more, a block at a time: so memory stays bounded, however large a part is.
 
+    Args:
+        parts: The stored parts of each of these tensors.
+        tensors: All stored tensors.
+        read: Reads boxes of them.
+        location: Which file a part is in, for messages.
+
     Attributes:
         most_bytes: Size of a block.
         num_bytes: Bytes that have been compared.
     """
 
     def __init__(
-        self, parts: Mapping[str, Sequence[StoredPart]], tensors: Mapping[str, StoredTensor]
-    ) -> None:
-        self.most_bytes = _HASHED_BYTES
-        self.num_bytes = 0
-        self._parts = dict(parts)
-        self._bounds: dict[str, npt.NDArray[np.int64]] = {}
-        self._itemsizes = {key: tensors[key].dtype.itemsize for key in parts}
-        self._lock = threading.Lock()
-
-    def compare(
         self,
-        wanted: KeyBoxes,
-        values: Sequence[torch.Tensor],
+        parts: Mapping[str, Sequence[StoredPart]],
+        tensors: Mapping[str, StoredTensor],
         read: Callable[[KeyBoxes], list[torch.Tensor]],
         location: Callable[[StoredPart], str],
     ) -> None:
+        self.most_bytes = _HASHED_BYTES
+        self.num_bytes = 0
+        self._left = {key: (own, _corners(own)) for key, own in parts.items() if own}
+        self._tensors = tensors
+        self._read, self._location = read, location
+        self._lock = threading.Lock()
+
+    def compare(self, wanted: KeyBoxes, values: Sequence[torch.Tensor]) -> None:
         """Compare every part that meets what was read, unless that was done. From any thread.
 
         Raises:
@@ -179,39 +207,28 @@ class PartChecks:
             for part in self._claim(key, box):
                 found = checksum_of(
                     np.ascontiguousarray(tensor_memory.as_numpy(block))
-                    for block in self._blocks(part, box, tensor, read)
+                    for block in self._blocks(part, box, tensor)
                 )
                 if found != part.digest:
-                    details = {"path": location(part), "remedy": _REMEDY}
+                    details = {"path": self._location(part), "remedy": _REMEDY}
                     findings.append(other_digest(FLIPPED, part, found, **details))
                 with self._lock:
-                    self.num_bytes += part.num_elements * self._itemsizes[key]
-        if findings:
-            raise CorruptCheckpointError("the source is not what was saved", findings)
+                    self.num_bytes += part.num_elements * self._tensors[key].dtype.itemsize
+        _refuse(findings)
 
     def _claim(self, key: str, box: Box) -> list[StoredPart]:
         """The parts that meet a box and that nobody has claimed."""
         with self._lock:
-            parts, bounds = self._parts.pop(key, ()), self._bounds.pop(key, None)
-            if not parts:
+            if key not in self._left:
                 return []
-            if bounds is None:
-                corners = [(part.box.offset, part.box.stop) for part in parts]
-                bounds = np.array(corners, np.int64).reshape(len(parts), 2, -1)
-            start, stop = np.array(box.offset), np.array(box.stop)
-            meets = ((bounds[:, 0] < stop) & (bounds[:, 1] > start)).all(axis=1)
+            parts, corners = self._left.pop(key)
+            begins, ends = corners[:, 0], corners[:, 1]
+            meets: Bools = np.all((begins < box.stop) & (ends > box.offset), axis=1)
             if not meets.all():
-                self._parts[key] = [parts[row] for row in np.flatnonzero(~meets).tolist()]
-                self._bounds[key] = bounds[~meets]
-            return [parts[row] for row in np.flatnonzero(meets).tolist()]
+                self._left[key] = [*itertools.compress(parts, ~meets)], corners[~meets]
+            return [*itertools.compress(parts, meets)]
 
-    def _blocks(
-        self,
-        part: StoredPart,
-        box: Box,
-        tensor: torch.Tensor,
-        read: Callable[[KeyBoxes], list[torch.Tensor]],
-    ) -> Iterator[torch.Tensor]:
+    def _blocks(self, part: StoredPart, box: Box, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """The values of a part in C order: of the box that was read, or read for it."""
         is_read = box.contains(part.box)
         if is_read:
@@ -219,43 +236,21 @@ class PartChecks:
             if part.flat_range is None and tensor.is_contiguous():
                 yield tensor
                 return
-        most = (_HASHED_BYTES if is_read else self.most_bytes) // self._itemsizes[part.key]
+        most = _HASHED_BYTES if is_read else self.most_bytes
+        most //= self._tensors[part.key].dtype.itemsize
         for run in boxes_of_part(part.box, part.flat_range):
             for block in split_rows(run, most):
                 if is_read:
                     yield tensor[block.relative_to(part.box.offset).slices()]
                 else:
-                    yield from read([(part.key, block)])
+                    yield from self._read([(part.key, block)])
 
 
-def checks_of(opened: Checkpoint, keys: Collection[str]) -> PartChecks | None:
-    """The checksums of some tensors; None if there are none in the checkpoint.
+def _corners(parts: Sequence[StoredPart]) -> npt.NDArray[np.int64]:
+    """The first and last corners of the boxes: ``[part, 2, axis]``."""
+    return np.array([(part.box.offset, part.box.stop) for part in parts], np.int64)
 
-    Common state, objects, and all that describes the tensors are compared here.
 
-    Raises:
-        CorruptCheckpointError: if those differ, or if the checksums cannot be read, or do not speak
-            of all there is.
-    """
-    folder, tensors = opened.folder, opened.index
-    seal = read_seal(folder)
-    is_sealed = seal is not None and not seal.is_open
-    if seal is not None and is_sealed:
-        names = [file.name for file in seal.files.values() if file.digest is not None]
-        _refuse([*check_config(seal, folder), *check_files(seal, folder, names)])
-    tables = read_tables(folder)
-    if is_sealed:
-        cells = [cell for table in tables for cell in table.objects()]
-        _refuse(stored_objects_damage(opened, cells))
-    if not any((table.is_object == 0).any() for table in tables):
-        return None
-    parts, findings = parts_of(tables, sorted(keys), tensors)
+def _refuse(findings: Sequence[Finding], message: str = "the source is not what was saved") -> None:
     if findings:
-        findings = [replace(finding, remedy=_REMEDY) for finding in findings]
-        raise CorruptCheckpointError("the source cannot be verified", findings)
-    return PartChecks(parts, tensors)
-
-
-def _refuse(findings: Sequence[Finding]) -> None:
-    if findings:
-        raise CorruptCheckpointError("the source is not what was saved", findings)
+        raise CorruptCheckpointError(message, findings)

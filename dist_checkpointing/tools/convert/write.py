@@ -240,7 +240,7 @@ def into_files(job: Job, to: str) -> Write:
     def write(budget: Budget) -> int:
         meter = Meter("convert", 0, job.progress)
         destination, overwrite = Path(job.destination), job.options.overwrite
-        beside = written_beside(destination, overwrite=overwrite, replaceable=is_alike)
+        beside = _written_beside(destination, overwrite=overwrite, replaceable=is_alike)
         with beside as path, meter.phase("writing"):
             meter.expect(job.plan.num_bytes)
             _copy_into_files(job, create(path), budget, meter.add)
@@ -302,7 +302,7 @@ def into_checkpoint(job: Job, backend: tuple[str, int]) -> Write:
         CheckpointExistsError: if the destination is taken.
         CheckpointingException: if the backend accepts no planner.
     """
-    check_checkpoint_place(job.destination, overwrite=job.options.overwrite)
+    _check_checkpoint_place(job.destination, overwrite=job.options.overwrite)
     # Imports what will be used, so that its memory counts before the rest is divided.
     found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, backend)
     if not isinstance(found, PlannedSaveStrategy):
@@ -437,17 +437,16 @@ class LazyPlanner(DefaultSavePlanner):
         """Items to read together: rows of parts that are cut across, and small neighbours."""
         small: list[tuple[WriteItem, int]] = []
         plain = [item for item in items if item.tensor_data is not None]
-        for (key, *_), found in itertools.groupby(plain, _row):
-            row, tensor = list(found), self._tensors[key]
-            if len(row) > 1 and is_cut_across(tensor):
-                first, shape = _box(row[0]), tensor.shape
-                box = Box((first.offset[0], *[0] * (len(shape) - 1)), (first.shape[0], *shape[1:]))
-                is_whole = sum(_box(item).num_elements for item in row) == box.num_elements
+        for (key, start, height), found in itertools.groupby(plain, _rows):
+            parts, tensor = list(found), self._tensors[key]
+            if len(parts) > 1 and is_cut_across(tensor):
+                box = Box((start, *[0] * (len(tensor.shape) - 1)), (height, *tensor.shape[1:]))
+                is_whole = sum(_box(item).num_elements for item in parts) == box.num_elements
                 num_bytes = box.num_elements * tensor.widest_itemsize
                 if is_whole and _LARGE_BYTES <= num_bytes <= 2 * self._most_together:
-                    yield _Group(row, box)
+                    yield _Group(parts, box)
                     continue
-            sized = [(item, item.tensor_storage_size() or 0) for item in row]
+            sized = ((item, item.tensor_storage_size() or 0) for item in parts)
             small += [(item, size) for item, size in sized if size < _LARGE_BYTES]
         yield from map(_Group, in_batches(small, _TOGETHER_BYTES, _MOST_TOGETHER))
 
@@ -461,8 +460,8 @@ def _box(item: WriteItem) -> Box:
     return item.tensor_data.chunk
 
 
-def _row(item: WriteItem) -> tuple[str, int, int]:
-    """Equal for parts of a tensor that hold the same rows."""
+def _rows(item: WriteItem) -> tuple[str, int, int]:
+    """Key, first row and number of rows."""
     box = _box(item)
     return item.index.fqn, *((box.offset[0], box.shape[0]) if box.shape else (0, 1))
 
@@ -473,17 +472,13 @@ def check_apart(sources: Iterable[Location], destination: Location) -> None:
     Raises:
         CheckpointExistsError: if one is, or is inside, the other.
     """
-    for source in sources:
-        if location.overlap(source, destination):
-            finding = Finding(
-                "source and destination overlap",
-                path=str(destination),
-                remedy="Convert into another place.",
-            )
-            raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
+    if any(location.overlap(source, destination) for source in sources):
+        problem, remedy = "source and destination overlap", "Convert into another place."
+        finding = Finding(problem, path=str(destination), remedy=remedy)
+        raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
 
 
-def check_checkpoint_place(folder: Location, *, overwrite: bool) -> None:
+def _check_checkpoint_place(folder: Location, *, overwrite: bool) -> None:
     """Refuse a place for a checkpoint that is taken; a conversion that did not end may lie there.
 
     Raises:
@@ -500,13 +495,12 @@ def check_checkpoint_place(folder: Location, *, overwrite: bool) -> None:
     ours = {Path(name).parts[0] for name in leftovers(folder)} | {DCKPT_FOLDER, LOCK_NAME}
     if location.is_there(folder / CLAIMS):
         ours.add(DATA)
-    others = sorted({*location.names_in(folder)} - ours)
-    if others:
-        raise _exists(folder, f"the folder holds {others[0]!r}", "Name an empty or a new folder.")
+    if others := {*location.names_in(folder)} - ours:
+        raise _exists(folder, f"the folder holds {min(others)!r}", "Name an empty or a new folder.")
 
 
 @contextmanager
-def written_beside(
+def _written_beside(
     destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]
 ) -> Iterator[Path]:
     """A path to write a file or folder at, which becomes ``destination`` if the body succeeds.
@@ -522,7 +516,18 @@ def written_beside(
     Raises:
         CheckpointExistsError: if the destination is taken, or another conversion writes there.
     """
-    _check_free(destination, overwrite=overwrite, replaceable=replaceable)
+
+    def check_free() -> None:
+        is_empty = destination.is_dir() and not any(destination.iterdir())
+        if is_empty or not os.path.lexists(destination):
+            return
+        if not overwrite:
+            raise _exists(destination, "something is here", "Name another place, or pass --force.")
+        if not replaceable(destination):
+            problem = "holds something else than what would be written"
+            raise _exists(destination, problem, "Delete it by hand, or name another place.")
+
+    check_free()
     destination.parent.mkdir(parents=True, exist_ok=True)
     hidden = destination.with_name(f".{destination.name}.dckpt-partial")
     hidden.mkdir(exist_ok=True)
@@ -535,37 +540,20 @@ def written_beside(
         for entry in hidden.iterdir():
             if entry.name != LOCK_NAME:
                 local_folder.remove(entry, hidden)
+        new = hidden / "new"
         try:
-            yield hidden / "new"
-            _check_free(destination, overwrite=overwrite, replaceable=replaceable)
-            _put(hidden / "new", destination, hidden / "old")
+            yield new
+            check_free()
+            if new.is_dir():
+                local_folder.fsync_tree(new)
+                if destination.is_dir():
+                    destination.rename(hidden / "old")
+            else:
+                local_folder.fsync_file(new)
+            new.replace(destination)
+            local_folder.fsync_folder(destination.parent)
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _put(new: Path, destination: Path, old: Path) -> None:
-    if new.is_dir():
-        local_folder.fsync_tree(new)
-        if destination.is_dir():
-            destination.rename(old)
-    else:
-        local_folder.fsync_file(new)
-    new.replace(destination)
-    local_folder.fsync_folder(destination.parent)
-
-
-def _check_free(destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
-    is_empty = destination.is_dir() and not any(destination.iterdir())
-    if is_empty or not os.path.lexists(destination):
-        return
-    if not overwrite:
-        raise _exists(destination, "something is here", "Name another place, or pass --force.")
-    if not replaceable(destination):
-        raise _exists(
-            destination,
-            "holds something else than what would be written",
-            "Delete it by hand, or name another place.",
-        )
 
 
 def _exists(path: Location, problem: str, remedy: str) -> CheckpointingException:
