@@ -6,7 +6,7 @@ import errno
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -26,7 +26,6 @@ from dist_checkpointing.planning.recipe import Derivation, Recipe
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.tools.convert.plan import (
-    Budget,
     ConversionPlan,
     ConvertOptions,
     Rules,
@@ -146,12 +145,16 @@ def convert(
         not_verified = None if is_verified else "the source keeps no checksums"
     budget = budget_of(options.memory_bytes, options.threads)
     stored.limit(budget)
+    num_proven = 0
+    if not options.dry_run:
+        with _writing(job):
+            num_proven = write(budget)
     return Conversion(
         source=stored.kind,
         target=to if backend is None else f"{backend[0]} {backend[1]}",
         plan=plan,
         left_out=tuple(job.left_out),
-        num_proven=0 if options.dry_run else _run(job, write, budget),
+        num_proven=num_proven,
         verified_bytes=0 if stored.checks is None else stored.checks.num_bytes,
         not_verified=not_verified,
         made=stored.made,
@@ -180,11 +183,20 @@ def parse_backend(text: str) -> tuple[str, int]:
     return max(versions)[::-1]
 
 
-def _run(job: Job, write: Callable[[Budget], int], budget: Budget) -> int:
-    """Convert; Ctrl-C lets all threads end soon."""
+@contextmanager
+def _writing(job: Job) -> Iterator[None]:
+    """Let Ctrl-C end all threads soon, and say in few words what cannot be written."""
+    previous: Any = signal.getsignal(signal.SIGINT)
+    is_ours = threading.current_thread() is threading.main_thread() and callable(previous)
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        job.stop.set()
+        previous(number, frame)
+
+    if is_ours:
+        signal.signal(signal.SIGINT, interrupted)
     try:
-        with _stopping(job.stop):
-            return write(budget)
+        yield
     except (RankFailedError, OSError) as error:
         if isinstance(error, RankFailedError):
             # There is one rank, so its name and its traceback say nothing to the caller.
@@ -196,22 +208,6 @@ def _run(job: Job, write: Callable[[Budget], int], budget: Budget) -> int:
             findings = [Finding(str(error), remedy="Free some space." if is_full else None)]
         message = f"cannot write {job.destination}: nothing of it is left"
         raise CheckpointingException(message, findings) from error
-
-
-@contextmanager
-def _stopping(stop: threading.Event) -> Iterator[None]:
-    """Set the event at Ctrl-C, so that threads end soon and not after all their work."""
-    previous: Any = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        stop.set()
-        previous(number, frame)
-
-    signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        if is_ours:
+            signal.signal(signal.SIGINT, previous)

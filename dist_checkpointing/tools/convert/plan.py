@@ -343,11 +343,9 @@ def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
     itemsize = tensor.widest_itemsize
     if is_cut_across(tensor):
         # Low enough that whole rows of parts can be read at once: else each would be read often.
-        part_row = itemsize * math.prod(chunk[1:])
-        rows = max(
-            1, most_bytes // (itemsize * math.prod(tensor.shape[1:])), _SMALL_BYTES // part_row
-        )
-        chunk = _divided(tensor.shape, chunk, itemsize, rows * part_row)
+        part_row, row = (itemsize * math.prod(shape[1:]) for shape in (chunk, tensor.shape))
+        rows = max(1, most_bytes // row, _SMALL_BYTES // part_row)
+        most_bytes = min(most_bytes, rows * part_row)
     grid = ChunkGrid(tensor.shape, _divided(tensor.shape, chunk, itemsize, most_bytes))
     for index in itertools.product(*map(range, grid.counts)):
         yield grid.box(index)
@@ -381,19 +379,16 @@ def runs(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
     """
     if 0 in tensor.shape:
         return
-    whole = Box.whole(tensor.shape)
+    whole, chunk = Box.whole(tensor.shape), tensor.source.chunk_shape
     most = max(1, most_bytes // tensor.widest_itemsize)
-    chunk = tensor.source.chunk_shape
     if whole.num_elements <= most or not chunk:
         yield from split_rows(whole, most)
         return
-    row = whole.num_elements // tensor.shape[0]
     # As many rows of chunks as fit, and at least one.
-    height = min(tensor.shape[0], chunk[0] * max(1, most // max(1, row * chunk[0])))
-    for start in range(0, tensor.shape[0], height):
-        extent = min(height, tensor.shape[0] - start)
-        block = Box((start, *whole.offset[1:]), (extent, *tensor.shape[1:]))
-        yield from split_rows(block, most)
+    height = chunk[0] * max(1, most * whole.shape[0] // (whole.num_elements * chunk[0]))
+    for start in range(0, whole.shape[0], height):
+        extent = min(height, whole.shape[0] - start)
+        yield from split_rows(Box((start, *whole.offset[1:]), (extent, *whole.shape[1:])), most)
 
 
 @dataclass(frozen=True, slots=True)

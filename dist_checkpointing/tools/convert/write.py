@@ -37,11 +37,11 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.commit import DATA, check_is_distributed_checkpoint
-from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
+from dist_checkpointing.format.geometry import Box, ravel_offset
 from dist_checkpointing.format.leftovers import attempt_of, leftovers
 from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
+from dist_checkpointing.planning import DefaultSavePlanner, MetadataIndex, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_folder import SaveHooks
@@ -70,9 +70,6 @@ _MOST_COPIED_TOGETHER = 512
 _LARGE_BYTES = 2**20
 _TOGETHER_BYTES = 8 * 2**20
 _MOST_TOGETHER = 1024
-
-ItemId = tuple[str, Ints | None]
-"""Key and offset of an item."""
 
 Write = Callable[[Budget], int]
 """Writes all that is planned; the number of tensors that are proven to be those of the source."""
@@ -232,43 +229,14 @@ FILE_FORMATS: Final[Mapping[str, Callable[[Job], _Files]]] = {
 def into_files(job: Job, to: str) -> Write:
     """Check that files of another format can hold what is planned, and how to write them.
 
+    They are created with room for all values, which are copied there in C order.
+
     Raises:
         CheckpointingException: if they cannot.
     """
     create, reopen, is_alike = FILE_FORMATS[to](job)
-
-    def write(budget: Budget) -> int:
-        meter = Meter("convert", 0, job.progress)
-        destination, overwrite = Path(job.destination), job.options.overwrite
-        beside = _written_beside(destination, overwrite=overwrite, replaceable=is_alike)
-        with beside as path, meter.phase("writing"):
-            meter.expect(job.plan.num_bytes)
-            _copy_into_files(job, create(path), budget, meter.add)
-            job.source.opened.require_unchanged()
-            if job.source.index.fingerprints and (files := reopen(path)) is not None:
-                return job.prove(OpenedFiles(files, trusted=True), budget)
-            return 0
-
-    return write
-
-
-def _copy_into_files(
-    job: Job,
-    starts: Mapping[Path, Mapping[str, int]],
-    budget: Budget,
-    report: Callable[[int], None],
-) -> None:
-    """Copy tensors, in C order, into files that have room for them.
-
-    Args:
-        job: What is copied.
-        starts: For each file, at which byte the values of which tensors begin.
-        budget: Threads and memory.
-        report: Called with the number of bytes written since the last call.
-
-    Raises:
-        Exception: the first error of any thread, when all have ended.
-    """
+    tensors = {tensor.key: tensor for tensor in job.plan.tensors}
+    meter = Meter("convert", 0, job.progress)
 
     def move(batch: Sequence[tuple[PlannedTensor, Box, int, int]]) -> None:
         """Copy what is read at once: one large box, or many small ones."""
@@ -279,19 +247,29 @@ def _copy_into_files(
             while view:
                 count = os.pwrite(descriptor, view, position)
                 view, position = view[count:], position + count
-            report(data.nbytes)
+            meter.add(data.nbytes)
 
-    tensors = {tensor.key: tensor for tensor in job.plan.tensors}
-    with ExitStack() as stack:
-        boxes = (
-            ((tensor, box, file.fileno(), start), box.num_elements * tensor.widest_itemsize)
-            for path, starts_of in starts.items()
-            for file in [stack.enter_context(path.open("r+b"))]
-            for tensor, start in ((tensors[key], start) for key, start in starts_of.items())
-            for box in runs(tensor, budget.box_bytes)
-        )
-        batches = list(in_batches(boxes, budget.box_bytes, _MOST_COPIED_TOGETHER))
-        in_threads(move, batches, budget.threads)
+    def write(budget: Budget) -> int:
+        destination, overwrite = Path(job.destination), job.options.overwrite
+        beside = _written_beside(destination, overwrite=overwrite, replaceable=is_alike)
+        with beside as path, meter.phase("writing"):
+            meter.expect(job.plan.num_bytes)
+            with ExitStack() as stack:
+                boxes = (
+                    ((tensor, box, file.fileno(), start), box.num_elements * tensor.widest_itemsize)
+                    for created, starts in create(path).items()
+                    for file in [stack.enter_context(created.open("r+b"))]
+                    for tensor, start in ((tensors[key], start) for key, start in starts.items())
+                    for box in runs(tensor, budget.box_bytes)
+                )
+                batches = list(in_batches(boxes, budget.box_bytes, _MOST_COPIED_TOGETHER))
+                in_threads(move, batches, budget.threads)
+            job.source.opened.require_unchanged()
+            if job.source.index.fingerprints and (files := reopen(path)) is not None:
+                return job.prove(OpenedFiles(files, trusted=True), budget)
+            return 0
+
+    return write
 
 
 def into_checkpoint(job: Job, backend: tuple[str, int]) -> Write:
@@ -368,17 +346,17 @@ def _leaves_of(job: Job, most_bytes: int) -> Iterator[ShardedTensor | ShardedObj
 
 @dataclass(eq=False)
 class _Group:
-    """Items that are read together, and those of them that were read and not yet asked for.
+    """Items that are read together.
 
     Attributes:
-        items: in the order of the plan.
-        box: the box that they make up, if it is read as one.
+        items: In the order of the plan.
+        box: The box that they make up, if it is read as one.
     """
 
     items: list[WriteItem]
     box: Box | None = None
+    is_read: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-    waiting: dict[ItemId, torch.Tensor] | None = None
 
 
 class LazyPlanner(DefaultSavePlanner):
@@ -389,9 +367,10 @@ class LazyPlanner(DefaultSavePlanner):
         self._job = job
         self._tensors = {tensor.key: tensor for tensor in job.plan.tensors}
         self._most_together = budget.box_bytes
-        self._most_waiting = budget.threads * budget.box_bytes
-        self._groups: dict[ItemId, _Group] = {}
-        self._waiting_bytes = 0
+        self._groups: dict[MetadataIndex, _Group] = {}
+        # What was read and not yet asked for, and how many bytes more of it there may be.
+        self._waiting: dict[MetadataIndex, torch.Tensor] = {}
+        self._room = budget.threads * budget.box_bytes
         self._lock = threading.Lock()
 
     @property
@@ -401,29 +380,28 @@ class LazyPlanner(DefaultSavePlanner):
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         final = super().finalize_plan(plan)
         groups = self._grouped(final.items)
-        self._groups = {_item_id(item): group for group in groups for item in group.items}
+        self._groups = {item.index: group for group in groups for item in group.items}
         return final
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         if item.tensor_data is None:
             return super().get_data(item)
-        name, data = _item_id(item), None
-        group = self._groups.get(name)
-        if group is not None:
+        if (group := self._groups.get(item.index)) is not None:
             with group.lock:
-                if group.waiting is None and self._waiting_bytes < self._most_waiting:
-                    values = self._read(group)
-                    group.waiting = dict(zip(map(_item_id, group.items), values, strict=True))
-                    self._count(sum(data.nbytes for data in values))
-                data = None if group.waiting is None else group.waiting.pop(name, None)
+                if not group.is_read and self._room > 0:
+                    values, group.is_read = self._read(group), True
+                    self._add_room(-sum(data.nbytes for data in values))
+                    indices = (item.index for item in group.items)
+                    self._waiting.update(zip(indices, values, strict=True))
+        data = self._waiting.pop(item.index, None)
         if data is None:  # there is no room for its group, or it was read before its group
             return self._read(_Group([item]))[0]
-        self._count(-data.nbytes)
+        self._add_room(data.nbytes)
         return data
 
-    def _count(self, num_bytes: int) -> None:
+    def _add_room(self, num_bytes: int) -> None:
         with self._lock:
-            self._waiting_bytes += num_bytes
+            self._room += num_bytes
 
     def _read(self, group: _Group) -> list[torch.Tensor]:
         items, whole = group.items, group.box
@@ -449,10 +427,6 @@ class LazyPlanner(DefaultSavePlanner):
             sized = ((item, item.tensor_storage_size() or 0) for item in parts)
             small += [(item, size) for item, size in sized if size < _LARGE_BYTES]
         yield from map(_Group, in_batches(small, _TOGETHER_BYTES, _MOST_TOGETHER))
-
-
-def _item_id(item: WriteItem) -> ItemId:
-    return item.index.fqn, item.index.offset
 
 
 def _box(item: WriteItem) -> Box:
