@@ -52,6 +52,7 @@ class Source:
         recipe: What to make of it first.
 
     Attributes:
+        files: The files, if they are no checkpoint.
         made: What the recipe makes of it; None without one.
         index: The tensors.
         objects: The sharded objects.
@@ -64,8 +65,9 @@ class Source:
 
     def __init__(self, opened: Checkpoint, recipe: Recipe | None = None) -> None:
         self.opened = opened
-        if isinstance(opened, OpenedFiles):
-            self.kind = opened.files.kind
+        self.files = opened.files if isinstance(opened, OpenedFiles) else None
+        if self.files is not None:
+            self.kind = self.files.kind
         else:
             name, version = opened.backend
             self.kind = f"checkpoint, {name} {version}"
@@ -92,13 +94,12 @@ class Source:
     @property
     def paths(self) -> tuple[Location, ...]:
         """What must not be written to while it is read."""
-        files = self.opened.files.paths if isinstance(self.opened, OpenedFiles) else ()
-        return (self.opened.path, *files)
+        return (self.opened.path, *(self.files.paths if self.files else ()))
 
     def limit(self, budget: Budget) -> None:
         """Let checks, and pages of mapped files, take no more memory than the budget allows."""
-        if isinstance(self.opened, OpenedFiles):
-            self.opened.files.most_bytes = budget.mapped_bytes
+        if self.files is not None:
+            self.files.most_bytes = budget.mapped_bytes
         if self.checks is not None:
             self.checks.most_bytes = budget.box_bytes
 
@@ -111,9 +112,9 @@ class Source:
             CorruptCheckpointError: if those differ, or if the checksums cannot be read, or do not
                 speak of all there is.
         """
-        opened = self.opened
-        if isinstance(opened, OpenedFiles):
+        if self.files is not None:
             return
+        opened = self.opened
         if self.made is not None:
             keys = {stored for key in keys for stored in self.made.tensors[key].sources}
         seal = read_seal(opened.folder)
@@ -231,17 +232,12 @@ class PartChecks:
     def _blocks(self, part: StoredPart, box: Box, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """The values of a part in C order: of the box that was read, or read for it."""
         is_read = box.contains(part.box)
-        if is_read:
-            tensor = tensor[part.box.relative_to(box.offset).slices()]
-            if part.flat_range is None and tensor.is_contiguous():
-                yield tensor
-                return
         most = _HASHED_BYTES if is_read else self.most_bytes
         most //= self._tensors[part.key].dtype.itemsize
         for run in boxes_of_part(part.box, part.flat_range):
             for block in split_rows(run, most):
                 if is_read:
-                    yield tensor[block.relative_to(part.box.offset).slices()]
+                    yield tensor[block.relative_to(box.offset).slices()]
                 else:
                     yield from self._read([(part.key, block)])
 
