@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +23,11 @@ from damage import files_in
 from dist_checkpointing import save
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.filesystem import LOCK_NAME
-from dist_checkpointing.format import Index
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
     WriteItem,
 )
-from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult
 from dist_checkpointing.strategies import (
     SaveShardedStrategy,
     TorchCommonSaveStrategy,
@@ -102,83 +96,42 @@ class Fault:
             raise self.error()
 
 
-class FailingPlanner(DefaultSavePlanner):
-    def __init__(self, fault: Fault, rank: int) -> None:
-        super().__init__()
-        self.fault, self.own_rank = fault, rank
+def failing_kind(kind: Any, methods: str, fault: Fault, rank: int) -> Any:
+    """A subclass whose methods may fail before and after their work."""
 
-    def build_local_plan(self) -> SavePlan:
-        self.fault.at("build_local_plan", self.own_rank)
-        return super().build_local_plan()
+    def failing_method(name: str) -> Callable[..., Any]:
+        real = getattr(kind, name)
 
-    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
-        self.fault.at("build_global_plan", self.own_rank)
-        return super().build_global_plan(all_plans)
+        @functools.wraps(real)
+        def call(*arguments: Any, **options: Any) -> Any:
+            fault.at(name, rank)
+            result = real(*arguments, **options)
+            fault.at(f"{name}, after", rank)
+            return result
 
-    def finalize_plan(self, plan: SavePlan) -> SavePlan:
-        self.fault.at("finalize_plan", self.own_rank)
-        return super().finalize_plan(plan)
+        return call
 
-    def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        if item.index.fqn.endswith("uneven"):
-            self.fault.at("get_data", self.own_rank)
-        return super().get_data(item)
+    return type("Failing", (kind,), {name: failing_method(name) for name in methods.split()})
 
 
-def failing_writer(kind: type[StorageWriter], fault: Fault, rank: int) -> type[StorageWriter]:
-    class FailingWriter(kind):  # type: ignore[valid-type,misc]
-        def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-            fault.at("set_up_storage_writer", rank)
-            super().set_up_storage_writer(rank=rank, world_size=world_size)
-
-        def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-            fault.at("prepare_local_plan", rank)
-            prepared: SavePlan = super().prepare_local_plan(plan)
-            return prepared
-
-        def prepare_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-            fault.at("prepare_global_plan", rank)
-            return list(plans)
-
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-            fault.at("write_data, before", rank)
-            written: Future[list[WriteResult]] = super().write_data(plan, planner)
-            fault.at("write_data, after", rank)
-            return written
-
-        def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
-            fault.at("finish, before", rank)
-            super().finish(metadata, results)
-            fault.at("finish, after", rank)
-
-        def created_names(self, index: Index, *, world_size: int) -> Any:
-            fault.at("created_names", rank)
-            return super().created_names(index, world_size=world_size)
-
-    return FailingWriter
+PLANNING = "build_local_plan build_global_plan finalize_plan get_data"
+WRITING = """set_up_storage_writer prepare_local_plan prepare_global_plan write_data finish
+    created_names"""
+COMMON = "save_common save_sharded_objects"
 
 
-class FailingCommon(TorchCommonSaveStrategy):
-    def __init__(self, fault: Fault, rank: int) -> None:
-        super().__init__()
-        self.fault, self.own_rank = fault, rank
-
-    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> Any:
-        self.fault.at("save_common, before", self.own_rank)
-        super().save_common(common_state_dict, checkpoint_dir)
-        self.fault.at("save_common, after", self.own_rank)
-
-    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        self.fault.at("save_sharded_objects, before", self.own_rank)
-        super().save_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
-        self.fault.at("save_sharded_objects, after", self.own_rank)
+def failing_saver(fault: Fault, version: int, rank: int) -> Any:
+    planner = failing_kind(DefaultSavePlanner, PLANNING, fault, rank)()
+    strategy = SAVERS[version](planner=planner)
+    strategy.writer_type = failing_kind(strategy.writer_type, WRITING, fault, rank)
+    strategy.make_writer = strategy.writer_type
+    return strategy
 
 
 def save_with(fault: Fault, folder: Path, version: int, comm: Comm, **options: Any) -> None:
     """Save ``state(..., name="failed")`` with strategies that fail as told."""
-    strategy = SAVERS[version](planner=FailingPlanner(fault, comm.rank))
-    strategy.writer_type = failing_writer(SAVERS[version].writer_type, fault, comm.rank)
-    strategy.make_writer = strategy.writer_type
+    strategy = failing_saver(fault, version, comm.rank)
+    common = failing_kind(TorchCommonSaveStrategy, COMMON, fault, comm.rank)()
     wanted = state(comm.rank, "failed")
 
     def build(key: str, data: Any, *_: Any) -> Any:
@@ -186,7 +139,7 @@ def save_with(fault: Fault, folder: Path, version: int, comm: Comm, **options: A
         return shard(key, data, replica_id=comm.rank)
 
     wanted["factory"] = dc.ShardedTensorFactory("failed.factory", torch.ones(2), build, lambda x: x)
-    save(wanted, folder, strategy, FailingCommon(fault, comm.rank), comm=comm, **options)
+    save(wanted, folder, strategy, common, comm=comm, **options)
 
 
 BEFORE_CLAIM = [
@@ -199,18 +152,18 @@ BEFORE_CLAIM = [
     ("created_names", 0),
 ]
 AFTER_CLAIM = [
-    ("save_common, before", 0),
+    ("save_common", 0),
     ("save_common, after", 0),
-    ("save_sharded_objects, before", 1),
+    ("save_sharded_objects", 1),
     ("save_sharded_objects, after", 0),
     ("set_up_storage_writer", 2),
     ("prepare_local_plan", 1),
     ("prepare_global_plan", 0),
-    ("write_data, before", 2),
+    ("write_data", 2),
     ("get_data", 1),
     ("write_data, after", 1),
     ("write_data, after", 0),
-    ("finish, before", 0),
+    ("finish", 0),
     ("finish, after", 0),
 ]
 
@@ -276,7 +229,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint_or_none(
 
 def test_all_failing_ranks_are_named(tmp_path: Path) -> None:
     def save_rank(comm: Comm) -> None:
-        fault = Fault("write_data, before", comm.rank or -1)
+        fault = Fault("write_data", comm.rank or -1)
         save_with(fault, tmp_path / "c", 2, comm)
 
     error = the_one_error(RANKS, save_rank)
@@ -319,7 +272,7 @@ def test_an_interrupt_is_not_swallowed_and_leaves_no_checkpoint(
     fault = Fault("get_data", 0, KeyboardInterrupt)
 
     def save_alone(**options: Any) -> None:
-        strategy = SAVERS[version](planner=FailingPlanner(fault, 0))
+        strategy = failing_saver(fault, version, 0)
         leaf = shard("w.uneven", torch.ones(2))
         save({"w": leaf}, tmp_path, strategy, **options)
 
@@ -376,10 +329,7 @@ def test_a_save_after_a_crash_inherits_nothing(tmp_path: Path, version: int) -> 
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-@FORMAT
-def test_of_two_live_saves_into_one_folder_the_second_is_refused(
-    tmp_path: Path, version: int
-) -> None:
+def test_of_two_live_saves_into_one_folder_the_second_is_refused(tmp_path: Path) -> None:
     writing, go_on = threading.Event(), threading.Event()
 
     class Slow(DefaultSavePlanner):
@@ -389,7 +339,10 @@ def test_of_two_live_saves_into_one_folder_the_second_is_refused(
             return super().get_data(item)
 
     def first(comm: Comm) -> None:
-        save(state(comm.rank), tmp_path, SAVERS[version](planner=Slow()), comm=comm)
+        save(state(comm.rank), tmp_path, SAVERS[2](planner=Slow()), comm=comm)
+
+    def second(comm: Comm, *, overwrite: bool) -> None:
+        save({"step": 5}, tmp_path, comm=comm, overwrite=overwrite)
 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_ranks, RANKS, first)
@@ -397,12 +350,7 @@ def test_of_two_live_saves_into_one_folder_the_second_is_refused(
             assert writing.wait(30)
             before = {path for path in tmp_path.rglob("*") if path.suffix != ".tmp"}
             for overwrite in (False, True):
-                error = the_one_error(
-                    2,
-                    lambda comm, overwrite=overwrite: save(  # type: ignore[misc]
-                        {"step": 5}, tmp_path, ("zarr", version), comm=comm, overwrite=overwrite
-                    ),
-                )
+                error = the_one_error(2, functools.partial(second, overwrite=overwrite))
                 assert type(error) is dc.CheckpointExistsError
                 assert "another save is writing here" in str(error)
             assert all(path.exists() for path in before)
@@ -453,7 +401,7 @@ def test_after_a_failed_save_was_cleared_away_its_names_are_free_for_others(
     tmp_path: Path, version: int
 ) -> None:
     """What somebody puts there afterwards is theirs, and is neither taken over nor deleted."""
-    fault = Fault("finish, before", 0)
+    fault = Fault("finish", 0)
     the_one_error(RANKS, lambda comm: save_with(fault, tmp_path, version, comm))
     (tmp_path / "failed.even").mkdir()
     (tmp_path / "failed.even" / "thesis.txt").write_text("mine")
@@ -464,53 +412,15 @@ def test_after_a_failed_save_was_cleared_away_its_names_are_free_for_others(
 # Loading.
 
 
-class FailingLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, fault: Fault, rank: int) -> None:
-        super().__init__()
-        self.fault, self.own_rank = fault, rank
-
-    def build_local_plan(self) -> LoadPlan:
-        self.fault.at("build_local_plan", self.own_rank)
-        return super().build_local_plan()
-
-    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
-        self.fault.at("finalize_plan", self.own_rank)
-        return super().finalize_plan(plan)
-
-    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        self.fault.at("acquire_tensor", self.own_rank)
-        return super().acquire_tensor(item)
-
-    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        self.fault.at("apply_tensor", self.own_rank)
-        super().apply_tensor(item, tensor)
+LOAD_PLANNING = "build_local_plan finalize_plan acquire_tensor apply_tensor"
+READING = "read_metadata set_up_storage_reader prepare_local_plan prepare_global_plan read_data"
 
 
-def failing_reader(kind: type[StorageReader], fault: Fault, rank: int) -> type[StorageReader]:
-    class FailingReader(kind):  # type: ignore[valid-type,misc]
-        def read_metadata(self) -> Index:
-            fault.at("read_metadata", rank)
-            index: Index = super().read_metadata()
-            return index
-
-        def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
-            fault.at("set_up_storage_reader", rank)
-            super().set_up_storage_reader(metadata, rank=rank, world_size=world_size)
-
-        def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-            fault.at("prepare_local_plan", rank)
-            return plan
-
-        def prepare_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
-            fault.at("prepare_global_plan", rank)
-            return list(plans)
-
-        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-            fault.at("read_data", rank)
-            reading: Future[None] = super().read_data(plan, planner)
-            return reading
-
-    return FailingReader
+def failing_loader(fault: Fault, version: int, rank: int) -> Any:
+    planner = failing_kind(DefaultLoadPlanner, LOAD_PLANNING, fault, rank)()
+    strategy = LOADERS[version](planner=planner)
+    strategy.make_reader = failing_kind(strategy.reader_type, READING, fault, rank)
+    return strategy
 
 
 LOAD_STEPS = [
@@ -536,9 +446,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_and_harms_nothing(
     fault = Fault(step, rank, lambda: OSError(errno.EIO, os.strerror(errno.EIO)))
 
     def load_rank(comm: Comm) -> None:
-        strategy = LOADERS[version](planner=FailingLoadPlanner(fault, comm.rank))
-        reader = failing_reader(LOADERS[version].reader_type, fault, comm.rank)
-        strategy.make_reader = reader
+        strategy = failing_loader(fault, version, comm.rank)
         template = state(comm.rank, factor=-1.0)
         even = template["even"]
 
@@ -567,7 +475,7 @@ def test_after_a_failed_read_the_error_names_the_tensors_that_may_be_partly_fill
     def load_rank(comm: Comm) -> list[str]:
         template = state(comm.rank)
         template["uneven"].data = None
-        strategy = LOADERS[version](planner=FailingLoadPlanner(fault, comm.rank))
+        strategy = failing_loader(fault, version, comm.rank)
         with pytest.raises(dc.RankFailedError) as raised:
             dc.load(template, tmp_path, strategy, comm=comm)
         return raised.value.__notes__
