@@ -6,6 +6,7 @@ Damaged files are in test_damaged_files.py, failing ranks in test_failing_ranks.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -91,19 +92,27 @@ def test_all_ranks_say_the_same_about_a_missing_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
-    [("nonsense", "nonsense"), (("zarr", 99), "zarr 99"), (("nonsense", 1), "nonsense 1")],
+    ("wanted", "words"),
+    [
+        ("nonsense", ["nonsense", "zarr 1", "zarr 2", "save_sharded", "expected one of: "]),
+        (("zarr", 99), ["zarr 99", "no such backend and version; expected one of: "]),
+        ("tensor_store", ["no such backend and version; did you mean 'tensorstore'"]),
+        ("Zarr", ["did you mean 'zarr'"]),
+        (("torchdist", 1), ["did you mean 'torch_dist'"]),
+    ],
 )
-def test_saving_with_an_unknown_backend_or_version_lists_those_there_are(
-    tmp_path: Path, wanted: Any, found: str
+def test_an_unknown_backend_or_version_lists_those_there_are_or_near_ones(
+    tmp_path: Path, wanted: Any, words: list[str]
 ) -> None:
     state = {"w": rows("w")}
     error = the_one_error(2, lambda comm: dc.save(state, tmp_path / "c", wanted, comm=comm))
     assert type(error) is dc.StrategyNotFoundError
     assert isinstance(error, LookupError)
-    for part in ("zarr 1", "zarr 2", found, "save_sharded"):
-        assert part in str(error)
+    assert all(word in str(error) for word in words), error
     assert not (tmp_path / "c").exists()
+    dc.save(state, tmp_path / "c")
+    with pytest.raises(dc.StrategyNotFoundError, match=re.escape(words[-1])):
+        dc.load_tensors_metadata(tmp_path / "c", wanted)
 
 
 @pytest.mark.parametrize("field", ["sharded", "common"])
@@ -159,28 +168,6 @@ def test_the_name_of_a_backend_alone_means_the_version_that_the_checkpoint_has(
     assert torch.equal(loaded["w"], data)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "near"),
-    [("tensor_store", "tensorstore"), ("Zarr", "zarr"), (("torchdist", 1), "torch_dist")],
-)
-def test_an_unknown_backend_suggests_the_near_name(tmp_path: Path, wanted: Any, near: str) -> None:
-    for work in (
-        lambda: dc.save({}, tmp_path / "c", wanted),
-        lambda: dc.load_tensors_metadata(tmp_path / "there", wanted),
-    ):
-        dc.save({"w": rows("w")}, tmp_path / "there", overwrite=True)
-        with pytest.raises(dc.StrategyNotFoundError) as raised:
-            work()
-        assert f"no such backend and version; did you mean '{near}'" in str(raised.value)
-    with pytest.raises(dc.StrategyNotFoundError) as raised:
-        dc.save({}, tmp_path / "c", ("zarr", 3))
-    assert "no such backend and version; expected one of: " in str(raised.value)
-    with pytest.raises(dc.StrategyNotFoundError) as raised:
-        dc.save({}, tmp_path / "c", "qqqq")
-    assert "did you mean" not in str(raised.value)
-    assert not (tmp_path / "c").exists()
-
-
 def test_a_common_strategy_for_another_backend_is_refused(tmp_path: Path) -> None:
     dc.save({"w": rows("w"), "step": 1}, tmp_path)
     template, asked = {"w": rows("w")}, TorchDistCommonLoadStrategy()
@@ -195,33 +182,11 @@ def test_a_common_strategy_for_another_backend_is_refused(tmp_path: Path) -> Non
             strategy.check_version_compatibility(2)
 
 
-@pytest.mark.parametrize("wrong", [Zarr3LoadShardedStrategy(), 5, object(), ["zarr", 2]])
-def test_a_wrong_kind_of_strategy_is_refused(tmp_path: Path, wrong: Any) -> None:
-    error = the_one_error(2, lambda comm: dc.save({}, tmp_path / "c", wrong, comm=comm))
-    assert "SaveShardedStrategy" in str(error)
-    assert not (tmp_path / "c").exists()
-
-
 def test_a_writer_refuses_another_backend_version_and_codec() -> None:
     with pytest.raises(dc.UnsupportedFormatError, match="writes"):
         Zarr3SaveShardedStrategy("zarr", 1)
     with pytest.raises(dc.UnsupportedFormatError, match="unknown codec"):
         Zarr3SaveShardedStrategy(codec="lzma")
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("strict", "bogus"), ("strict", True), ("cast", "bogus"), ("cast", None)],
-)
-def test_a_wrong_option_of_load_is_an_error_that_lists_the_right_ones(
-    tmp_path: Path, argument: str, value: Any
-) -> None:
-    dc.save({"w": rows("w")}, tmp_path)
-    options: dict[str, Any] = {argument: value}
-    with pytest.raises((ValueError, dc.CheckpointingException)) as raised:
-        dc.load({}, tmp_path, **options)
-    assert repr(value) in str(raised.value)
-    assert {"strict": "raise_all", "cast": "widen"}[argument] in str(raised.value)
 
 
 # Template and checkpoint differ.
@@ -264,18 +229,12 @@ def test_an_object_of_an_older_writer_in_another_grid_says_which_grid_is_stored(
             dc.load(template, tmp_path)
 
 
-@FORMAT
-def test_everything_that_does_not_fit_is_reported_at_once_and_before_any_byte_is_read(
-    tmp_path: Path, file_format: Format
-) -> None:
+def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> None:
     keys = ("shape", "axes", "dtype", "good")
-    save_on(2, lambda comm: {k: rows(k, comm.rank, 2) for k in keys}, tmp_path, file_format)
-    kept: list[torch.Tensor] = []
+    save_on(2, lambda comm: {k: rows(k, comm.rank, 2) for k in keys}, tmp_path)
 
     def load_rank(comm: Comm) -> None:
-        good = torch.full((4, 3), -1.0)
-        kept.append(good)
-        template: dict[str, Any] = {"good": shard("good", good)}
+        template: dict[str, Any] = {"good": shard("good", torch.full((4, 3), -1.0))}
         if comm.rank == 1:
             template |= {
                 "shape": shard("shape", torch.empty(4, 5)),
@@ -287,26 +246,21 @@ def test_everything_that_does_not_fit_is_reported_at_once_and_before_any_byte_is
 
     error = the_one_error(3, load_rank)
     assert type(error) is dc.StateMismatchError
-    text = str(error)
-    assert "'shape': global shape differs; expected (4, 5); found (4, 3); rank 1" in text
-    assert "'axes': global shape differs; expected (12,); found (4, 3); rank 1" in text
-    assert "'dtype': dtype differs; expected torch.float16; found torch.float32; rank 1" in text
-    assert "'unknown': not in the checkpoint" in text
-    assert "state_dict['deep'][0]['down']" in text
-    assert "cast=" in text
-    assert "strict=" in text
-    assert "'good'" not in text
-    assert all((good == -1).all() for good in kept)
-
-
-def test_all_objects_that_are_not_stored_are_reported_at_once_on_all_ranks(tmp_path: Path) -> None:
-    save_on(2, lambda comm: {"o": cell("o", comm.rank, 2)}, tmp_path)
-    error = the_one_error(
-        3, lambda comm: dc.load({"o": cell("o", comm.rank, 3), "a": cell("a")}, tmp_path, comm=comm)
-    )
+    for words in (
+        "'shape': global shape differs; expected (4, 5); found (4, 3); rank 1",
+        "'axes': global shape differs; expected (12,); found (4, 3); rank 1",
+        "'dtype': dtype differs; expected torch.float16; found torch.float32; rank 1",
+        "'unknown': not in the checkpoint",
+        "state_dict['deep'][0]['down']",
+        "cast=",
+        "strict=",
+    ):
+        assert words in str(error)
+    assert "'good'" not in str(error)
+    objects = {"o": cell("o", 2, 3), "a": cell("a")}
+    error = the_one_error(3, lambda comm: dc.load(objects, tmp_path, comm=comm))
     assert type(error) is dc.StateMismatchError
-    assert "o/shard_2_3" in str(error)
-    assert "a/shard_0_1" in str(error)
+    assert all(name in str(error) for name in ("o/shard_2_3", "a/shard_0_1"))
 
 
 def test_a_template_nested_otherwise_than_the_common_state_is_a_mismatch(tmp_path: Path) -> None:
@@ -334,14 +288,6 @@ BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
         lambda rank: {"w": rows("w", rank % 2, 2)},
         ["'w'", "2 shards hold", "ranks 0, 2", "(0, 0) .. (2, 3)"],
     ),
-    "an overlap of uneven cuts": (
-        lambda rank: {"w": box("w", [0, 2, 5][rank], [3, 5, 9][rank], 9)},
-        ["'w'", "2 shards hold", "(2,) .. (3,)", "ranks 0, 1"],
-    ),
-    "a gap between uneven cuts": (
-        lambda rank: {"w": box("w", [0, 4, 5][rank], [3, 5, 9][rank], 9)},
-        ["'w'", "no shard holds", "(3,) .. (4,)"],
-    ),
     "two gaps and an overlap in three tensors": (
         lambda rank: {
             "a": rows("first", rank, 4),
@@ -350,25 +296,13 @@ BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
         },
         ["'first'", "'second'", "'third'", "(6, 0) .. (8, 3)", "ranks 0, 1, 2"],
     ),
-    "an overlap on one rank": (
-        lambda rank: {"a": rows("w", rank, 3), "b": rows("w", rank, 3) if rank == 1 else None},
-        ["'w'", "2 shards hold", "rank 1"],
-    ),
     "no main replica": (
         lambda rank: {"w": rows("w", 0, 1, replica_id=rank + 1)},
         ["'w'", "no rank writes it", "ranks 0, 1, 2", "replica_id 0"],
     ),
-    "main replicas that are empty": (
-        lambda rank: {"w": box("w", rank, rank, 4)},
-        ["'w'", "no rank writes"],
-    ),
     "different dtypes": (
         lambda rank: {"w": box("w", rank, rank + 1, 3, **(HALF if rank == 2 else {}))},
         ["'w'", "dtype", "float32", "float16", "rank 2"],
-    ),
-    "different global shapes": (
-        lambda rank: {"w": rows("w", rank, 4 if rank == 1 else 3)},
-        ["'w'", "global shape", "(6, 3)", "(8, 3)", "rank 1"],
     ),
     "different numbers of axes": (
         lambda rank: {"w": box("w", 0, 6, 6) if rank == 1 else rows("w", rank, 3)},
@@ -390,10 +324,6 @@ BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
         lambda rank: {"w": flat([(0, 3), (2, 4), (4, 6)][rank])},
         ["'w'", "overlap", "2:3", "ranks 0, 1"],
     ),
-    "flattened ranges that end early": (
-        lambda rank: {"w": flat([(0, 2), (2, 4), (4, 5)][rank])},
-        ["'w'", "gap", "5:6"],
-    ),
     "an object cell too few": (
         lambda rank: {"o": cell("o", rank, 4)},
         ["'o'", "no ShardedObject holds", "(3,) .. (4,)"],
@@ -401,6 +331,10 @@ BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
     "an object cell twice": (
         lambda rank: {"o": cell("o", rank % 2, 2)},
         ["'o'", "2 ShardedObjects hold", "ranks 0, 2"],
+    ),
+    "a tensor on one rank and an object on another": (
+        lambda rank: {"x": cell("both") if rank == 1 else rows("both", replica_id=rank)},
+        ["'both'", "ShardedTensor", "ShardedObject", "Rename", "rank 1"],
     ),
     "objects of different grids": (
         lambda rank: {"o": cell("o", rank, 3 + rank)},
@@ -457,34 +391,12 @@ def test_a_bad_state_dict_is_refused_by_all_ranks_before_anything_is_written(
     assert files_in(good) == before
 
 
-@pytest.mark.parametrize(("odd", "version"), [(1, 1), (2, 2)])
-def test_a_key_that_is_a_tensor_on_one_rank_and_an_object_on_another_is_refused(
-    tmp_path: Path, odd: int, version: int
-) -> None:
-    def save_rank(comm: Comm) -> None:
-        leaf = cell("both") if comm.rank == odd else rows("both", replica_id=comm.rank)
-        dc.save({"x": leaf}, tmp_path / "c", ("zarr", version), comm=comm)
-
-    error = the_one_error(3, save_rank)
-    assert type(error) is dc.InvalidShardingError
-    for word in ("'both'", "ShardedTensor", "ShardedObject", "Rename"):
-        assert word in str(error)
-    assert odd in {rank for finding in error.findings for rank in finding.ranks}, error
-    assert not (tmp_path / "c").exists()
-
-
 # Keys.
 
 NO_PATHS = [
     "..", "../x", "a/../b", "a/..", "/", "/absolute", "a//b", "a/", ".", "./a", "a/./b",
     "metadata.json", "common.pt", "zarr.json", ".dckpt", ".dckpt/index.json", "metadata.json/x",
     "locks.sync", "locks.sync/x", "x" * 256, "a/" + "ü" * 128, "nul\0",
-]  # fmt: skip
-
-ODD_KEYS = [
-    "../../x", "/etc/x", "..\\x", "%2e%2e%2f", "a b", "ü", "~", "C:", "con", ".hidden", "c.0", "c",
-    "piece.0", "-", "\n", "'\"", "*?[x]", "x" * 5000, "😀" * 100, "x ", "zarr.json/c", "a%2Fb",
-    "a/b",
 ]  # fmt: skip
 
 
@@ -528,21 +440,11 @@ def test_a_key_that_is_no_text_is_refused(tmp_path: Path, kind: Any, key: Any) -
     assert type(error) is dc.InvalidShardingError
 
 
-def test_zarr_2_stores_a_tensor_under_any_key_inside_its_folder(tmp_path: Path) -> None:
-    folder, keys = tmp_path / "in" / "deep" / "c", [*NO_PATHS, *ODD_KEYS]
-    save_on(2, lambda c: {"x": [rows(key, c.rank, 2) for key in keys]}, folder, ("zarr", 2))
-    assert [p for p in tmp_path.rglob("*") if not p.is_relative_to(folder) and p.is_file()] == []
-    assert set(dc.load_tensors_metadata(folder)) == set(keys)
-    loaded: Any = dc.load({"x": [rows(key, 1, 2) for key in keys]}, folder)
-    assert all(torch.equal(own, torch.arange(6.0).reshape(2, 3) + 10) for own in loaded["x"])
-    (folder / ".dckpt" / "index.json").unlink()
-    assert set(dc.load_tensors_metadata(folder)) == set(keys)
-
-
 @examples(20)
 @given(
     keys=st.lists(
-        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=80)
+        st.sampled_from([*NO_PATHS, "\n", "*?[x]", "x" * 5000, "😀" * 100, "a%2Fb", "zarr.json/c"])
+        | st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=80)
         | st.text("./~%c0é", min_size=1, max_size=4),
         min_size=1,
         max_size=6,
@@ -559,6 +461,8 @@ def test_zarr_2_keeps_any_keys_apart(keys: list[str]) -> None:
         assert {key: value.item() for key, value in plain.items()} == {
             key: i for i, key in enumerate(keys)
         }
+        (folder / ".dckpt" / "index.json").unlink()
+        assert set(dc.load_tensors_metadata(folder)) == set(keys)
 
 
 @pytest.mark.parametrize("keys", [("w", "w/0"), ("w", "w/0.1"), ("w", "w/12/x"), ("a/b", "a/b/3")])
@@ -614,31 +518,22 @@ def test_objects_may_live_below_the_key_of_a_tensor(tmp_path: Path, file_format:
 # What is in the way.
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_a_committed_checkpoint_is_never_overwritten_unasked(
-    tmp_path: Path, first: int, second: int
-) -> None:
-    dc.save({"w": rows("w"), "o": cell("o"), "step": 1}, tmp_path, ("zarr", first))
-    before = files_in(tmp_path)
-    error = the_one_error(
-        2, lambda comm: dc.save({"step": 2}, tmp_path, ("zarr", second), comm=comm)
-    )
-    assert type(error) is dc.CheckpointExistsError
-    assert isinstance(error, FileExistsError)
-    assert str(tmp_path) in str(error)
-    assert "overwrite=True" in str(error)
-    assert files_in(tmp_path) == before
-
-
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 2)])
 def test_overwrite_replaces_all_of_the_old_checkpoint_and_nothing_else(
     tmp_path: Path, first: int, second: int
 ) -> None:
-    state = {"w": rows("w"), "v": box("v", 0, 4, 4), "o": cell("o"), "step": 1}
+    state = {"w": rows("w"), "v": box("v", 0, 4, 4), "o": [cell("o"), cell("model/x")], "step": 1}
+    (tmp_path / "model").mkdir()
+    notes = [tmp_path / "notes.txt", tmp_path / "model" / "notes.txt"]
+    for note in notes:
+        note.write_text("mine")
     dc.save(state, tmp_path, ("zarr", first))
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "run.log").write_text("mine too")
+    before = files_in(tmp_path)
+    with pytest.raises(FileExistsError, match="overwrite=True") as raised:
+        dc.save(state, tmp_path, ("zarr", second))
+    assert type(raised.value) is dc.CheckpointExistsError
+    assert str(tmp_path) in str(raised.value)
+    assert files_in(tmp_path) == before
     new = {"w": box("w", 0, 2, 2), "u": rows("u"), "step": 2}
     save_on(2, lambda c: {} if c.rank else new, tmp_path, ("zarr", second), overwrite=True)
     assert set(dc.load_sharded_metadata(tmp_path)) == {"w", "u"}
@@ -646,8 +541,7 @@ def test_overwrite_replaces_all_of_the_old_checkpoint_and_nothing_else(
     assert dc.load_plain_tensors(tmp_path)["w"].tolist() == [1, 1]
     assert not (tmp_path / "v").exists()
     assert not (tmp_path / "o").exists()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "logs" / "run.log").read_text() == "mine too"
+    assert [note.read_text() for note in notes] == ["mine", "mine"]
 
 
 @FORMAT
@@ -682,16 +576,6 @@ def test_files_of_somebody_else_in_the_way_are_refused_and_kept(
     assert {name for name in files_in(tmp_path / "c") if not name.startswith(".dckpt")} == {
         in_the_way
     }
-
-
-@FORMAT
-def test_files_of_somebody_else_beside_ours_are_kept(tmp_path: Path, file_format: Format) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "notes.txt").write_text("mine")
-    state = {"o": cell("model/extra"), "w": rows("w")}
-    dc.save(state, tmp_path, file_format)
-    dc.save(state, tmp_path, file_format, overwrite=True)
-    assert (tmp_path / "model" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
