@@ -33,9 +33,11 @@ import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
-from states import BACKENDS, save_on, shard
+from states import BACKEND, save_on, shard
 
-FORMATS = pytest.mark.parametrize("file_format", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
+
+def cell(value: Any = None, key: str = "o") -> dc.ShardedObject:
+    return dc.ShardedObject(key, value, (1,), (0,))
 
 
 class Colour(enum.Enum):
@@ -96,84 +98,66 @@ def written(content: bytes) -> io.BytesIO:
 
 NEW_YORK = dt.timezone(dt.timedelta(hours=-5), "EST")
 VALUES: dict[str, Any] = {
-    "nothing": None,
-    "truth": True,
-    "int": 2**200,
-    "float": -0.1,
-    "infinity": float("inf"),
-    "text": "naïve 😀 \0",
-    "bytes": b"\0\xff",
-    "bytearray": bytearray(b"\0\xff"),
-    "bytes in a buffer": io.BytesIO(b"\0\xff" * 1000),
-    "bytes in a buffer at its end": written(b"\0\xff"),
-    "complex": 1 - 2j,
-    "ellipsis free slice": slice(1, None, 2),
-    "range": range(1, 10, 3),
-    "tuple": (1, (2, [3]), ()),
-    "set": {1, "two", 3.0},
-    "frozenset": frozenset({1, 2}),
-    "empty set": set(),
-    "ordered dict": collections.OrderedDict(b=1, a=[2]),
-    "counter": collections.Counter("abracadabra"),
-    "empty defaultdict": collections.defaultdict(list),
-    "defaultdict": collections.defaultdict(list, a=[1], b=[2, 3]),
-    "defaultdict of dicts": collections.defaultdict(dict, {1: {"x": 2}}),
-    "defaultdict of ints": collections.defaultdict(int, steps=5),
-    "empty deque": collections.deque(),
-    "deque": collections.deque([1, 2, 3]),
-    "deque of 5": collections.deque([0.5, 0.25], maxlen=5),
-    "namespace": namespace(lr=0.1, betas=(0.9, 0.95), nested=namespace(x=[1])),
-    "empty namespace": namespace(),
+    "Python": [None, True, 2**200, 1 << 2_000, -0.1, float("inf"), 1 - 2j, "naïve 😀 \0"],
+    "bytes": [b"\0\xff", bytearray(b"\0\xff"), b"abc" * 3_000, bytearray(b"x" * 300)],
+    "buffers": [io.BytesIO(b"\0\xff" * 1000), written(b"\0\xff")],
+    "slices": [slice(1, None, 2), range(1, 10, 3), range(10**12)],
+    "tuples": (1, (2, [3]), ()),
+    "sets": [{1, "two", 3.0}, frozenset({1, 2}), set()],
+    "ordered dicts": [collections.OrderedDict(b=1, a=[2]), collections.Counter("abracadabra")],
+    "defaultdicts": [
+        collections.defaultdict(list),
+        collections.defaultdict(list, a=[1], b=[2, 3]),
+        collections.defaultdict(dict, {1: {"x": 2}}),
+        collections.defaultdict(int, steps=5),
+    ],
+    "deques": [collections.deque(x, maxlen=n) for x, n in (([], None), ([1], None), ([0.5], 5))],
+    "namespaces": [namespace(lr=0.1, betas=(0.9, 0.95), nested=namespace(x=[1])), namespace()],
     "simple namespace": types.SimpleNamespace(a=1, b=types.SimpleNamespace(c="d")),
-    "date": dt.date(2024, 2, 29),
-    "datetime": dt.datetime(2024, 2, 29, 12, 30, 1, 5),  # noqa: DTZ001
-    "datetime with a zone": dt.datetime(2024, 2, 29, tzinfo=dt.UTC),
-    "datetime in New York": dt.datetime(2024, 2, 29, tzinfo=NEW_YORK),
-    "time": dt.time(1, 2, 3, 4),
-    "timedelta": dt.timedelta(days=-1, microseconds=3),
-    "decimal": decimal.Decimal("0.10"),
-    "fraction": fractions.Fraction(1, 3),
-    "uuid": uuid.UUID(int=5),
-    "path": pathlib.Path("/a/b c"),
-    "pure path": pathlib.PurePosixPath("a/b"),
-    "torch size": torch.Size([2, 3]),
-    "empty torch size": torch.Size([]),
-    "torch dtype": torch.bfloat16,
-    "all torch dtypes": [torch.float32, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2],
-    "torch device": torch.device("cpu"),
-    "other torch device": torch.device("cuda", 3),
-    "tensor": torch.arange(6).reshape(2, 3).t(),
-    "scalar tensor": torch.tensor(2.5, dtype=torch.bfloat16),
-    "empty tensor": torch.empty(0, 3),
-    "parameter": torch.nn.Parameter(torch.ones(2)),
-    "fp8 tensor": torch.ones(3).to(torch.float8_e4m3fn),
-    "bool tensor": torch.tensor([True, False]),
-    "numpy int": np.int64(5),
-    "numpy float": np.float32(0.1),
-    "numpy half": np.float16(0.5),
-    "numpy bool": np.True_,
-    "numpy complex": np.complex64(1 + 2j),
-    "numpy unsigned": np.uint8(255),
-    "numpy text": np.str_("text"),
-    "numpy bytes": np.bytes_(b"bytes"),
-    "numpy datetime": np.datetime64("2024-02-29T12:00", "s"),
-    "numpy timedelta": np.timedelta64(5, "ms"),
-    "numpy array": np.arange(6, dtype=np.int16).reshape(2, 3),
-    "numpy column-major array": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    "numpy 0-d array": np.array(1.5),
-    "numpy empty array": np.empty((0, 2)),
-    "numpy large array": np.zeros((200, 300), dtype=bool),
-    "numpy text array": np.array(["a", "bcd"]),
-    "numpy structured array": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
-    "numpy datetime array": np.array(["2024-02-29"], dtype="datetime64[D]"),
-    "numpy dtype": np.dtype("float32"),
-    "numpy structured dtype": np.dtype([("a", "i4")]),
-    "numpy dtypes": [np.dtype(c) for c in "?bBhHiIlLefdFD"],
-    "python random state": random.Random(5).getstate(),
-    "numpy random state": np.random.RandomState(5).get_state(),
-    "numpy generator state": np.random.default_rng(5).bit_generator.state,
-    "numpy philox state": np.random.Philox(5).state,
-    "torch random state": torch.Generator().manual_seed(5).get_state(),
+    "times": [
+        dt.date(2024, 2, 29),
+        dt.datetime(2024, 2, 29, 12, 30, 1, 5),  # noqa: DTZ001
+        dt.datetime(2024, 2, 29, tzinfo=dt.UTC),
+        dt.datetime(2024, 2, 29, tzinfo=NEW_YORK),
+        dt.time(1, 2, 3, 4),
+        dt.timedelta(days=-1, microseconds=3),
+    ],
+    "numbers": [decimal.Decimal("0.10"), fractions.Fraction(1, 3), uuid.UUID(int=5)],
+    "paths": [pathlib.Path("/a/b c"), pathlib.PurePosixPath("a/b")],
+    "torch sizes": [torch.Size([2, 3]), torch.Size([])],
+    "torch dtypes": [torch.bfloat16, torch.bool, torch.int8, torch.complex64, torch.float8_e5m2],
+    "torch devices": [torch.device("cpu"), torch.device("cuda", 3)],
+    "tensors": [
+        torch.arange(6).reshape(2, 3).t(),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.tensor([True, False]),
+    ],
+    "numpy numbers": [
+        *(np.int64(5), np.float32(0.1), np.float16(0.5), np.True_, np.complex64(1 + 2j)),
+        *(np.uint8(255), np.str_("text"), np.bytes_(b"bytes")),
+        *(np.datetime64("2024-02-29T12:00", "s"), np.timedelta64(5, "ms")),
+    ],
+    "numpy arrays": [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(1.5),
+        np.empty((0, 2)),
+        np.zeros((200, 300), dtype=bool),
+        np.array(["a", "bcd"]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array(["2024-02-29"], dtype="datetime64[D]"),
+    ],
+    "numpy dtypes": [*(np.dtype(c) for c in "?bBhHiIlLefdFD"), np.dtype([("a", "i4")])],
+    "random states": [
+        random.Random(5).getstate(),
+        np.random.RandomState(5).get_state(),
+        np.random.default_rng(5).bit_generator.state,
+        np.random.Philox(5).state,
+        torch.Generator().manual_seed(5).get_state(),
+    ],
     "optimizer state": {
         "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
         "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0, 1]}],
@@ -181,9 +165,6 @@ VALUES: dict[str, Any] = {
     "scheduler state": {"last_epoch": 5, "_last_lr": [0.1], "milestones": collections.Counter([3])},
     "ids": {1: "int", "1": "text", (1, "a"): "tuple", None: "none", 1.5: "float", b"b": "bytes"},
     "long text": "ü" * 10_000,
-    "long bytes": [b"abc" * 3_000, bytearray(b"x" * 300)],
-    "long int": 1 << 2_000,
-    "long range": range(10**12),
     "nested deep": [[[[[[[[[["bottom"], 1], {2: []}]]]]]]]],
 }
 
@@ -193,12 +174,12 @@ def test_plain_data_comes_back_and_is_saved_without_a_warning(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     value = VALUES[name]
-    dc.save({"v": value, "o": dc.ShardedObject("o", value, (1,), (0,)), "after": "end"}, tmp_path)
+    dc.save({"v": value, "o": cell(value), "after": "end"}, tmp_path)
     assert caplog.text == ""
     loaded = dc.load_common_state_dict(tmp_path)
     assert loaded["after"] == "end"
     assert same(loaded["v"], value)
-    loaded = dc.load({"o": dc.ShardedObject("o", None, (1,), (0,))}, tmp_path)
+    loaded = dc.load({"o": cell()}, tmp_path)
     assert same(loaded["v"], value)
     assert same(loaded["o"], value)
 
@@ -226,50 +207,41 @@ Own = type(FOREIGN["a subclass of dict"][0])
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_load_would_refuse_is_refused_at_save(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_load_would_refuse_is_refused_at_save(tmp_path: Path, name: str) -> None:
     value, word = FOREIGN[name]
     state = {"step": 1, "deep": [{"v": value}]}
-    with pytest.raises(dc.UnsupportedFormatError) as raised:
-        dc.save(state, tmp_path / "c")
-    assert word in str(raised.value)
-    assert "state_dict['deep'][0]['v']" in str(raised.value)
-    assert "trusted=True" in str(raised.value)
-    assert "add_safe_globals" in str(raised.value)
-    assert not (tmp_path / "c").exists()
-    with caplog.at_level(logging.WARNING):
-        dc.save(state, tmp_path / "c", trusted=True)
-    template: dict[str, Any] = {}
-    readers: list[Callable[[], Any]] = [
-        lambda: dc.load(template, tmp_path / "c"),
-        lambda: dc.load_common_state_dict(tmp_path / "c"),
-    ]
-    for read in readers:
+
+    def refuses(call: Callable[[], Any], place: str) -> None:
         with pytest.raises(dc.UnsupportedFormatError) as raised:
-            read()
-        assert word in str(raised.value)
-        assert str(tmp_path / "c" / "common.pt") in str(raised.value)
-        assert "trusted=True" in str(raised.value)
-        assert "add_safe_globals" in str(raised.value)
+            call()
+        for words in (word, place, "trusted=True", "add_safe_globals"):
+            assert words in str(raised.value)
+
+    refuses(lambda: dc.save(state, tmp_path / "c"), "state_dict['deep'][0]['v']")
+    assert not (tmp_path / "c").exists()
+    dc.save(state, tmp_path / "c", trusted=True)
+    file = str(tmp_path / "c" / "common.pt")
+    template: dict[str, Any] = {}
+    refuses(lambda: dc.load(template, tmp_path / "c"), file)
+    refuses(lambda: dc.load_common_state_dict(tmp_path / "c"), file)
     trusted = dc.load(template, tmp_path / "c", trusted=True)["deep"][0]["v"]
     assert type(trusted) is type(value)
     assert dc.load_common_state_dict(tmp_path / "c", trusted=True).keys() == {"step", "deep"}
 
 
-@FORMATS
+@BACKEND
 def test_an_object_that_load_would_refuse_is_refused_at_save(
-    tmp_path: Path, file_format: tuple[str, int]
+    tmp_path: Path, backend: tuple[str, int]
 ) -> None:
-    state = {"x": [dc.ShardedObject("o", {"a": Settings(5)}, (1,), (0,))]}
+    state = {"x": [cell({"a": Settings(5)})]}
     with pytest.raises(dc.UnsupportedFormatError) as raised:
-        dc.save(state, tmp_path, file_format)
+        dc.save(state, tmp_path, backend)
     assert raised.value.findings[0].key == "o"
     assert "state_dict['x'][0]['a']" in str(raised.value)
     assert "Settings" in str(raised.value)
     assert not list(tmp_path.iterdir())
-    dc.save(state, tmp_path, file_format, trusted=True)
-    template = {"x": [dc.ShardedObject("o", None, (1,), (0,))]}
+    dc.save(state, tmp_path, backend, trusted=True)
+    template = {"x": [cell()]}
     with pytest.raises(dc.UnsupportedFormatError, match="Settings"):
         dc.load(template, tmp_path)
     assert dc.load(template, tmp_path, trusted=True) == {"x": [{"a": Settings(5)}]}
@@ -311,7 +283,7 @@ def test_what_cannot_be_pickled_is_named_before_anything_is_written(
     tmp_path: Path, kind: str, *, trusted: bool
 ) -> None:
     value = UNPICKLABLE[kind]()
-    sharded = dc.ShardedObject("o", [value], (1,), (0,))
+    sharded = cell([value])
     for state, key in (({"a": {"b": value}}, "state_dict['a']['b']"), ({"s": sharded}, "o")):
         with pytest.raises(dc.InvalidShardingError) as raised:
             dc.save(state, tmp_path / "c", trusted=trusted)
@@ -388,36 +360,31 @@ HOSTILE = list(hostile(Path("marker")))
 def test_a_hostile_value_is_refused_and_never_executed(tmp_path: Path, name: str) -> None:
     marker, folder = tmp_path / "marker", tmp_path / "c"
     value, word = hostile(marker)[name]
-    template = {"o": dc.ShardedObject("o", None, (1,), (0,))}
-    dc.save({"o": dc.ShardedObject("o", 5, (1,), (0,)), "step": 1}, folder, ("zarr", 2))
+    template = {"o": cell()}
+    dc.save({"o": cell(5), "step": 1}, folder, ("zarr", 2))
     torch.save(value, folder / "o" / "shard_0_1.pt")
     with pytest.raises(dc.UnsupportedFormatError, match=word):
         dc.load(template, folder)
     torch.save({"v": value}, folder / "common.pt")
-    readers: list[Callable[[], Any]] = [
-        lambda: dc.load({}, folder),
-        lambda: dc.load_common_state_dict(folder),
-        lambda: run_ranks(2, lambda comm: dc.load({}, folder, comm=comm)),
-    ]
-    for read in readers:
-        with pytest.raises(dc.UnsupportedFormatError, match=word):
-            read()
+    with pytest.raises(dc.UnsupportedFormatError, match=word):
+        dc.load_common_state_dict(folder)
+    with pytest.raises(dc.UnsupportedFormatError, match=word):
+        run_ranks(2, lambda comm: dc.load({}, folder, comm=comm))
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", ["os.system", "eval", "deep inside"])
-def test_trusted_unpickles_anything(tmp_path: Path, name: str) -> None:
+def test_trusted_unpickles_anything(tmp_path: Path) -> None:
     """And this is what that means."""
     marker = tmp_path / "marker"
-    value, _ = hostile(marker)[name]
-    dc.save({"o": dc.ShardedObject("o", 5, (1,), (0,))}, tmp_path / "c", ("zarr", 2))
+    value, _ = hostile(marker)["deep inside"]
+    dc.save({"o": cell(5)}, tmp_path / "c", ("zarr", 2))
     torch.save({"v": value}, tmp_path / "c" / "common.pt")
     dc.load_common_state_dict(tmp_path / "c", trusted=True)
     assert marker.exists()
     marker.unlink()
     torch.save({"v": 1}, tmp_path / "c" / "common.pt")
     torch.save(value, tmp_path / "c" / "o" / "shard_0_1.pt")
-    dc.load({"o": dc.ShardedObject("o", None, (1,), (0,))}, tmp_path / "c", trusted=True)
+    dc.load({"o": cell()}, tmp_path / "c", trusted=True)
     assert marker.exists()
 
 
@@ -428,17 +395,17 @@ def test_a_hostile_file_in_an_old_format_is_not_executed_either(
     marker = tmp_path / "marker"
     value = {"v": Calls(os.system, f"touch {marker}")}
     dc.save({"step": 1}, tmp_path / "c")
+    path = tmp_path / "c" / "common.pt"
     if legacy == "plain pickle":
-        (tmp_path / "c" / "common.pt").write_bytes(pickle.dumps(value))
+        path.write_bytes(pickle.dumps(value))
     else:
-        path = tmp_path / "c" / "common.pt"
         torch.save(value, path, _use_new_zipfile_serialization=False)
     with pytest.raises(dc.CheckpointingException, match=r"common\.pt"):
         dc.load_common_state_dict(tmp_path / "c")
     assert not marker.exists()
     if legacy == "old torch format":
         plain = {"args": namespace(x=1)}
-        torch.save(plain, tmp_path / "c" / "common.pt", _use_new_zipfile_serialization=False)
+        torch.save(plain, path, _use_new_zipfile_serialization=False)
         assert dc.load_common_state_dict(tmp_path / "c") == plain
 
 
@@ -473,19 +440,16 @@ def test_an_array_that_would_take_bytes_for_pointers_is_refused(tmp_path: Path, 
         dc.load_common_state_dict(tmp_path)
 
 
-@FORMATS
+@BACKEND
 def test_an_extra_state_of_bytes_comes_back_on_every_backend(
-    tmp_path: Path, file_format: tuple[str, int]
+    tmp_path: Path, backend: tuple[str, int]
 ) -> None:
     """What older versions of TransformerEngine return from ``get_extra_state``."""
     extra = io.BytesIO()
     torch.save({"scale": torch.ones(3), "history": 1}, extra)
-    dc.save({"e": dc.ShardedObject("layer._extra_state", extra, (1,), (0,))}, tmp_path, file_format)
-    template: dict[str, Any] = {"e": dc.ShardedObject("layer._extra_state", None, (1,), (0,))}
-    loaded = dc.load(template, tmp_path)["e"]
-    assert same(loaded, extra)
-    loaded.seek(0)
-    assert torch.equal(torch.load(loaded, weights_only=True)["scale"], torch.ones(3))
+    dc.save({"e": cell(extra, "layer._extra_state")}, tmp_path, backend)
+    loaded = dc.load({"e": cell(key="layer._extra_state")}, tmp_path)
+    assert same(loaded["e"], extra)
     dc.verify_checkpoint(tmp_path)
 
 
@@ -513,21 +477,21 @@ class Frozen:
     name: str = "x"
 
 
-@FORMATS
+@BACKEND
 def test_dataclasses_and_enums_that_the_user_allowed_are_saved_and_loaded(
-    tmp_path: Path, file_format: tuple[str, int]
+    tmp_path: Path, backend: tuple[str, int]
 ) -> None:
     value = {"cfg": Settings(7), "frozen": Frozen(3, "y"), "c": [Colour.RED], "p": Pair(1, 2)}
     with torch.serialization.safe_globals([Settings, Frozen, Colour, Pair]):
-        dc.save({"v": value, "o": dc.ShardedObject("o", value, (1,), (0,))}, tmp_path, file_format)
-        template = {"o": dc.ShardedObject("o", None, (1,), (0,))}
+        dc.save({"v": value, "o": cell(value)}, tmp_path, backend)
+        template = {"o": cell()}
         assert dc.load(template, tmp_path) == {"v": value, "o": value}
 
 
 def test_our_allow_list_does_not_leak_into_the_process(tmp_path: Path) -> None:
     before = set(torch.serialization.get_safe_globals())
-    dc.save({"n": namespace(x=1), "o": dc.ShardedObject("o", namespace(), (1,), (0,))}, tmp_path)
-    dc.load({"o": dc.ShardedObject("o", None, (1,), (0,))}, tmp_path)
+    dc.save({"n": namespace(x=1), "o": cell(namespace())}, tmp_path)
+    dc.load({"o": cell()}, tmp_path)
     torch.save({"v": Colour.RED}, tmp_path / "common.pt")
     with pytest.raises(dc.UnsupportedFormatError):
         dc.load_common_state_dict(tmp_path)
@@ -542,14 +506,14 @@ def test_our_allow_list_does_not_leak_into_the_process(tmp_path: Path) -> None:
 def test_many_threads_may_load_and_save_at_once(tmp_path: Path) -> None:
     state = {
         "n": namespace(x=[np.float32(1.5), dt.timedelta(5)]),
-        "o": dc.ShardedObject("o", {"a": collections.deque(), "s": random.getstate()}, (1,), (0,)),
+        "o": cell({"a": collections.deque(), "s": random.getstate()}),
         "w": shard("w", torch.arange(4.0)),
     }
     dc.save(state, tmp_path / "c")
     before = set(torch.serialization.get_safe_globals())
 
     def work(number: int) -> None:
-        template = {"o": dc.ShardedObject("o", None, (1,), (0,)), "w": shard("w", torch.empty(4))}
+        template = {"o": cell(), "w": shard("w", torch.empty(4))}
         loaded = dc.load(template, tmp_path / "c")
         assert loaded["n"] == state["n"]
         assert loaded["o"]["s"] == random.getstate()
@@ -592,7 +556,7 @@ def test_what_the_user_allows_while_others_load_stays_allowed(tmp_path: Path) ->
 
 def hiding_places() -> dict[str, Callable[[Any], Any]]:
     return {
-        "a sharded object": lambda leaf: dc.ShardedObject("o", {"inner": leaf}, (1,), (0,)),
+        "a sharded object": lambda leaf: cell({"inner": leaf}),
         "a namespace": lambda leaf: namespace(model=leaf),
         "a simple namespace": lambda leaf: types.SimpleNamespace(model=[leaf]),
         "a deque": lambda leaf: collections.deque([leaf]),
@@ -605,7 +569,7 @@ def hiding_places() -> dict[str, Callable[[Any], Any]]:
 
 LEAVES: dict[str, Callable[[], Any]] = {
     "tensor": lambda: shard("w", torch.ones(2)),
-    "object": lambda: dc.ShardedObject("o", 5, (1,), (0,)),
+    "object": lambda: cell(5),
     "local": lambda: dc.LocalNonpersistentObject(5),
 }
 

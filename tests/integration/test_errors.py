@@ -455,7 +455,7 @@ def test_zarr_2_keeps_any_keys_apart(keys: list[str]) -> None:
     state = {f"{i}": shard(key, torch.tensor([i])) for i, key in enumerate(keys)}
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "c"
-        dc.save(state, folder)
+        dc.save(state, folder, ("zarr", 2))
         assert [path.name for path in Path(parent).iterdir()] == ["c"]
         plain = dc.load_plain_tensors(folder)
         assert {key: value.item() for key, value in plain.items()} == {
