@@ -26,6 +26,7 @@ from dist_checkpointing.tools import convert as conversions
 from samples import GOLDEN, GOLDEN_NAMES
 from states import between, cell, flat, shard
 from tiers import examples
+from tilings import tilings
 
 BACKENDS = {
     "tensorstore": ("tensorstore", 1),
@@ -277,35 +278,16 @@ def test_compressed_chunks(codec: str, tmp_path: Path) -> None:
         assert_same(read_back(tmp_path / to, to), {"w": full})
 
 
-@st.composite
-def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape, and boxes that make it up."""
-    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
-    boxes = [Box.whole(shape)]
-    for _ in range(draw(st.integers(0, 4))):
-        number = draw(st.integers(0, len(boxes) - 1))
-        axis = draw(st.integers(0, len(shape) - 1))
-        box = boxes[number]
-        if box.shape[axis] > 1:
-            at = draw(st.integers(1, box.shape[axis] - 1))
-            low = (*box.shape[:axis], at, *box.shape[axis + 1 :])
-            high = (*box.shape[:axis], box.shape[axis] - at, *box.shape[axis + 1 :])
-            second = (*box.offset[:axis], box.offset[axis] + at, *box.offset[axis + 1 :])
-            boxes[number : number + 1] = [Box(box.offset, low), Box(second, high)]
-    return shape, boxes
-
-
 @examples(25)
 @given(
-    cuts(),
+    st.data(),
     st.sampled_from(sorted(BACKENDS)),
     st.sampled_from(FORMATS),
     st.sampled_from(["", "axis=0,parts=2", "axis=0,parts=3;axis=1,parts=2"]),
 )
-def test_any_cut_arrives(
-    case: tuple[tuple[int, ...], list[Box]], source: str, to: str, reshard: str
-) -> None:
-    shape, boxes = case
+def test_any_cut_arrives(data: st.DataObject, source: str, to: str, reshard: str) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    boxes = data.draw(tilings(Box.whole(shape)))
     full = random_bits(shape, torch.float32, 3)
     leaves = {
         number: dc.ShardedTensor(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
+from damage import sealed
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import INDEX_NAME, Index, read_index
 from dist_checkpointing.mapping import DTYPES
@@ -228,13 +229,6 @@ def test_wrong_ones_are_no_index(column: Any) -> None:
     assert Index.from_json(sealed(content)).fingerprints == {"w": "0" * 32}
     with pytest.raises(dc.CorruptCheckpointError, match="fingerprint"):
         Index.from_json(sealed({**content, "fingerprints": column}))
-
-
-def sealed(content: dict[str, Any]) -> bytes:
-    import xxhash
-
-    body = json.dumps(content, separators=(",", ":")).encode()
-    return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
 
 
 def test_incomplete_states_have_none() -> None:

@@ -14,10 +14,10 @@ import numcodecs
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 import hostile_pickles
 import hostile_state
+from damage import sealed
 from dist_checkpointing import load, save
 from dist_checkpointing.format import INDEX_NAME
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
@@ -144,17 +144,11 @@ def test_torch_files_to_convert_are_looked_through_as_well(
 HUGE: Final = (1 << 30, 1 << 40, (1 << 62) - 1, 1 << 63, 1 << 70)
 
 
-def with_checksum(content: dict[str, Any]) -> bytes:
-    body = json.dumps(content, separators=(",", ":")).encode()
-    return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
-
-
 def index_of(folder: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
     """The index, changed, with a checksum that fits."""
     content = json.loads((folder / INDEX_NAME).read_bytes())
-    del content["checksum"]
     change(content)
-    return with_checksum(content)
+    return sealed(content)
 
 
 def require_key(outcomes: list[str], key: str, file: str) -> None:

@@ -22,7 +22,7 @@ from dist_checkpointing.storage import Checksum, StorageOptions, fingerprints
 from dist_checkpointing.storage.fingerprints import sums_of_tensor
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import assert_same_bits, run_ranks
-from states import cell, every_kind, rows, shard, wholes
+from states import assert_holds, cell, every_kind, num_shared, rows, shard, wholes
 
 SHARING = pytest.mark.parametrize(
     "backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)], ids=lambda b: f"{b[0]}{b[1]}"
@@ -56,13 +56,6 @@ def own_bytes(folder: Path) -> int:
         for path in files
         if path.stat().st_nlink == 1 and path.relative_to(folder).parts[0] not in skipped
     )
-
-
-def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    dc.verify_checkpoint(folder)
-    found = dc.load_plain_tensors(folder)
-    for key, tensor in tensors.items():
-        assert_same_bits(found[key], tensor, key)
 
 
 @SHARING
@@ -383,10 +376,6 @@ def test_a_base_of_another_format_is_not_used(tmp_path: Path) -> None:
 
 
 # What is hashed and summed in a save with a base is what a full save hashes and sums.
-
-
-def num_shared(folder: Path) -> int:
-    return sum(path.is_file() and path.stat().st_nlink > 1 for path in folder.rglob("*"))
 
 
 @pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2)])

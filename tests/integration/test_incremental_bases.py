@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from damage import flip
-from dist_checkpointing import load_plain_tensors, save, verify_checkpoint
+from dist_checkpointing import save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format import CHECKSUMS_NAME, SEAL_NAME
@@ -25,9 +25,9 @@ from dist_checkpointing.strategies import (
     Zarr3SaveShardedStrategy,
     ZarrSaveShardedStrategy,
 )
-from dist_checkpointing.testing import assert_same_bits, run_ranks
+from dist_checkpointing.testing import run_ranks
 from faults import before_first, without_links
-from states import between, wholes
+from states import assert_holds, between, num_shared, wholes
 
 STRATEGIES = (TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy)
 REFLINKS = os.environ.get("DIST_CHECKPOINTING_TEST_REFLINKS", "")
@@ -43,17 +43,6 @@ def model() -> dict[str, torch.Tensor]:
 def data_files(folder: Path) -> list[Path]:
     files = (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 9000)
     return sorted(files, key=lambda path: path.relative_to(folder).parts)
-
-
-def num_shared(folder: Path) -> int:
-    return sum(path.is_file() and path.stat().st_nlink > 1 for path in folder.rglob("*"))
-
-
-def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    verify_checkpoint(folder)
-    found = load_plain_tensors(folder)
-    for key, tensor in tensors.items():
-        assert_same_bits(found[key], tensor, key)
 
 
 def cut_short(base: Path) -> None:

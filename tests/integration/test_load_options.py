@@ -259,7 +259,7 @@ def test_an_unexpected_key_may_stand_anywhere(tmp_path: Path, flag: str) -> None
         return {"gate": shard(f"{key}.gate", data[:2]), "up": shard(f"{key}.up", data[2:])}
 
     def load(nest: Any) -> Any:
-        result = dc.load({"layers": nest}, tmp_path, strict=flag)
+        result: Any = dc.load({"layers": nest}, tmp_path, strict=flag)
         return result[0] if isinstance(result, tuple) else result
 
     for nest in (

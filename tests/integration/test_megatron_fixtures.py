@@ -23,7 +23,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.strategies import read_dcp_metadata
 from dist_checkpointing.testing import run_ranks
-from samples import GOLDEN
+from samples import GOLDEN, golden_sample
 from states import save_on, shard
 
 ZARR_NAMES = ["mc0.12.0_zarr", "mc0.15.3_zarr"]
@@ -53,10 +53,7 @@ def unmarked(value: Any, mark: str = "") -> Any:
 
 
 def full_tensors(name: str) -> dict[str, torch.Tensor]:
-    return {
-        key: torch.tensor(t["flat_values"], dtype=getattr(torch, t["dtype"])).reshape(t["shape"])
-        for key, t in expected(name)["tensors"].items()
-    }
+    return golden_sample(name).tensors
 
 
 def assert_common_state(found: Any, name: str) -> None:

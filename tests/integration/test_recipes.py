@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
+from damage import flip, place_of
 from dist_checkpointing import load
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.mapping import flatten
@@ -461,11 +462,8 @@ def test_damage_is_found_through_a_rule(
 ) -> None:
     tensors = {"w": numbered(8, 8, start=1), "v": numbered(8, 8, start=1000)}
     dc.save(wholes(tensors), tmp_path / "c", backend, fingerprints=True)
-    values = tensors["w"].numpy().tobytes()
-    (file,) = [f for f in (tmp_path / "c").rglob("*") if f.is_file() and values in f.read_bytes()]
-    content = bytearray(file.read_bytes())
-    content[content.find(values) + len(values) - 2] ^= 1  # in the last row
-    file.write_bytes(content)
+    file, start = place_of(tmp_path / "c", tensors["w"])
+    flip(file, start + tensors["w"].nbytes - 2)  # in the last row
     dtype = torch.float64 if isinstance(rule, CastTo) else torch.float32
     template, recipe = blanks({"w": torch.empty(shape, dtype=dtype)}), dc.Recipe(rule)
     with pytest.raises(dc.CorruptCheckpointError, match="'w': checksum differs"):

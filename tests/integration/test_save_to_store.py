@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -140,22 +139,6 @@ def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
         return rows
 
     assert torch.equal(torch.cat(run_ranks(loading, read)), BIG[:2048])
-
-
-def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:
-    dc.save({"step": 1}, s3_place)
-    config = s3_place / "metadata.json"
-    assert json.loads(config.store.get(config.key)) == {
-        "sharded_backend": "tensorstore",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-    with pytest.raises(dc.CheckpointExistsError, match="already holds a checkpoint"):
-        dc.save({"step": 2}, s3_place)
-    assert dc.load({"step": 0}, s3_place) == {"step": 1}
-    dc.save({"step": 2}, s3_place, overwrite=True)
-    assert dc.load({"step": 0}, s3_place) == {"step": 2}
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4, 7, 10, 13, 19, 28])

@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from damage import sealed
 from dist_checkpointing import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -120,13 +121,6 @@ def good() -> dict[str, Any]:
     content: dict[str, Any] = json.loads(index.to_json())
     assert content["format"] == FORMAT
     return content
-
-
-def sealed(content: dict[str, Any]) -> bytes:
-    """The bytes of an index file with this content. A forger knows checksums too."""
-    open_content = {name: value for name, value in content.items() if name != "checksum"}
-    body = json.dumps(open_content, separators=(",", ":")).encode()
-    return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
 
 
 Spoil = Callable[[dict[str, Any]], object]

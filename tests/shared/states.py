@@ -10,9 +10,15 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, load_plain_tensors, save
+from dist_checkpointing import (
+    ShardedObject,
+    ShardedTensor,
+    load_plain_tensors,
+    save,
+    verify_checkpoint,
+)
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing import assert_same_bits, run_ranks
 
 ALONE: Final = SingleProcess()
 BACKENDS: Final = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
@@ -153,3 +159,16 @@ def save_on(
 ) -> None:
     """Save what each of so many simulated ranks holds."""
     run_ranks(count, lambda comm: save(state_of(comm), folder, *args, comm=comm, **options))
+
+
+def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A checkpoint is sound, and holds these tensors bit for bit."""
+    verify_checkpoint(folder)
+    found = load_plain_tensors(folder)
+    for key, tensor in tensors.items():
+        assert_same_bits(found[key], tensor, key)
+
+
+def num_shared(folder: Path) -> int:
+    """How many files of a checkpoint have another name elsewhere."""
+    return sum(path.is_file() and path.stat().st_nlink > 1 for path in folder.rglob("*"))

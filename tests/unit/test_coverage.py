@@ -33,6 +33,7 @@ from dist_checkpointing.planning.coverage import (
 )
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 from tiers import examples
+from tilings import tilings
 
 Ints = tuple[int, ...]
 Part = tuple[Box, tuple[int, int] | None]
@@ -78,25 +79,6 @@ def counted(shape: Ints, parts: Sequence[Part]) -> Any:
 
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
-
-
-@st.composite
-def tilings(draw: st.DrawFn, box: Box, depth: int = 5) -> list[Box]:
-    """``box`` cut into boxes at random; not always along a grid."""
-    axes = [axis for axis, extent in enumerate(box.shape) if extent > 1]
-    if not axes or not depth or not draw(st.booleans()):
-        return [box]
-    axis = draw(st.sampled_from(axes))
-    count = draw(st.integers(2, min(3, box.shape[axis])))
-    cuts = sorted(
-        draw(st.sets(st.integers(1, box.shape[axis] - 1), min_size=count - 1, max_size=count - 1))
-    )
-    tiles: list[Box] = []
-    for start, stop in zip([0, *cuts], [*cuts, box.shape[axis]], strict=True):
-        offset = (*box.offset[:axis], box.offset[axis] + start, *box.offset[axis + 1 :])
-        part = Box(offset, (*box.shape[:axis], stop - start, *box.shape[axis + 1 :]))
-        tiles += draw(tilings(part, depth - 1))
-    return tiles
 
 
 @st.composite
