@@ -209,12 +209,6 @@ def test_metadata_that_a_killed_save_cut_off_is_not_looked_into(
     damage(folder)
     dc.save(trained(3), folder, ("zarr", 1))
     assert_sound(folder, 3)
-    manager = dc.CheckpointManager(tmp_path / "run", ("zarr", 1))
-    manager.save(1, trained(1))
-    (manager.folder(1) / "metadata.json").unlink()
-    damage(manager.folder(1))
-    manager.save(1, trained(4))
-    assert_sound(manager.folder(1), 4)
 
 
 def test_an_array_of_another_program_is_still_refused_whatever_it_holds(tmp_path: Path) -> None:

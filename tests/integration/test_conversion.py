@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 from argparse import Namespace
@@ -274,7 +273,8 @@ def test_compressed_chunks(codec: str, tmp_path: Path) -> None:
     leaves = [shard("w", full[:, i * 5 : i * 5 + 5], (1, i, 2)) for i in (0, 1)]
     dc.save({"l": leaves}, tmp_path / "source", Zarr3SaveShardedStrategy(codec=codec))
     for to in KINDS:
-        convert(tmp_path / "source", tmp_path / to, to, options=ROOMY)
+        done = convert(tmp_path / "source", tmp_path / to, to, options=ROOMY)
+        assert done.verified_bytes == full.nbytes
         assert_same(read_back(tmp_path / to, to), {"w": full})
 
 
@@ -492,17 +492,6 @@ def test_a_failed_read_leaves_nothing(
         convert(sources["zarr"], tmp_path / "out", to, options=ROOMY)
     assert "Traceback" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("to", KINDS)
-def test_a_damaged_source_is_named(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
-    shutil.copytree(sources["zarr"], tmp_path / "source")
-    chunk = next((tmp_path / "source" / "model.w").glob("c.*"))
-    chunk.write_bytes(chunk.read_bytes()[:-1])
-    with pytest.raises(dc.CheckpointingException, match=r"model\.w") as caught:
-        convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
-    assert str(chunk) in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("to", KINDS)

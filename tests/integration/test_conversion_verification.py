@@ -22,7 +22,6 @@ from dist_checkpointing import (
     Checkpoint,
     CorruptCheckpointError,
     load_plain_tensors,
-    save,
     verify_checkpoint,
 )
 from dist_checkpointing.byte_sizes import bytes_text
@@ -41,7 +40,7 @@ from dist_checkpointing.tools.app import app, main
 from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
 from dist_checkpointing.tools.convert.plan import Budget
 from dist_checkpointing.tools.convert.source import PartChecks
-from states import between, rows, save_on, shard
+from states import between, rows, save_on
 from states import flat as flat_part
 from tilings import tilings
 

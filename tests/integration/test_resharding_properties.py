@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -421,71 +421,3 @@ def test_views_that_overlap_themselves_are_saved_as_their_values(
     plain = dc.load_plain_tensors(tmp_path / "checkpoint")
     for key, expected in tensors.items():
         assert torch.equal(plain[key], expected.detach()), key
-
-
-@examples(60)
-@given(
-    file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]),
-    stored_rows=st.integers(0, 12),
-    save_counts=st.integers(1, 4),
-    wanted_shard_rows=st.integers(1, 5),
-    wanted_shards=st.integers(1, 4),
-    prepend=st.booleans(),
-    flat=st.booleans(),
-    given_memory=st.sampled_from([None, *MEMORIES]),
-)
-def test_with_allow_shape_mismatch_the_common_part_is_loaded_and_the_rest_is_zero(
-    *,
-    file_format: str,
-    stored_rows: int,
-    save_counts: int,
-    wanted_shard_rows: int,
-    wanted_shards: int,
-    prepend: bool,
-    flat: bool,
-    given_memory: Memory | None,
-) -> None:
-    """A padded vocabulary: the padding depends on the number of ranks."""
-    lead = (1,) if prepend else ()
-    shape = (*lead, stored_rows, 3)
-    cuts = [stored_rows * i // save_counts for i in range(save_counts + 1)]
-    saved = tuple(
-        Part(rank, (*(0,) * prepend, a, 0), (*lead, b - a, 3))
-        for rank, (a, b) in enumerate(itertools.pairwise(cuts))
-    )
-    case = Case("vocabulary", torch.float32, shape, saved, (), 7)
-    total = wanted_shard_rows * wanted_shards
-    expected = torch.zeros(total, 3)
-    kept = min(total, stored_rows)
-    expected[:kept] = case.full.reshape(stored_rows, 3)[:kept]
-
-    def load_rank(comm: Comm) -> torch.Tensor:
-        local = (wanted_shard_rows, 3)
-        flat_range = slice(1, 3 * wanted_shard_rows) if flat else None
-        data = None
-        if given_memory is not None:
-            own = (3 * wanted_shard_rows - 1,) if flat else local
-            data, _ = allocate(own, torch.float32, given_memory)
-        template = ShardedTensor(
-            "vocabulary",
-            data,
-            torch.float32,
-            local,
-            (*lead, total, 3),
-            (*(0,) * prepend, comm.rank * wanted_shard_rows, 0),
-            (*lead, wanted_shards, 1),
-            0,
-            len(lead),
-            allow_shape_mismatch=True,
-            flattened_range=flat_range,
-        )
-        loaded: Any = load({"w": template}, name, comm=comm)
-        return cast("torch.Tensor", loaded["w"])
-
-    with tempfile.TemporaryDirectory() as parent:
-        name = str(Path(parent) / "checkpoint")
-        save_cases([case], save_counts, Path(name), file_format)
-        shards = run_ranks(wanted_shards, load_rank)
-    for rank, shard in enumerate(shards):
-        rows = expected[rank * wanted_shard_rows : (rank + 1) * wanted_shard_rows]
-        assert bits(shard) == bits(rows.reshape(-1)[1:] if flat else rows)

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
-from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import ObjectPath, file_writer
 from dist_checkpointing.format import SealedFile, data_folder, read_seal
 from dist_checkpointing.storage import StorageOptions
@@ -123,22 +122,6 @@ def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def sharded(rank: int, world_size: int, rows: torch.Tensor) -> dict[str, Any]:
     own = rows.chunk(world_size)[rank].clone()
     return {"rows": dc.ShardedTensor.from_rank_offsets("rows", own, (0, rank, world_size))}
-
-
-@pytest.mark.parametrize(
-    ("backend", "saving", "loading"),
-    [("tensorstore", 4, 1), ("tensorstore", 1, 8), ("zarr", 4, 2), ("torch_dist", 4, 8)],
-)
-def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
-    url = new_url()
-    run_ranks(saving, lambda c: dc.save(sharded(c.rank, saving, BIG[:2048]), url, backend, comm=c))
-
-    def read(comm: Comm) -> torch.Tensor:
-        template = sharded(comm.rank, loading, torch.zeros_like(BIG[:2048]))
-        rows: torch.Tensor = dc.load(template, url, comm=comm, verify=True)["rows"]
-        return rows
-
-    assert torch.equal(torch.cat(run_ranks(loading, read)), BIG[:2048])
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4, 7, 10, 13, 19, 28])

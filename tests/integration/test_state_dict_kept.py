@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +153,14 @@ def picture(value: Any, *, contents: bool) -> Any:
     return type(value), id(value), repr(value)
 
 
+@contextmanager
+def unchanged(nest: Any, *, contents: bool = True) -> Iterator[None]:
+    """The body leaves all of it as it is; without ``contents``, all but values of tensors."""
+    before = picture(nest, contents=contents)
+    yield
+    assert picture(nest, contents=contents) == before
+
+
 def save_everything(folder: Path) -> None:
     save_on(2, lambda comm: everything(comm.rank, 2), folder)
 
@@ -162,9 +172,8 @@ def test_save_leaves_the_state_dict_as_it_was(
 ) -> None:
     def save_rank(comm: Comm) -> None:
         state = everything(comm.rank, count)
-        before = picture(state, contents=True)
-        dc.save(state, tmp_path / "c", file_format, comm=comm, content_metadata={"version": 1})
-        assert picture(state, contents=True) == before
+        with unchanged(state):
+            dc.save(state, tmp_path / "c", file_format, comm=comm, content_metadata={"version": 1})
 
     run_ranks(count, save_rank)
 
@@ -174,15 +183,11 @@ def test_a_failing_save_leaves_the_state_dict_as_it_was(tmp_path: Path) -> None:
 
     def save_rank(comm: Comm) -> None:
         state = everything(comm.rank, 2)
-        before = picture(state, contents=True)
-        with pytest.raises(dc.CheckpointExistsError):
+        with unchanged(state), pytest.raises(dc.CheckpointExistsError):
             dc.save(state, tmp_path / "c", comm=comm)
-        assert picture(state, contents=True) == before
         state["gap"] = shard("gap", torch.ones(2), 0, 2)
-        before = picture(state, contents=True)
-        with pytest.raises(dc.CheckpointingException):
+        with unchanged(state), pytest.raises(dc.InvalidShardingError):
             dc.save(state, tmp_path / "d", comm=comm)
-        assert picture(state, contents=True) == before
 
     run_ranks(2, save_rank)
 
@@ -197,9 +202,8 @@ def test_load_leaves_the_template_as_it_was_but_for_the_values_in_given_tensors(
         template = everything(comm.rank, 2, fill=-1.0)
         if not with_data:
             strip(template)
-        before = picture(template, contents=False)
-        dc.load(template, tmp_path / "c", comm=comm)
-        assert picture(template, contents=False) == before
+        with unchanged(template, contents=False):
+            dc.load(template, tmp_path / "c", comm=comm)
 
     run_ranks(2, load_rank)
 
@@ -220,10 +224,9 @@ def test_a_failing_load_leaves_the_template_and_its_tensors_as_they_were(tmp_pat
         template = everything(comm.rank, 2, fill=-1.0)
         if comm.rank == 1:
             template["extra"] = shard("not in the checkpoint", torch.zeros(1))
-        before = picture(template, contents=True)
-        with pytest.raises(dc.StateMismatchError, match="not in the checkpoint"):
+        error = pytest.raises(dc.StateMismatchError, match="not in the checkpoint")
+        with unchanged(template), error:
             dc.load(template, tmp_path / "c", comm=comm)
-        assert picture(template, contents=True) == before
 
     run_ranks(2, load_rank)
 
@@ -249,27 +252,20 @@ def test_a_load_that_is_refused_does_not_clear_the_tensors_of_other_ranks(tmp_pa
 
 def assert_loaded(got: Any, template: Any, original: Any, place: str) -> None:
     """``got`` is nested like ``template``, with the values of ``original``."""
-    if isinstance(template, dc.ShardedTensor):
-        expected = original.data
-        assert torch.equal(got, expected), place
-        if template.data is not None:
-            assert got is template.data, place
+    if isinstance(template, dc.LocalNonpersistentObject):
+        assert got is template.obj, place
     elif isinstance(template, dc.ShardedObject):
         assert got == original.data, place
-    elif isinstance(template, dc.ShardedTensorFactory):
+    elif isinstance(template, dc.ShardedTensor | dc.ShardedTensorFactory):
         assert torch.equal(got, original.data), place
-    elif isinstance(template, dc.LocalNonpersistentObject):
-        assert got is template.obj, place
-    elif isinstance(template, dict):
+        if isinstance(template, dc.ShardedTensor) and template.data is not None:
+            assert got is template.data, place
+    elif isinstance(template, dict | list | tuple) and not isinstance(template, torch.Size):
         assert type(got) is type(template), place
-        assert list(got) == list(template), place
-        for key in template:
+        keys = list(template) if isinstance(template, dict) else range(len(template))
+        assert list(got if isinstance(got, dict) else range(len(got))) == list(keys), place
+        for key in keys:
             assert_loaded(got[key], template[key], original[key], f"{place}[{key!r}]")
-    elif isinstance(template, list | tuple) and not isinstance(template, torch.Size):
-        assert type(got) is type(template), place
-        assert len(got) == len(template), place
-        for i, below in enumerate(template):
-            assert_loaded(got[i], below, original[i], f"{place}[{i}]")
     elif isinstance(template, torch.Tensor):
         assert torch.equal(got, original), place
     else:
