@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Iterator
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -57,22 +56,10 @@ def any_sample(request: pytest.FixtureRequest, samples: Samples) -> Sample:
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[ObjectStoreOptions]:
     """How a simulated S3 server is reached, which has the bucket ``checkpoints``."""
-    from moto.server import ThreadedMotoServer
+    from s3_servers import moto_server  # late: few tests need it
 
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    urlopen(Request(f"{endpoint}/checkpoints", method="PUT")).close()
-    yield ObjectStoreOptions(
-        endpoint=endpoint,
-        region="us-east-1",
-        access_key_id="testing",
-        secret_access_key="testingtesting",
-        max_retries=2,
-        retry_timeout=10.0,
-    )
-    server.stop()
+    with moto_server() as server:
+        yield server.place().store.options
 
 
 @pytest.fixture

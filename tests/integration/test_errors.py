@@ -476,43 +476,11 @@ def test_zarr_1_refuses_a_key_whose_folder_is_a_chunk_of_another(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [("w", "w/x"), ("a", "a/b/c"), ("0", "1"), ("a.sync.b",), ("x/y.sync", "x/z"), ("w", "w2")],
-)
-def test_zarr_1_refuses_a_key_or_reads_it_back(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    """Never may a tensor be saved that no load finds."""
-    state = {key: rows(key) for key in keys}
-    try:
-        dc.save(state, tmp_path / "c", ("zarr", 1))
-    except dc.InvalidShardingError:
-        return
-    assert set(dc.load_plain_tensors(tmp_path / "c")) == set(keys)
-
-
 def test_a_tensor_and_an_object_that_want_the_same_folder_are_refused(tmp_path: Path) -> None:
     state = {"t": rows("a b"), "o": cell("a%20b")}
     with pytest.raises(dc.InvalidShardingError, match="same file"):
         dc.save(state, tmp_path / "c", ("zarr", 2))
     assert not (tmp_path / "c").exists()
-
-
-@FORMAT
-def test_objects_may_live_below_the_key_of_a_tensor(tmp_path: Path, file_format: Format) -> None:
-    state = {
-        "t": rows("model"),
-        "o": cell("model/extra"),
-        "p": cell("model/extra/deep"),
-        "n": dc.LocalNonpersistentObject(1),
-    }
-    dc.save(state, tmp_path / "c", file_format)
-    loaded: Any = dc.load(state, tmp_path / "c")
-    assert loaded["o"] == loaded["p"] == {"rank": 0}
-    assert set(dc.load_sharded_metadata(tmp_path / "c")) == {
-        "model",
-        "model/extra/shard_0_1",
-        "model/extra/deep/shard_0_1",
-    }
 
 
 # What is in the way.

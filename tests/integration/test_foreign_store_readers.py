@@ -99,7 +99,7 @@ def test_errors_name_the_object_and_the_last_answer(s3_options: ObjectStoreOptio
     assert s3_options.endpoint is not None
     with proxy_before(s3_options.endpoint) as proxy:
         place = ObjectPath.of(
-            new_url("s3").replace("bucket", "checkpoints"),
+            new_url("s3"),
             replace(s3_options, endpoint=proxy.url, max_retries=1),
         )
         proxy.fault = lambda method, path: (
@@ -116,7 +116,7 @@ def test_a_server_that_is_busy_is_asked_again(s3_options: ObjectStoreOptions) ->
     assert s3_options.endpoint is not None
     with proxy_before(s3_options.endpoint) as proxy:
         place = ObjectPath.of(
-            new_url("s3").replace("bucket", "checkpoints"),
+            new_url("s3"),
             replace(s3_options, endpoint=proxy.url, max_retries=8),
         )
         seen: set[tuple[str, str]] = set()

@@ -24,7 +24,7 @@ from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.strategies import read_dcp_metadata
 from dist_checkpointing.testing import run_ranks
 from samples import GOLDEN, golden_sample
-from states import save_on, shard
+from states import flat, save_on, shard
 
 ZARR_NAMES = ["mc0.12.0_zarr", "mc0.15.3_zarr"]
 NAMES = [*ZARR_NAMES, "mc0.15.3_torch_dist"]
@@ -92,10 +92,7 @@ def cut(key: str, full: torch.Tensor, rank: int, count: int) -> ShardedTensor:
 def flattened(key: str, full: torch.Tensor, rank: int, count: int) -> ShardedTensor:
     """A part of the flattening of the whole tensor."""
     start, stop = full.numel() * rank // count, full.numel() * (rank + 1) // count
-    data = torch.empty(stop - start, dtype=full.dtype)
-    return ShardedTensor.from_rank_offsets_flat(
-        key, data, tuple(full.shape), flattened_range=slice(start, stop)
-    )
+    return flat(key, torch.empty_like(full), start, stop)
 
 
 def part_of(full: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from dist_checkpointing.strategies import (
     get_default_strategy,
 )
 from dist_checkpointing.testing import run_ranks
-from states import BACKEND, between, flat, rows, shard
+from states import BACKEND, between, rows, shard
 
 FULL = torch.arange(48.0).reshape(8, 6)
 
@@ -350,27 +350,6 @@ def test_own_planners_with_every_backend(tmp_path: Path, backend: tuple[str, int
     run_ranks(2, lambda comm: save(state_of(comm), tmp_path / "c", copy_of(saver), comm=comm))
     run_ranks(2, lambda comm: check_template(comm, tmp_path / "c", copy_of(loader)))
     run_ranks(3, lambda comm: check_template(comm, tmp_path / "c", None))
-
-
-@pytest.mark.parametrize("shape", [(48,), (8, 6), (4, 3, 4)])
-def test_flattened_shards(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """They are stored as the boxes that they consist of, so that a storage need know no others."""
-    full, edges = FULL.reshape(shape), [0, 5, 31, 48]
-
-    def save_one(comm: Comm) -> None:
-        state = {"v": flat("v", full, edges[comm.rank], edges[comm.rank + 1])}
-        save(state, tmp_path / "c", Save(), comm=comm)
-
-    def load_one(comm: Comm) -> torch.Tensor:
-        wanted = {"v": rows("v", torch.zeros(shape), comm)}
-        found: Any = load(wanted, tmp_path / "c", Load(), comm=comm)
-        loaded: torch.Tensor = found["v"]
-        return loaded
-
-    run_ranks(3, save_one)
-    assert torch.equal(torch.cat(run_ranks(2, load_one)), full)
-    half = {"v": flat("v", torch.zeros(shape), 7, 40)}
-    assert torch.equal(load(half, tmp_path / "c", Load())["v"], FULL.reshape(-1)[7:40])
 
 
 def copy_of(strategy: Any) -> Any:

@@ -42,7 +42,7 @@ from dist_checkpointing.serialization import get_default_load_sharded_strategy, 
 from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper, safetensors_folder
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools import convert
-from states import BACKENDS
+from states import BACKENDS, flat, shard
 from tiers import examples
 
 DTYPES = [row.name for row in ELEMENT_TYPES if row.name not in ("uint16", "uint32", "uint64")]
@@ -226,10 +226,8 @@ def concat(draw: st.DrawFn, full: State, new: str) -> Step | None:
         for axis, groups in itertools.product(range(ndim), (1, 2, 3)):
             pairs = [(by_stem[a][n], by_stem[b][n]) for n in by_stem[a]]
             if all(
-                x.dtype == y.dtype
-                and (*x.shape[:axis], *x.shape[axis + 1 :])
-                == (*y.shape[:axis], *y.shape[axis + 1 :])
-                and len(x.shape) == len(y.shape)
+                (x.dtype, *x.shape[:axis], 0, *x.shape[axis + 1 :])
+                == (y.dtype, *y.shape[:axis], 0, *y.shape[axis + 1 :])
                 and not (x.shape[axis] % groups or y.shape[axis] % groups)
                 for x, y in pairs
             ):
@@ -374,25 +372,11 @@ def leaves(
         cuts = sorted(drawn(own.numel() + 1) for _ in range(count - 1))
         ends = [0, *cuts, own.numel()]
         part = own.reshape(-1)[ends[rank] : ends[rank + 1]]
-        flat = slice(ends[rank], ends[rank + 1])
-        shape = tuple(own.shape)
-        return ShardedTensor(
-            key,
-            part.clone(),
-            own.dtype,
-            shape,
-            shape,
-            (0,) * own.ndim,
-            None,
-            0,
-            flattened_range=flat,
-        ), part
+        return flat(key, own, ends[rank], ends[rank + 1]), part
     if kind == "prepended" and dims and own.shape[0] and (not saved or own.shape[0] == count):
         row = rank if saved else drawn(own.shape[0])
         part = own[row]
-        return ShardedTensor.from_rank_offsets(
-            key, part.clone(), (0, row, own.shape[0]), prepend_axis_num=1
-        ), part
+        return shard(key, part.clone(), (0, row, own.shape[0]), prepend_axis_num=1), part
     if kind == "box" and dims and not saved:
         starts = [drawn(extent + 1) for extent in own.shape]
         stops = [a + drawn(e - a + 1) for a, e in zip(starts, own.shape, strict=True)]

@@ -25,6 +25,7 @@ from dist_checkpointing.strategies import DataFiles, TensorStoreSaveShardedStrat
 from dist_checkpointing.testing import run_ranks
 from faults import store_down, store_requests
 from s3_proxy import Fault, proxy_before
+from states import shard
 from stores import new_url
 
 BIG = torch.randn(3000, 1024, generator=torch.Generator().manual_seed(1))
@@ -34,11 +35,9 @@ def big_state(*, empty: bool = False) -> dict[str, Any]:
     """12 MiB in one tensor, of which a part is strided, and small values."""
     big = torch.zeros_like(BIG) if empty else BIG
     return {
-        "big": dc.ShardedTensor.from_rank_offsets("big", big),
-        "turned": dc.ShardedTensor.from_rank_offsets("turned", big[:2000].clone().T),
-        "small": [
-            dc.ShardedTensor.from_rank_offsets(f"small.{n}", big[n].clone()) for n in range(20)
-        ],
+        "big": shard("big", big),
+        "turned": shard("turned", big[:2000].clone().T),
+        "small": [shard(f"small.{n}", big[n].clone()) for n in range(20)],
         "object": dc.ShardedObject("object", None if empty else {"seed": 7}, (1,), (0,)),
         "step": 0 if empty else 1000,
     }
@@ -121,7 +120,7 @@ def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sharded(rank: int, world_size: int, rows: torch.Tensor) -> dict[str, Any]:
     own = rows.chunk(world_size)[rank].clone()
-    return {"rows": dc.ShardedTensor.from_rank_offsets("rows", own, (0, rank, world_size))}
+    return {"rows": shard("rows", own, (0, rank, world_size))}
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4, 7, 10, 13, 19, 28])
@@ -133,7 +132,7 @@ def test_a_save_that_is_cut_off_leaves_no_checkpoint(nth: int) -> None:
         suppress(dc.RankFailedError),
     ):
         run_ranks(2, lambda c: dc.save(sharded(c.rank, 2, BIG), url, comm=c))
-    template = {"rows": dc.ShardedTensor.from_rank_offsets("rows", torch.zeros_like(BIG))}
+    template = {"rows": shard("rows", torch.zeros_like(BIG))}
     try:
         assert torch.equal(dc.load(template, url, verify=True)["rows"], BIG)
     except dc.CheckpointNotFoundError:
@@ -185,7 +184,7 @@ def test_an_upload_that_fails_in_the_middle_ends_the_save(
         )
         place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
         big = torch.zeros(2**23)
-        state = {f"w{n}": dc.ShardedTensor.from_rank_offsets(f"w{n}", big) for n in range(3)}
+        state = {f"w{n}": shard(f"w{n}", big) for n in range(3)}
         # Of parts that come while the upload is aborted moto makes a 500.
         with pytest.raises(dc.RankFailedError, match=rf"(?s)50[03].*{s3_place.key}/data/"):
             dc.save(state, place, backend)
@@ -214,7 +213,7 @@ def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
         proxy.fault = interrupt
         options = replace(s3_place.store.options, endpoint=proxy.url, parallelism=1)
         place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
-        state = {f"w{n}": dc.ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
+        state = {f"w{n}": shard(f"w{n}", BIG) for n in range(20)}
         try:
             with pytest.raises(KeyboardInterrupt):
                 dc.save(state, place, backend)

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import dist_checkpointing as dc
@@ -25,6 +23,7 @@ from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy
 from dist_checkpointing.testing import assert_same_bits
 from faults import counted_requests, store_requests
 from s3_proxy import Fault, Proxy, proxy_before
+from s3_servers import Server, moto_server
 from samples import GOLDEN_NAMES, METADATA, RANKS, Sample, Samples
 from states import blanks, rows, save_on, shard
 from stores import copied_up, damage, data_names, data_url, new_url, put
@@ -32,25 +31,13 @@ from stores import copied_up, damage, data_names, data_url, new_url, put
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[Proxy]:
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    urlopen(Request(f"http://{host}:{port}/bucket", method="PUT")).close()
-    with proxy_before(f"http://{host}:{port}") as proxy:
+    with moto_server() as server, proxy_before(server.endpoint) as proxy:
         yield proxy
-    server.stop()
 
 
-def over_http(proxy: Proxy, url: str, **changes: Any) -> ObjectPath:
-    options = ObjectStoreOptions(
-        endpoint=proxy.url,
-        region="us-east-1",
-        access_key_id="testing",
-        secret_access_key="testingtesting",
-        max_retries=1,
-        retry_timeout=5.0,
-    )
-    return ObjectPath.of(url, replace(options, **changes))
+def over_http(proxy: Proxy, url: str) -> ObjectPath:
+    options = Server(proxy.url).place().store.options
+    return ObjectPath.of(url, replace(options, max_retries=1, retry_timeout=5.0))
 
 
 def assert_reads(sample: Sample, place: Any) -> None:
@@ -265,13 +252,6 @@ def test_large_reads_are_cut_and_stay_within_the_buffers(tmp_path: Path) -> None
         assert all(torch.equal(whole[key].data, tensor) for key, tensor in full.items())
     assert 2**17 < largest[0] <= 2**18
     assert most[0] <= buffer_bytes
-
-
-def test_fingerprints_of_the_save_are_kept(tmp_path: Path) -> None:
-    state = {"w": shard("w", torch.arange(6.0))}
-    dc.save(state, tmp_path / "c", fingerprints=True)
-    url = copied_up(tmp_path / "c", new_url())
-    assert dc.Checkpoint.open(url).fingerprint("w") == dc.fingerprint(state)["w"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -19,6 +19,7 @@ from dist_checkpointing.interop import shard_state_dict
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.validation import save_errors
 from simulated_groups import fake_rank, the_one_error
+from states import shard
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*device.*:UserWarning",  # said of a fake group, which has none
@@ -123,10 +124,6 @@ def test_a_sharded_tensor_of_torch_is_an_error(tmp_path: Path) -> None:
         dc.load(state, tmp_path / "c")
 
 
-def sharded(key: str, tensor: torch.Tensor | None = None) -> dc.ShardedTensor:
-    return dc.ShardedTensor.from_rank_offsets(key, torch.ones(2) if tensor is None else tensor)
-
-
 def test_a_template_that_is_not_wrapped_is_an_error_that_says_how_to(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     dc.save(shard_state_dict({"m": model.state_dict(), "step": 5}), tmp_path)
@@ -143,12 +140,12 @@ def test_a_template_that_is_not_wrapped_is_an_error_that_says_how_to(tmp_path: P
 UNFILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any], str]] = {
     "no such key": ({"a": 1}, {"b": torch.ones(2)}, "['b']"),
     "beside a sharded leaf": (
-        {"s": sharded("s")},
-        {"s": sharded("s"), "b": torch.ones(1)},
+        {"s": shard("s", torch.ones(2))},
+        {"s": shard("s", torch.ones(2)), "b": torch.ones(1)},
         "['b']",
     ),
     "saved as a sharded leaf in a list": (
-        {"l": [1, sharded("s")]},
+        {"l": [1, shard("s", torch.ones(2))]},
         {"l": [1, torch.ones(2)]},
         "['l'][1]",
     ),
@@ -156,8 +153,8 @@ UNFILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any], str]] = {
     "nested otherwise": ({"l": 5}, {"l": {"x": torch.ones(2)}}, "['l']['x']"),
     "another type of key": ({1: torch.ones(2)}, {"1": torch.ones(2)}, "['1']"),
     "below a list with sharded leaves": (
-        {"l": [{"x": 1}, sharded("s")]},
-        {"l": [{"y": torch.ones(2)}, sharded("s")]},
+        {"l": [{"x": 1}, shard("s", torch.ones(2))]},
+        {"l": [{"y": torch.ones(2)}, shard("s", torch.ones(2))]},
         "['l'][0]['y']",
     ),
 }
@@ -178,16 +175,16 @@ FILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
     "numbers need not be there": ({"a": 1}, {"b": 2, "c": {"d": [3, None]}}),
     "local": ({"a": 1}, {"b": dc.LocalNonpersistentObject(torch.ones(2))}),
     "in a list with sharded leaves": (
-        {"l": [torch.ones(2), sharded("s"), 5]},
-        {"l": [torch.zeros(2), sharded("s"), 6]},
+        {"l": [torch.ones(2), shard("s", torch.ones(2)), 5]},
+        {"l": [torch.zeros(2), shard("s", torch.ones(2)), 6]},
     ),
     "beside a factory": (
-        {"f": sharded("s"), "t": torch.ones(2)},
+        {"f": shard("s", torch.ones(2)), "t": torch.ones(2)},
         {
             "f": dc.ShardedTensorFactory(
                 "s",
                 torch.ones(2),
-                lambda key, data, *_: {"x": sharded(key, data)},
+                lambda key, data, *_: {"x": shard(key, data)},
                 lambda t: t["x"],
             ),
             "t": torch.zeros(2),
@@ -218,11 +215,11 @@ def test_flags_that_tolerate_unknown_keys_only_log_it(
 
 
 def test_a_tensor_that_one_rank_would_not_fill_is_the_error_of_all(tmp_path: Path) -> None:
-    dc.save({"a": torch.ones(2), "s": sharded("s")}, tmp_path)
+    dc.save({"a": torch.ones(2), "s": shard("s", torch.ones(2))}, tmp_path)
     given = torch.full((2,), 7.0)
 
     def load_rank(comm: Comm) -> str:
-        template: dict[str, Any] = {"s": sharded("s", given)}
+        template: dict[str, Any] = {"s": shard("s", given)}
         if comm.rank == 1:
             template["b"] = torch.ones(2)
         with pytest.raises(dc.StateMismatchError) as raised:
@@ -273,13 +270,13 @@ def test_data_that_cannot_be_stored_is_a_finding_before_anything_is_written(
 ) -> None:
     make, words = WITHOUT_VALUES[kind]
     shape = (3,) if kind == "meta" else (3, 3)
-    shard = dc.ShardedTensor(
+    leaf = dc.ShardedTensor(
         "w", torch.ones(shape), torch.float32, shape, shape, (0,) * len(shape), None
     )
-    shard.data = make()
+    leaf.data = make()
 
     def save_rank(comm: Comm) -> None:
-        state = {"m": [shard if comm.rank == 1 else sharded("v")]}
+        state = {"m": [leaf if comm.rank == 1 else shard("v", torch.ones(2))]}
         with pytest.raises(dc.InvalidShardingError) as raised:
             dc.save(state, tmp_path / "c", comm=comm)
         (finding,) = raised.value.findings

@@ -16,7 +16,7 @@ Url = TypeVar("Url", str, ObjectPath)
 
 def new_url(scheme: str = "memory") -> str:
     """A URL that no other test uses."""
-    return f"{scheme}://bucket/{uuid.uuid4().hex}/1000"
+    return f"{scheme}://checkpoints/{uuid.uuid4().hex}/1000"
 
 
 def _place(url: str | ObjectPath) -> ObjectPath:
