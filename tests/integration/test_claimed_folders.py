@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from dist_checkpointing.format import Attempt, remove_checkpoint
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import TorchDistSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from faults import strange_flock
+from faults import before_first, failing, replaced, strange_flock
 from scripts import run_fresh
 from states import BACKEND, BACKENDS, assert_at_step, shard, trained
+
+LOCAL_FOLDER = "dist_checkpointing.filesystem.local_folder"
 
 
 def assert_sound(folder: Path, step: int) -> None:
@@ -138,25 +141,20 @@ def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backen
 
 
 @pytest.mark.parametrize("meanwhile", ["a save commits", "a removal deletes the folder"])
-def test_what_happens_between_the_first_look_and_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
-) -> None:
-    real, is_commit = FolderLock.acquire, meanwhile == "a save commits"
-
-    def acquire(folder: Path) -> FolderLock:
-        monkeypatch.setattr(FolderLock, "acquire", real)
+def test_what_happens_between_the_first_look_and_the_lock(tmp_path: Path, meanwhile: str) -> None:
+    def act(folder: Path) -> None:
         if is_commit:
             dc.save(trained(1), folder, "zarr")
         else:
             folder.rmdir()
-        return real(folder)
 
-    monkeypatch.setattr(FolderLock, "acquire", acquire)
-    if is_commit:
-        with pytest.raises(dc.CheckpointExistsError, match="committed checkpoint"):
-            dc.save(trained(2), tmp_path / "c", "zarr")
-    else:
-        dc.save(trained(1), tmp_path / "c", "zarr")
+    is_commit = meanwhile == "a save commits"
+    with before_first("dist_checkpointing.filesystem.FolderLock.acquire", act):
+        if is_commit:
+            with pytest.raises(dc.CheckpointExistsError, match="committed checkpoint"):
+                dc.save(trained(2), tmp_path / "c", "zarr")
+        else:
+            dc.save(trained(1), tmp_path / "c", "zarr")
     assert_sound(tmp_path / "c", 1)
 
 
@@ -250,27 +248,19 @@ def test_temporary_files_of_a_killed_removal_go_with_the_next_change(
     assert not folder.exists()
 
 
-def test_a_record_that_is_written_anew_is_never_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_is_written_anew_is_never_half(tmp_path: Path) -> None:
     """The names in it are all that says which files are ours."""
     attempt = Attempt.begin(tmp_path, ["w", "x"])
     (tmp_path / "w").write_text("ours")
     seen = []
-    real = os.fsync
 
-    def look(descriptor: int) -> None:
+    def look(real: Callable[[int], None], descriptor: int) -> None:
         noted = json.loads((tmp_path / ".dckpt/attempt.json").read_text())
         seen.append(frozenset(noted["creates"]))
         real(descriptor)
 
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", look)
-    monkeypatch.setattr(local_folder, "remove", fail)
-    attempt.abandon()
-    monkeypatch.undo()
+    with replaced("os.fsync", look), failing(f"{LOCAL_FOLDER}.remove"):
+        attempt.abandon()
     assert seen
     assert all(names >= {"w", "x"} for names in seen)
     Attempt.begin(tmp_path, ["w"]).release()
@@ -280,23 +270,9 @@ def test_a_record_that_is_written_anew_is_never_half(
 # Data stays as long as metadata.json may be there.
 
 
-def fail_for(monkeypatch: pytest.MonkeyPatch, name: str, applies: Callable[..., bool]) -> None:
-    owner: Any = Path if name == "unlink" else local_folder
-    real = getattr(owner, name)
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        if applies(*arguments):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, failing)
-
-
 @BACKEND
 @pytest.mark.parametrize("stuck", ["unlink", "fsync_folder"])
-def test_what_may_be_committed_is_not_deleted(
-    tmp_path: Path, backend: Any, stuck: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_be_committed_is_not_deleted(tmp_path: Path, backend: Any, stuck: str) -> None:
     """The fsync after the rename fails, and then either it cannot be unlinked or not for good."""
     folder = tmp_path / "c"
 
@@ -309,19 +285,18 @@ def test_what_may_be_committed_is_not_deleted(
         tried.append(path)
         return path == folder and (path / "common.pt").exists() and (path / "x").exists()
 
-    with monkeypatch.context() as patched:
+    with ExitStack() as faults:
         if stuck == "unlink":
-            fail_for(patched, "fsync_folder", is_renamed)
-            fail_for(patched, "unlink", lambda path, *_: path == folder / "metadata.json")
+            is_config = lambda path, **_: path == folder / "metadata.json"  # noqa: E731
+            faults.enter_context(failing(f"{LOCAL_FOLDER}.fsync_folder", at=is_renamed))
+            faults.enter_context(failing("pathlib.Path.unlink", at=is_config))
         else:
-            real = Attempt.abandon
-
-            def abandon(self: Attempt) -> None:
-                (folder / "x").touch()
-                real(self)
-
-            patched.setattr(Attempt, "abandon", abandon)
-            fail_for(patched, "fsync_folder", lambda p: is_renamed(p) or is_undone(p))
+            is_either = lambda path: is_renamed(path) or is_undone(path)  # noqa: E731
+            touch = before_first(
+                "dist_checkpointing.format.Attempt.abandon", lambda _: (folder / "x").touch()
+            )
+            faults.enter_context(touch)
+            faults.enter_context(failing(f"{LOCAL_FOLDER}.fsync_folder", at=is_either))
         with pytest.raises(dc.RankFailedError, match="Input/output"):
             dc.save(trained(1), folder, backend)
     (folder / "x").unlink(missing_ok=True)
@@ -341,16 +316,13 @@ def test_what_may_be_committed_is_not_deleted(
         assert_sound(folder, 1)
 
 
-def test_a_checkpoint_whose_commit_cannot_be_taken_back_is_not_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_whose_commit_cannot_be_taken_back_is_not_removed(tmp_path: Path) -> None:
     dc.save(trained(1), tmp_path, "zarr")
     for name, fails in (
-        ("unlink", lambda path, *_: path.name == "metadata.json"),
-        ("fsync_folder", lambda path: path == tmp_path),
+        ("pathlib.Path.unlink", lambda path, **_: path.name == "metadata.json"),
+        (f"{LOCAL_FOLDER}.fsync_folder", lambda path: path == tmp_path),
     ):
-        with monkeypatch.context() as patched:
-            fail_for(patched, name, fails)
+        with failing(name, at=fails):
             with pytest.raises(OSError, match="Input/output"):
                 remove_checkpoint(tmp_path)
             with pytest.raises(dc.RankFailedError, match="Input/output"):

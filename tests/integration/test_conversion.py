@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from dist_checkpointing.format import Box
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import random_bits, run_ranks
 from dist_checkpointing.tools import convert as conversions
+from faults import failing
 from samples import GOLDEN, GOLDEN_NAMES
 from states import between, cell, flat, shard
 from tiers import examples
@@ -481,14 +483,9 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize("to", KINDS)
-def test_a_failed_read_leaves_nothing(
-    sources: dict[str, Path], to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any) -> list[torch.Tensor]:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(dc.Checkpoint, "read", failing)
-    with pytest.raises(dc.CheckpointingException, match="No space left") as caught:
+def test_a_failed_read_leaves_nothing(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+    no_space = pytest.raises(dc.CheckpointingException, match="No space left")
+    with failing("dist_checkpointing.Checkpoint.read", code=errno.ENOSPC), no_space as caught:
         convert(sources["zarr"], tmp_path / "out", to, options=ROOMY)
     assert "Traceback" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

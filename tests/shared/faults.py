@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib
 import os
+import pkgutil
 import signal
 import threading
 from collections import Counter
@@ -42,11 +42,16 @@ def path_of(subject: object, *, dir_fd: int | None = None) -> Path:
 
 @contextmanager
 def replaced(name: str, act: Act) -> Iterator[None]:
-    """Call ``act(real, *arguments, **options)`` in place of a function such as ``os.fsync``."""
-    module, _, function = name.rpartition(".")
-    owner = importlib.import_module(module)
+    """Call ``act(real, *arguments, **options)`` in place of a function or method, ``os.fsync``."""
+    owner_name, _, function = name.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    real = getattr(owner, function)
+
+    def call(*arguments: Any, **options: Any) -> Any:  # no partial, which is no method
+        return act(real, *arguments, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, function, partial(act, getattr(owner, function)))
+        patch.setattr(owner, function, call)
         yield
 
 
