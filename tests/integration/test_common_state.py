@@ -503,6 +503,29 @@ def test_our_allow_list_does_not_leak_into_the_process(tmp_path: Path) -> None:
         torch.load(buffer, weights_only=True)
 
 
+def test_many_threads_may_load_and_save_at_once(tmp_path: Path) -> None:
+    state = {
+        "n": namespace(x=[np.float32(1.5), dt.timedelta(5)]),
+        "o": dc.ShardedObject("o", {"a": collections.deque(), "s": random.getstate()}, (1,), (0,)),
+        "w": shard("w", torch.arange(4.0)),
+    }
+    dc.save(state, tmp_path / "c")
+    before = set(torch.serialization.get_safe_globals())
+
+    def work(number: int) -> None:
+        template = {"o": dc.ShardedObject("o", None, (1,), (0,)), "w": shard("w", torch.empty(4))}
+        loaded = dc.load(template, tmp_path / "c")
+        assert loaded["n"] == state["n"]
+        assert loaded["o"]["s"] == random.getstate()
+        assert loaded["w"].tolist() == [0, 1, 2, 3]
+        dc.save({"number": number, "n": namespace(x=number)}, tmp_path / f"{number}")
+        assert dc.load_common_state_dict(tmp_path / f"{number}")["n"].x == number
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(48)))
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
 def test_what_the_user_allows_while_others_load_stays_allowed(tmp_path: Path) -> None:
     dc.save({"n": namespace(x=1)}, tmp_path)
     stop = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import ObjectPath, file_writer
 from dist_checkpointing.format import SealedFile, data_folder, read_seal
 from dist_checkpointing.storage import StorageOptions
@@ -25,7 +27,6 @@ from dist_checkpointing.strategies import DataFiles, TensorStoreSaveShardedStrat
 from dist_checkpointing.testing import run_ranks
 from faults import store_down, store_requests
 from s3_proxy import Fault, proxy_before
-from states import shard
 from stores import new_url
 
 BIG = torch.randn(3000, 1024, generator=torch.Generator().manual_seed(1))
@@ -35,9 +36,11 @@ def big_state(*, empty: bool = False) -> dict[str, Any]:
     """12 MiB in one tensor, of which a part is strided, and small values."""
     big = torch.zeros_like(BIG) if empty else BIG
     return {
-        "big": shard("big", big),
-        "turned": shard("turned", big[:2000].clone().T),
-        "small": [shard(f"small.{n}", big[n].clone()) for n in range(20)],
+        "big": dc.ShardedTensor.from_rank_offsets("big", big),
+        "turned": dc.ShardedTensor.from_rank_offsets("turned", big[:2000].clone().T),
+        "small": [
+            dc.ShardedTensor.from_rank_offsets(f"small.{n}", big[n].clone()) for n in range(20)
+        ],
         "object": dc.ShardedObject("object", None if empty else {"seed": 7}, (1,), (0,)),
         "step": 0 if empty else 1000,
     }
@@ -120,7 +123,39 @@ def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sharded(rank: int, world_size: int, rows: torch.Tensor) -> dict[str, Any]:
     own = rows.chunk(world_size)[rank].clone()
-    return {"rows": shard("rows", own, (0, rank, world_size))}
+    return {"rows": dc.ShardedTensor.from_rank_offsets("rows", own, (0, rank, world_size))}
+
+
+@pytest.mark.parametrize(
+    ("backend", "saving", "loading"),
+    [("tensorstore", 4, 1), ("tensorstore", 1, 8), ("zarr", 4, 2), ("torch_dist", 4, 8)],
+)
+def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
+    url = new_url()
+    run_ranks(saving, lambda c: dc.save(sharded(c.rank, saving, BIG[:2048]), url, backend, comm=c))
+
+    def read(comm: Comm) -> torch.Tensor:
+        template = sharded(comm.rank, loading, torch.zeros_like(BIG[:2048]))
+        rows: torch.Tensor = dc.load(template, url, comm=comm, verify=True)["rows"]
+        return rows
+
+    assert torch.equal(torch.cat(run_ranks(loading, read)), BIG[:2048])
+
+
+def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:
+    dc.save({"step": 1}, s3_place)
+    config = s3_place / "metadata.json"
+    assert json.loads(config.store.get(config.key)) == {
+        "sharded_backend": "tensorstore",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    with pytest.raises(dc.CheckpointExistsError, match="already holds a checkpoint"):
+        dc.save({"step": 2}, s3_place)
+    assert dc.load({"step": 0}, s3_place) == {"step": 1}
+    dc.save({"step": 2}, s3_place, overwrite=True)
+    assert dc.load({"step": 0}, s3_place) == {"step": 2}
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4, 7, 10, 13, 19, 28])
@@ -132,7 +167,7 @@ def test_a_save_that_is_cut_off_leaves_no_checkpoint(nth: int) -> None:
         suppress(dc.RankFailedError),
     ):
         run_ranks(2, lambda c: dc.save(sharded(c.rank, 2, BIG), url, comm=c))
-    template = {"rows": shard("rows", torch.zeros_like(BIG))}
+    template = {"rows": dc.ShardedTensor.from_rank_offsets("rows", torch.zeros_like(BIG))}
     try:
         assert torch.equal(dc.load(template, url, verify=True)["rows"], BIG)
     except dc.CheckpointNotFoundError:
@@ -184,7 +219,7 @@ def test_an_upload_that_fails_in_the_middle_ends_the_save(
         )
         place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
         big = torch.zeros(2**23)
-        state = {f"w{n}": shard(f"w{n}", big) for n in range(3)}
+        state = {f"w{n}": dc.ShardedTensor.from_rank_offsets(f"w{n}", big) for n in range(3)}
         # Of parts that come while the upload is aborted moto makes a 500.
         with pytest.raises(dc.RankFailedError, match=rf"(?s)50[03].*{s3_place.key}/data/"):
             dc.save(state, place, backend)
@@ -213,7 +248,7 @@ def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
         proxy.fault = interrupt
         options = replace(s3_place.store.options, endpoint=proxy.url, parallelism=1)
         place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
-        state = {f"w{n}": shard(f"w{n}", BIG) for n in range(20)}
+        state = {f"w{n}": dc.ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
         try:
             with pytest.raises(KeyboardInterrupt):
                 dc.save(state, place, backend)
