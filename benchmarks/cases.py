@@ -7,9 +7,7 @@ import torch
 from behind import open_behind
 from conversions import BUDGET_MIB, ROUTES, name_of, open_conversions
 from goals import Goal, as_fast, at_most
-from incremental import FULL as _FULL
-from incremental import INCREMENTAL as _SHARED
-from incremental import ChangedPart
+from incremental import FULL as _FULL, INCREMENTAL as _SHARED, ChangedPart
 from object_store import DCP, RAW, open_store
 from planning import PlanCase, flattened_job, model_job, open_cached, pieces_job
 from reads import open_repeated_loads, open_slices

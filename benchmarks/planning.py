@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint import planner as dcp
+from torch.distributed.checkpoint import metadata as dcp_metadata, planner as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dist_checkpointing.mapping import ShardedTensor

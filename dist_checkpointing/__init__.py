@@ -9,50 +9,48 @@ if typing.TYPE_CHECKING:
     from dist_checkpointing.checkpoint.verify_checkpoint import (
         verify_checkpoint as verify_checkpoint,
     )
-    from dist_checkpointing.errors import CheckpointExistsError as CheckpointExistsError
-    from dist_checkpointing.errors import CheckpointingException as CheckpointingException
-    from dist_checkpointing.errors import CheckpointNotFoundError as CheckpointNotFoundError
-    from dist_checkpointing.errors import CorruptCheckpointError as CorruptCheckpointError
-    from dist_checkpointing.errors import InvalidShardingError as InvalidShardingError
-    from dist_checkpointing.errors import RankFailedError as RankFailedError
-    from dist_checkpointing.errors import StateMismatchError as StateMismatchError
-    from dist_checkpointing.errors import StrategyNotFoundError as StrategyNotFoundError
-    from dist_checkpointing.errors import UnsupportedFormatError as UnsupportedFormatError
-    from dist_checkpointing.filesystem.object_store import ObjectPath as ObjectPath
-    from dist_checkpointing.filesystem.object_store import ObjectStoreOptions as ObjectStoreOptions
+    from dist_checkpointing.errors import (
+        CheckpointExistsError as CheckpointExistsError,
+        CheckpointingException as CheckpointingException,
+        CheckpointNotFoundError as CheckpointNotFoundError,
+        CorruptCheckpointError as CorruptCheckpointError,
+        InvalidShardingError as InvalidShardingError,
+        RankFailedError as RankFailedError,
+        StateMismatchError as StateMismatchError,
+        StrategyNotFoundError as StrategyNotFoundError,
+        UnsupportedFormatError as UnsupportedFormatError,
+    )
+    from dist_checkpointing.filesystem.object_store import (
+        ObjectPath as ObjectPath,
+        ObjectStoreOptions as ObjectStoreOptions,
+    )
     from dist_checkpointing.format.commit import (
         check_is_distributed_checkpoint as check_is_distributed_checkpoint,
     )
     from dist_checkpointing.manager.checkpoint_manager import CheckpointManager as CheckpointManager
     from dist_checkpointing.manager.retention import Retention as Retention
-    from dist_checkpointing.mapping import LocalNonpersistentObject as LocalNonpersistentObject
-    from dist_checkpointing.mapping import ShardedObject as ShardedObject
-    from dist_checkpointing.mapping import ShardedTensor as ShardedTensor
-    from dist_checkpointing.mapping import ShardedTensorFactory as ShardedTensorFactory
+    from dist_checkpointing.mapping import (
+        LocalNonpersistentObject as LocalNonpersistentObject,
+        ShardedObject as ShardedObject,
+        ShardedTensor as ShardedTensor,
+        ShardedTensorFactory as ShardedTensorFactory,
+    )
     from dist_checkpointing.planning.recipe import Recipe as Recipe
     from dist_checkpointing.planning.replica_check import ReplicaCheck as ReplicaCheck
     from dist_checkpointing.planning.save_plan import PlanCache as PlanCache
-    from dist_checkpointing.serialization.async_save import AsyncSaver as AsyncSaver
-    from dist_checkpointing.serialization.async_save import SaveHandle as SaveHandle
-    from dist_checkpointing.serialization.async_save import async_save as async_save
+    from dist_checkpointing.serialization.async_save import (
+        AsyncSaver as AsyncSaver,
+        SaveHandle as SaveHandle,
+        async_save as async_save,
+    )
     from dist_checkpointing.serialization.fingerprint_of_state import fingerprint as fingerprint
     from dist_checkpointing.serialization.load import load as load
     from dist_checkpointing.serialization.load_metadata import (
         load_common_state_dict as load_common_state_dict,
-    )
-    from dist_checkpointing.serialization.load_metadata import (
         load_content_metadata as load_content_metadata,
-    )
-    from dist_checkpointing.serialization.load_metadata import (
         load_plain_tensors as load_plain_tensors,
-    )
-    from dist_checkpointing.serialization.load_metadata import (
         load_sharded_metadata as load_sharded_metadata,
-    )
-    from dist_checkpointing.serialization.load_metadata import (
         load_tensors_metadata as load_tensors_metadata,
-    )
-    from dist_checkpointing.serialization.load_metadata import (
         remove_sharded_tensors as remove_sharded_tensors,
     )
     from dist_checkpointing.serialization.save import save as save

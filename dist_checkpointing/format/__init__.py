@@ -1,33 +1,40 @@
 """What a checkpoint folder says about itself: boxes, dtypes, index, checksums, seal, commit."""
 
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME as CHECKSUMS_NAME
-from dist_checkpointing.format.checksums import Digest as Digest
-from dist_checkpointing.format.checksums import StoredPart as StoredPart
-from dist_checkpointing.format.checksums import checksum as checksum
-from dist_checkpointing.format.checksums import digest_of as digest_of
-from dist_checkpointing.format.commit import Attempt as Attempt
-from dist_checkpointing.format.commit import CheckpointingConfig as CheckpointingConfig
-from dist_checkpointing.format.commit import StoreAttempt as StoreAttempt
-from dist_checkpointing.format.commit import (
-    check_is_distributed_checkpoint as check_is_distributed_checkpoint,
+from dist_checkpointing.format.checksums import (
+    CHECKSUMS_NAME as CHECKSUMS_NAME,
+    Digest as Digest,
+    StoredPart as StoredPart,
+    checksum as checksum,
+    digest_of as digest_of,
 )
-from dist_checkpointing.format.commit import data_folder as data_folder
-from dist_checkpointing.format.commit import read_commit as read_commit
-from dist_checkpointing.format.dtypes import ELEMENT_TYPES as ELEMENT_TYPES
-from dist_checkpointing.format.dtypes import FLOATING as FLOATING
-from dist_checkpointing.format.geometry import Box as Box
-from dist_checkpointing.format.geometry import ChunkGrid as ChunkGrid
-from dist_checkpointing.format.geometry import Pieces as Pieces
-from dist_checkpointing.format.geometry import Window as Window
-from dist_checkpointing.format.index import FORMAT as FORMAT
-from dist_checkpointing.format.index import FORMAT_MINOR as FORMAT_MINOR
-from dist_checkpointing.format.index import INDEX_NAME as INDEX_NAME
-from dist_checkpointing.format.index import Index as Index
-from dist_checkpointing.format.index import StoredTensor as StoredTensor
-from dist_checkpointing.format.index import read_index as read_index
-from dist_checkpointing.format.index import write_index as write_index
+from dist_checkpointing.format.commit import (
+    Attempt as Attempt,
+    CheckpointingConfig as CheckpointingConfig,
+    StoreAttempt as StoreAttempt,
+    check_is_distributed_checkpoint as check_is_distributed_checkpoint,
+    data_folder as data_folder,
+    read_commit as read_commit,
+)
+from dist_checkpointing.format.dtypes import ELEMENT_TYPES as ELEMENT_TYPES, FLOATING as FLOATING
+from dist_checkpointing.format.geometry import (
+    Box as Box,
+    ChunkGrid as ChunkGrid,
+    Pieces as Pieces,
+    Window as Window,
+)
+from dist_checkpointing.format.index import (
+    FORMAT as FORMAT,
+    FORMAT_MINOR as FORMAT_MINOR,
+    INDEX_NAME as INDEX_NAME,
+    Index as Index,
+    StoredTensor as StoredTensor,
+    read_index as read_index,
+    write_index as write_index,
+)
 from dist_checkpointing.format.removal import remove_checkpoint as remove_checkpoint
-from dist_checkpointing.format.seal import SEAL_NAME as SEAL_NAME
-from dist_checkpointing.format.seal import Seal as Seal
-from dist_checkpointing.format.seal import SealedFile as SealedFile
-from dist_checkpointing.format.seal import read_seal as read_seal
+from dist_checkpointing.format.seal import (
+    SEAL_NAME as SEAL_NAME,
+    Seal as Seal,
+    SealedFile as SealedFile,
+    read_seal as read_seal,
+)

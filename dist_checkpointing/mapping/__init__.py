@@ -1,8 +1,7 @@
 """The four kinds of leaves of a sharded state dict: each says what it is a part of."""
 
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.mapping.nested_dicts import flatten as flatten
-from dist_checkpointing.mapping.nested_dicts import unflatten as unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten as flatten, unflatten as unflatten
 from dist_checkpointing.mapping.objects_and_factories import (
     CommonStateDict,
     FactoryBuildFn,
@@ -21,10 +20,12 @@ from dist_checkpointing.mapping.objects_and_factories import (
     is_main_replica,
 )
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
-from dist_checkpointing.mapping.tensor_memory import DTYPES as DTYPES
-from dist_checkpointing.mapping.tensor_memory import DType as DType
-from dist_checkpointing.mapping.tensor_memory import as_numpy as as_numpy
-from dist_checkpointing.mapping.tensor_memory import as_tensor as as_tensor
+from dist_checkpointing.mapping.tensor_memory import (
+    DTYPES as DTYPES,
+    DType as DType,
+    as_numpy as as_numpy,
+    as_tensor as as_tensor,
+)
 
 __all__ = [
     "CheckpointingException",

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 

@@ -13,8 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait as wait_for
 from contextlib import suppress
 from functools import wraps
 from os import PathLike

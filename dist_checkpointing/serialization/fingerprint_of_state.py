@@ -22,8 +22,7 @@ from dist_checkpointing.mapping import (
     is_main_replica,
     tensor_memory,
 )
-from dist_checkpointing.mapping.nested_dicts import DictKey
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import DictKey, Path as TreePath
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.coverage import check_coverage, find_coverage_problems

@@ -15,54 +15,44 @@ if __name__ != "dist_checkpointing.strategies":
     )
 
 if typing.TYPE_CHECKING:
-    from dist_checkpointing.strategies.async_calls import AsyncCallsQueue as AsyncCallsQueue
-    from dist_checkpointing.strategies.async_calls import AsyncRequest as AsyncRequest
+    from dist_checkpointing.strategies.async_calls import (
+        AsyncCallsQueue as AsyncCallsQueue,
+        AsyncRequest as AsyncRequest,
+    )
     from dist_checkpointing.strategies.base import (
         AsyncSaveShardedStrategy as AsyncSaveShardedStrategy,
-    )
-    from dist_checkpointing.strategies.base import LoadCommonStrategy as LoadCommonStrategy
-    from dist_checkpointing.strategies.base import LoadShardedStrategy as LoadShardedStrategy
-    from dist_checkpointing.strategies.base import LoadStrategyBase as LoadStrategyBase
-    from dist_checkpointing.strategies.base import PathOrStr as PathOrStr
-    from dist_checkpointing.strategies.base import (
+        LoadCommonStrategy as LoadCommonStrategy,
+        LoadShardedStrategy as LoadShardedStrategy,
+        LoadStrategyBase as LoadStrategyBase,
+        PathOrStr as PathOrStr,
         PlannedLoadStrategy as PlannedLoadStrategy,
-    )
-    from dist_checkpointing.strategies.base import (
         PlannedSaveStrategy as PlannedSaveStrategy,
+        SaveCommonStrategy as SaveCommonStrategy,
+        SaveShardedStrategy as SaveShardedStrategy,
+        SaveStrategyBase as SaveStrategyBase,
     )
-    from dist_checkpointing.strategies.base import SaveCommonStrategy as SaveCommonStrategy
-    from dist_checkpointing.strategies.base import SaveShardedStrategy as SaveShardedStrategy
-    from dist_checkpointing.strategies.base import SaveStrategyBase as SaveStrategyBase
     from dist_checkpointing.strategies.checkpointable import (
         CheckpointableShardedTensor as CheckpointableShardedTensor,
-    )
-    from dist_checkpointing.strategies.checkpointable import (
         LocalShardsContainer as LocalShardsContainer,
     )
     from dist_checkpointing.strategies.common import (
         TorchCommonLoadStrategy as TorchCommonLoadStrategy,
-    )
-    from dist_checkpointing.strategies.common import (
         TorchCommonSaveStrategy as TorchCommonSaveStrategy,
     )
     from dist_checkpointing.strategies.data_files import DataFiles as DataFiles
     from dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper as FullyParallelLoadStrategyWrapper,
-    )
-    from dist_checkpointing.strategies.fully_parallel import (
         FullyParallelSaveStrategyWrapper as FullyParallelSaveStrategyWrapper,
     )
-    from dist_checkpointing.strategies.registry import StrategyAction as StrategyAction
-    from dist_checkpointing.strategies.registry import available_strategies as available_strategies
-    from dist_checkpointing.strategies.registry import default_strategies as default_strategies
-    from dist_checkpointing.strategies.registry import get_default_strategy as get_default_strategy
     from dist_checkpointing.strategies.registry import (
+        StrategyAction as StrategyAction,
+        available_strategies as available_strategies,
+        default_strategies as default_strategies,
+        get_default_strategy as get_default_strategy,
         register_default_strategy as register_default_strategy,
     )
     from dist_checkpointing.strategies.tensorstore import (
         TensorStoreLoadShardedStrategy as TensorStoreLoadShardedStrategy,
-    )
-    from dist_checkpointing.strategies.tensorstore import (
         TensorStoreSaveShardedStrategy as TensorStoreSaveShardedStrategy,
     )
     from dist_checkpointing.strategies.tensorstore.reader import (
@@ -73,11 +63,7 @@ if typing.TYPE_CHECKING:
     )
     from dist_checkpointing.strategies.torch_dist import (
         TorchDistCommonLoadStrategy as TorchDistCommonLoadStrategy,
-    )
-    from dist_checkpointing.strategies.torch_dist import (
         TorchDistLoadShardedStrategy as TorchDistLoadShardedStrategy,
-    )
-    from dist_checkpointing.strategies.torch_dist import (
         TorchDistSaveShardedStrategy as TorchDistSaveShardedStrategy,
     )
     from dist_checkpointing.strategies.torch_dist.metadata import (
@@ -85,19 +71,15 @@ if typing.TYPE_CHECKING:
     )
     from dist_checkpointing.strategies.zarr import (
         Zarr3LoadShardedStrategy as Zarr3LoadShardedStrategy,
-    )
-    from dist_checkpointing.strategies.zarr import (
         Zarr3SaveShardedStrategy as Zarr3SaveShardedStrategy,
-    )
-    from dist_checkpointing.strategies.zarr import (
         ZarrLoadShardedStrategy as ZarrLoadShardedStrategy,
-    )
-    from dist_checkpointing.strategies.zarr import (
         ZarrSaveShardedStrategy as ZarrSaveShardedStrategy,
     )
     from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer as ZarrV2Writer
-    from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader as ZarrV3Reader
-    from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer as ZarrV3Writer
+    from dist_checkpointing.strategies.zarr.v3 import (
+        ZarrV3Reader as ZarrV3Reader,
+        ZarrV3Writer as ZarrV3Writer,
+    )
 
 _NAMES_BY_MODULE = {
     "async_calls": ("AsyncCallsQueue", "AsyncRequest"),

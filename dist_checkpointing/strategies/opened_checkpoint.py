@@ -14,8 +14,7 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import CommonStateDict, ShardedObject
-from dist_checkpointing.mapping.nested_dicts import AtPaths, value_at
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import AtPaths, Path as TreePath, value_at
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.storage.driver import read

@@ -37,8 +37,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from dist_checkpointing.mapping.nested_dicts import Path as StatePath
-from dist_checkpointing.mapping.nested_dicts import path_text
+from dist_checkpointing.mapping.nested_dicts import Path as StatePath, path_text
 from dist_checkpointing.strategies.pickle_scanner import BadPickle
 from dist_checkpointing.strategies.torch_archives import BadRecord, check_torch_file
 from dist_checkpointing.validation.save_errors import Found, walk, without_values

@@ -39,8 +39,7 @@ from dist_checkpointing.format.geometry import Box, Ints, Window, padded, padded
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
-from dist_checkpointing.mapping.nested_dicts import DictKey
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import DictKey, Path as TreePath
 from dist_checkpointing.planning import DefaultLoadPlanner, MetadataIndex
 from dist_checkpointing.planning.load_plan import WantedTable, contiguous_ranges, misfits
 from dist_checkpointing.planning.shard_table import Bools, Int64s

@@ -22,8 +22,7 @@ from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import DictKey
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import DictKey, Path as TreePath
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.load_plan import WantedTable

@@ -19,8 +19,8 @@ from dist_checkpointing import (
     async_save,
     load,
     save,
+    threads as background,
 )
-from dist_checkpointing import threads as background
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
 from states import assert_at_step, at_step

@@ -24,8 +24,7 @@ from dist_checkpointing.format import (
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools import app, report
 from samples import GOLDEN, GOLDEN_NAMES
-from states import BACKEND, rows, save_on
-from states import shard as replicated
+from states import BACKEND, rows, save_on, shard as replicated
 
 RUNNER = CliRunner()
 

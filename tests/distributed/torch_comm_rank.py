@@ -36,10 +36,10 @@ from dist_checkpointing.comm import (
     SingleProcess,
     TorchComm,
     default_comm,
+    defaults as comm_defaults,
     group_comm,
     timeouts,
 )
-from dist_checkpointing.comm import defaults as comm_defaults
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,

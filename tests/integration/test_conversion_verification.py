@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
 import samples
@@ -40,8 +39,7 @@ from dist_checkpointing.tools.app import app, main
 from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
 from dist_checkpointing.tools.convert.plan import Budget
 from dist_checkpointing.tools.convert.source import PartChecks
-from states import between, rows, save_on, shard
-from states import flat as flat_part
+from states import between, flat as flat_part, rows, save_on, shard
 
 BACKENDS = {name: make for name, make in samples.BACKENDS.items() if name != "zarr-2-zstd"}
 TARGETS = ["tensorstore", "zarr:1", "torch_dist", "safetensors", "torch"]

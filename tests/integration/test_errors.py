@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
 from damage import files_in
@@ -31,10 +30,15 @@ from dist_checkpointing.strategies import (
     ZarrLoadShardedStrategy,
 )
 from simulated_groups import the_one_error
-from states import FORMAT, between, save_on, shard
-from states import counted_cell as cell
-from states import counted_rows as rows
-from states import flat as flat_part
+from states import (
+    FORMAT,
+    between,
+    counted_cell as cell,
+    counted_rows as rows,
+    flat as flat_part,
+    save_on,
+    shard,
+)
 from tiers import examples
 
 Format = tuple[str, int]

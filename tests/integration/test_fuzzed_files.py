@@ -12,8 +12,7 @@ from typing import Final
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import hostile_state
 from dist_checkpointing import CheckpointManager

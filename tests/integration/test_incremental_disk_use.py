@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dist_checkpointing import load_plain_tensors, save, verify_checkpoint
 from dist_checkpointing.comm import Comm

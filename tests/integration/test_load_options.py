@@ -15,9 +15,15 @@ import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
-from states import FORMAT, at_step, between, save_on, shard
-from states import counted_cell as cell
-from states import counted_rows as rows
+from states import (
+    FORMAT,
+    at_step,
+    between,
+    counted_cell as cell,
+    counted_rows as rows,
+    save_on,
+    shard,
+)
 
 Format = tuple[str, int]
 # Devices and dtypes.

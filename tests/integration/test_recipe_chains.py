@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from dist_checkpointing import Recipe, ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm

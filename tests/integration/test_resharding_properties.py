@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
 from dist_checkpointing import ShardedTensor, load, save

@@ -15,8 +15,14 @@ import dist_checkpointing as dc
 from dist_checkpointing import CheckpointingException, load, verify_checkpoint
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format import SEAL_NAME, Seal, leftovers, read_seal, seal
-from dist_checkpointing.format import checksums as checksum_tables
+from dist_checkpointing.format import (
+    SEAL_NAME,
+    Seal,
+    checksums as checksum_tables,
+    leftovers,
+    read_seal,
+    seal,
+)
 from dist_checkpointing.serialization import save_folder
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer

@@ -41,8 +41,7 @@ from dist_checkpointing.testing import (
     run_ranks,
     template,
 )
-from states import shard as whole
-from states import wholes
+from states import shard as whole, wholes
 
 # DCP warns whoever uses it in one process, also one who says so.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_loader import (
     _load_state_dict,
     _load_state_dict_from_keys,
+    load as dcp_load,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.state_dict_saver import (
+    async_save as dcp_async_save,
+    save as dcp_save,
+)
 
 from dist_checkpointing import (
     CheckpointExistsError,
@@ -42,8 +44,7 @@ from dist_checkpointing import (
 from dist_checkpointing.format import leftovers, read_index
 from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
 from dist_checkpointing.mapping import DTYPES
-from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner
-from dist_checkpointing.planning import RowBlockLayout
+from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner, RowBlockLayout
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, TensorStoreWriter
 from states import shard
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from damage import sealed
 from dist_checkpointing import (

@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box
 from dist_checkpointing.mapping import DTYPES, ShardedObject, ShardedTensor

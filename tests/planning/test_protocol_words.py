@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint import planner as dcp_planner
+from torch.distributed.checkpoint import metadata as dcp, planner as dcp_planner
 
 from dist_checkpointing import (
     CheckpointingException,

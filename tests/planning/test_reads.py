@@ -12,8 +12,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, Window
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory

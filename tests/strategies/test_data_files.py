@@ -14,8 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.format import Digest, digest_of

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dist_checkpointing import ObjectPath, ObjectStoreOptions
 from dist_checkpointing.errors import CorruptCheckpointError

@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes

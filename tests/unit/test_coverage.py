@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTensor
 from dist_checkpointing.errors import Finding

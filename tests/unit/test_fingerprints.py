@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box
 from dist_checkpointing.format.geometry import Ints

@@ -8,8 +8,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box, ChunkGrid, Window
 from dist_checkpointing.format.geometry import (

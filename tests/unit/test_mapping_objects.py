@@ -3,8 +3,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
 from dist_checkpointing.mapping import ShardedObject

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import tensorstore as ts
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes, ocdbt_tree

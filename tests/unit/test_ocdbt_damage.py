@@ -12,8 +12,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numcodecs import zstd
 
 from dist_checkpointing.errors import CorruptCheckpointError

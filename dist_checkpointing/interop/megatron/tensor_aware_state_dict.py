@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing.interop.megatron import shard_exchange, validation
-from dist_checkpointing.interop.megatron import state_dicts as nests
+from dist_checkpointing.interop.megatron import shard_exchange, state_dicts as nests, validation
 from dist_checkpointing.interop.megatron.state_dicts import (
     _sharded_object_id,
     _sharded_tensor_shard_id,

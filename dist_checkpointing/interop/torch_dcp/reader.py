@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint import planner as dcp
-from torch.distributed.checkpoint import storage as dcp_storage
+from torch.distributed.checkpoint import (
+    metadata as dcp_metadata,
+    planner as dcp,
+    storage as dcp_storage,
+)
 from torch.futures import Future
 
 from dist_checkpointing.comm import SingleProcess
@@ -38,8 +40,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint, data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath
-from dist_checkpointing.mapping.nested_dicts import Position
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath, Position
 from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader

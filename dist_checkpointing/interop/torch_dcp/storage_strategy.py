@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint import planner as dcp
-from torch.distributed.checkpoint import storage as dcp_storage
+from torch.distributed.checkpoint import (
+    metadata as dcp_metadata,
+    planner as dcp,
+    storage as dcp_storage,
+)
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
 from dist_checkpointing.comm import Comm

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint import planner as dcp
-from torch.distributed.checkpoint import storage as dcp_storage
+from torch.distributed.checkpoint import (
+    metadata as dcp_metadata,
+    planner as dcp,
+    storage as dcp_storage,
+)
 from torch.futures import Future
 
 from dist_checkpointing.errors import (

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex as TorchMetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex as TorchMetadataIndex
 
 from dist_checkpointing.errors import (
     CheckpointingException,
