@@ -267,8 +267,10 @@ class RowBlockLayout:
         chunks: list[Ints | None] = [*shared_shapes(groups.grid_shapes, firsts.ndim)]
         has_grid = groups.is_grid.copy()
         chunk_bytes = firsts.itemsizes * groups.chunk_shapes.prod(axis=1)
+        # A tensor without elements has no chunk to divide.
+        is_large = (chunk_bytes > self.max_chunk_bytes) & (firsts.global_shapes > 0).all(axis=1)
         divided: dict[tuple[Ints, Ints, int], Ints | None] = {}
-        for group in np.flatnonzero(has_grid & (chunk_bytes > self.max_chunk_bytes)).tolist():
+        for group in np.flatnonzero(has_grid & is_large).tolist():
             question = shapes[group], chunks[group] or (), int(firsts.itemsizes[group])
             if question not in divided:
                 divided[question] = self._divide(*question)

@@ -500,9 +500,8 @@ def test_a_source_that_is_overwritten_meanwhile(
     read = dc.Checkpoint.read
 
     def overwriting(self: dc.Checkpoint, wanted: Any) -> list[torch.Tensor]:
-        found = read(self, wanted)
         dc.save({"k": leaf}, tmp_path / "source", overwrite=True)
-        return found
+        return read(self, wanted)
 
     monkeypatch.setattr(dc.Checkpoint, "read", overwriting)
     with pytest.raises(dc.CheckpointingException, match="changed"):

@@ -109,6 +109,12 @@ def test_who_writes_what_is_what_the_rule_says(
             assert (key, box, None if part is None else part.flat_range) in writes
 
 
+def test_a_tensor_without_elements_has_a_chunk_however_small_they_must_be() -> None:
+    leaf = ShardedTensor.from_rank_offsets("a", torch.empty(0, 5))
+    _, index = planned(DefaultSavePlanner(), [[leaf]], RowBlockLayout(1))
+    assert index["a"].chunk_shape == (1, 5)
+
+
 @given(worlds(), st.integers(1, 4))
 def test_whole_shards_share_a_divisor_or_an_axis(ranks: list[list[Any]], most: int) -> None:
     plans, index = planned(DefaultSavePlanner(), ranks, WholeShardLayout(most))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.planning import LoadPlan, SavePlan
@@ -88,7 +89,7 @@ class StorageProtocol(BackendHooks):
 
             def observe(name: str, values: Sequence[Any]) -> None:
                 tell(name, values)
-                assert not check_is_distributed_checkpoint(folder), "committed too early"
+                assert not location.is_there(folder / CONFIG_FNAME), "committed too early"
 
             strategy = observed(self.planned_saver(), observe)
             save(_state(world_size, comm.rank), folder, strategy, comm=comm)
@@ -182,7 +183,7 @@ class StorageProtocol(BackendHooks):
             if request.async_fn is not None:
                 request.async_fn(*args, **request.async_fn_kwargs)
             comm.all_gather(None)
-            assert not check_is_distributed_checkpoint(folder), "committed too early"
+            assert not location.is_there(folder / CONFIG_FNAME), "committed too early"
             comm.all_gather(None)
             for finalize in request.finalize_fns:
                 finalize()
