@@ -45,19 +45,19 @@ class Message:
     """What a rank sends to plan a save.
 
     Attributes:
-        brought: What all ranks get of it, pickled.
+        exchanged: What all ranks get of it, pickled.
         data: Bytes of the parts of its table, by digest: what only the lowest rank sends that holds
             the part.
     """
 
-    brought: bytes
+    exchanged: bytes
     data: Mapping[bytes, bytes]
 
     def __len__(self) -> int:
         """Bytes that the rank would send if it held all of its parts alone."""
-        parts: dict[str, PackedPart] = pickle.loads(self.brought)[0]  # noqa: S301 - our own
+        parts: dict[str, PackedPart] = pickle.loads(self.exchanged)[0]  # noqa: S301 - our own
         late = (part.num_bytes for part in parts.values() if part.data is None)
-        return len(self.brought) + sum(late)
+        return len(self.exchanged) + sum(late)
 
 
 def message_of(leaves: Leaves, ranks: int) -> Message:
@@ -90,7 +90,7 @@ class _OneOfMany(SingleProcess):
         if self.world_size == 1:
             return [own]  # a rank that is alone sends nothing, and packs nothing
         begin = time.process_time()
-        values = [pickle.loads(message.brought) for message in self._messages]  # noqa: S301 - our own
+        values = [pickle.loads(message.exchanged) for message in self._messages]  # noqa: S301 - our own
         self.seconds = time.process_time() - begin
         seen: set[bytes] = set()
         for rank, (parts, _) in enumerate(values):
