@@ -27,7 +27,6 @@ from dist_checkpointing.planning.save_plan import (
     SavePlanning,
     exchanged_parts,
 )
-from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.planning.table_exchange import PackedPart, pack_tables
 
 T = TypeVar("T")
@@ -65,7 +64,7 @@ def message_of(leaves: Leaves, ranks: int) -> Message:
     planner = DefaultSavePlanner()
     planner.configure_planner(leaves, is_coordinator=False, rank=0, layout=RowBlockLayout())
     table = planner.build_local_plan().table
-    parts = exchanged_parts(table) | {"others": describe((), rank=0)}
+    parts, _ = exchanged_parts(table)
     packed, data = pack_tables(parts, ranks)
     return Message(pickle.dumps((packed, RankFacts(("", "")))), data)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Final
+from functools import cache
+from typing import Final
 
 import numpy as np
 
@@ -104,11 +104,8 @@ def cut_rows(table: ShardTable, most: Int64s) -> CutRows:
 
 def concatenate_cuts(parts: list[CutRows]) -> CutRows:
     """Cuts of one table together, those of one row in their order."""
-    table, origins = parts[0]
-    for other, rows in parts[1:]:
-        if len(rows):
-            table, origins = table.followed_by(other), np.concatenate([origins, rows])
-    return table, origins
+    tables, origins = zip(*parts, strict=True)
+    return tables[0].followed_by(*tables[1:]), np.concatenate(origins)
 
 
 _MOST_CHUNKS: Final = 64
@@ -118,7 +115,10 @@ _MOST_CHUNKS: Final = 64
 def nested_grids(index: Index, base: Index) -> dict[str, Ints]:
     """The chunk shapes of a base that make up larger ones of a new checkpoint, by key."""
     found = {}
-    for key, dtype, shape, own in _rows_of(index):
+    shapes, chunks = index.global_shape_column, index.chunk_shape_column
+    for key, dtype, shape, own in zip(
+        index.keys_column, index.dtype_column, shapes, chunks, strict=True
+    ):
         theirs = base.chunk_shape(key)
         if own is None or theirs is None or tuple(own) == tuple(theirs):
             continue
@@ -151,93 +151,6 @@ def along_grids(
     return table.take(~is_cut).followed_by(cut), index
 
 
-@dataclass(frozen=True, eq=False)
-class KeyGroups:
-    """The rows of a table sorted by key, seen as one group a key.
-
-    Attributes:
-        table: Sorted by key.
-        counted: The rows that make up the tensors; the others only announce their key.
-    """
-
-    table: ShardTable
-    counted: Bools
-
-    @cached_property
-    def starts(self) -> Int64s:
-        """First row of each group."""
-        keys = self.table.keys
-        return np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]][: len(keys)])
-
-    @cached_property
-    def of_row(self) -> Int64s:
-        sizes = np.diff(np.r_[self.starts, len(self.table)])
-        return np.repeat(np.arange(len(self.starts)), sizes)
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def rows(self, group: int) -> Int64s:
-        end = self.starts[group + 1] if group + 1 < len(self) else len(self.table)
-        return np.arange(self.starts[group], end)
-
-    def any_row(self, mask: Bools) -> Bools:
-        """Per group: whether the mask holds for any row."""
-        return np.bincount(self.of_row[mask], minlength=len(self)) > 0
-
-    @cached_property
-    def global_shapes(self) -> Int64s:
-        """``[groups, axes]``."""
-        return self.table.global_shapes[self.starts]
-
-    @cached_property
-    def chunk_shapes(self) -> Int64s:
-        """``[groups, axes]``: the largest extents, which are the chunk if there is a grid."""
-        shapes = np.where(self.counted[:, None], self.table.shapes, 1)
-        if not len(self):
-            return shapes
-        return np.maximum(np.maximum.reduceat(shapes, self.starts, axis=0), 1)
-
-    @cached_property
-    def grid_shapes(self) -> Int64s:
-        """The same, but the whole shape, 1 where it is 0, of a tensor that nobody writes."""
-        is_written = self.any_row(self.counted)[:, None]
-        return np.where(is_written, self.chunk_shapes, np.maximum(self.global_shapes, 1))
-
-    @cached_property
-    def is_grid(self) -> Bools:
-        """Per group: whether every counted row is exactly one chunk of the grid."""
-        table, chunk = self.table, self.chunk_shapes[self.of_row]
-        clipped = np.minimum(chunk, table.global_shapes - table.offsets)
-        fits = (table.offsets % chunk == 0).all(axis=1) & (table.shapes == clipped).all(axis=1)
-        fits &= table.flat[:, 0] < 0
-        return ~self.any_row(self.counted & ~fits)
-
-    @cached_property
-    def num_chunks(self) -> Int64s:
-        """Per group: chunks in the grid; 0 for a tensor without elements."""
-        counts: Int64s = (-(-self.global_shapes // self.chunk_shapes)).prod(axis=1)
-        return counts
-
-    @cached_property
-    def is_covered_grid(self) -> Bools:
-        """Per group: whether there is a grid and every chunk of it is held exactly once."""
-        held = np.bincount(self.of_row[self.counted], minlength=len(self))
-        counts = -(-self.global_shapes // self.chunk_shapes)
-        index = self.table.offsets // self.chunk_shapes[self.of_row]
-        chunk = np.zeros(len(self.table), dtype=np.int64)
-        for axis in range(self.table.max_ndim):
-            chunk = chunk * counts[self.of_row, axis] + index[:, axis]
-        first_chunk = np.cumsum(self.num_chunks) - self.num_chunks
-        place = (chunk + first_chunk[self.of_row])[self.counted & self.is_grid[self.of_row]]
-        is_ascending = bool((place[1:] > place[:-1]).all())
-        unique = place if is_ascending else np.unique(place)
-        owner = np.searchsorted(first_chunk + self.num_chunks, unique, side="right")
-        distinct = np.bincount(owner, minlength=len(self))[: len(self)]
-        result: Bools = self.is_grid & (held == self.num_chunks) & (distinct == self.num_chunks)
-        return result
-
-
 MAX_CHUNK_BYTES = 32 * 2**20
 _MIN_CHUNK_BYTES = 2**20
 
@@ -261,23 +174,19 @@ class RowBlockLayout:
 
     def index(self, written: ShardTable) -> Index:
         """The layout of every tensor in a sorted table of the shards that will be written."""
-        groups = KeyGroups(written, written.num_elements > 0)
-        firsts = written.take(groups.starts)
-        shapes = firsts.global_shape_column
-        chunks: list[Ints | None] = [*shared_shapes(groups.grid_shapes, firsts.ndim)]
+        groups, firsts = written.groups, written.take(written.starts)
+        shapes, itemsizes = firsts.global_shape_column, firsts.itemsizes
+        chunks: list[Ints | None] = [*shared_shapes(groups.chunk_shapes, firsts.ndim)]
         has_grid = groups.is_grid.copy()
-        chunk_bytes = firsts.itemsizes * groups.chunk_shapes.prod(axis=1)
+        is_large = itemsizes * groups.chunk_shapes.prod(axis=1) > self.max_chunk_bytes
         # A tensor without elements has no chunk to divide.
-        is_large = (chunk_bytes > self.max_chunk_bytes) & (firsts.global_shapes > 0).all(axis=1)
-        divided: dict[tuple[Ints, Ints, int], Ints | None] = {}
-        for group in np.flatnonzero(has_grid & is_large).tolist():
-            question = shapes[group], chunks[group] or (), int(firsts.itemsizes[group])
-            if question not in divided:
-                divided[question] = self._divide(*question)
-            chunks[group] = divided[question]
+        is_large &= has_grid & groups.global_shapes.all(axis=1)
+        divided = cache(self._divide)
+        for group in np.flatnonzero(is_large).tolist():
+            chunks[group] = divided(shapes[group], chunks[group] or (), int(itemsizes[group]))
             has_grid[group] = chunks[group] is not None
         chunks = [chunk if grid else None for chunk, grid in zip(chunks, has_grid, strict=True)]
-        rows = groups.counted & ~has_grid[groups.of_row]
+        rows = groups.is_counted & ~has_grid[groups.of_row]
         pieces = self._pieces(written.take(rows)) if rows.any() else {}
         return Index(firsts.key_column, firsts.dtype_column, shapes, chunks, pieces)
 
@@ -302,11 +211,10 @@ class RowBlockLayout:
         order = sorted_rows(table.offsets, table.shapes, table.flat, table.keys)
         if (order[1:] < order[:-1]).any():
             table = table.take(order)
-        starts = KeyGroups(table, no_chunks).starts
-        firsts = table.take(starts)
+        firsts = table.take(table.starts)
         return PieceColumns(
             firsts.key_column,
-            np.append(starts, len(table)),
+            np.append(table.starts, len(table)),
             firsts.ndim.astype(np.int64),
             table.offsets,
             table.shapes,
@@ -367,26 +275,19 @@ class WholeShardLayout:
 
     def index(self, written: ShardTable) -> Index:
         """The layout of every tensor in a sorted table of the shards that will be written."""
-        groups = KeyGroups(written, written.num_elements > 0)
-        firsts = written.take(groups.starts)
-        full, largest = groups.global_shapes, groups.chunk_shapes
-        counted = groups.counted[:, None]
-        whole = full[groups.of_row]
-        extents = largest[groups.of_row]
-        ends = written.offsets + written.shapes
-        fits = (written.offsets % extents == 0) & (
-            written.shapes == np.minimum(extents, whole - written.offsets)
-        )
-        # The end of the tensor is no cut.
-        cuts = np.gcd(written.offsets * (written.offsets != whole), ends * (ends != whole))
-        if len(groups):
-            is_regular = np.logical_and.reduceat(fits | ~counted, groups.starts, axis=0)
-            divisor = np.gcd.reduceat(np.where(counted, cuts, 0), groups.starts, axis=0)
+        groups, firsts = written.groups, written.take(written.starts)
+        whole, largest = groups.global_shapes, groups.chunk_shapes
+        if len(firsts):
+            # The end of the tensor is no cut.
+            ends = written.offsets + written.shapes
+            extents = written.global_shapes
+            cuts = np.gcd(written.offsets * (written.offsets != extents), ends * (ends != extents))
+            counted = groups.is_counted[:, None]
+            is_regular = np.logical_and.reduceat(groups.fits | ~counted, written.starts, axis=0)
+            divisor = np.gcd.reduceat(np.where(counted, cuts, 0), written.starts, axis=0)
             few = divisor * self.max_chunks_per_shard >= largest
-            largest = np.where(is_regular, largest, np.where(few, divisor, full))
-        is_written = groups.any_row(groups.counted)[:, None]
-        chunks = shared_shapes(np.where(is_written, largest, groups.grid_shapes), firsts.ndim)
-        shapes = firsts.global_shape_column
+            largest = np.where(is_regular, largest, np.where(few, divisor, whole))
+        shapes, chunks = firsts.global_shape_column, shared_shapes(largest, firsts.ndim)
         return Index(firsts.key_column, firsts.dtype_column, shapes, chunks)
 
     def cut(self, written: ShardTable, index: Index) -> CutRows:
@@ -400,7 +301,7 @@ Layout = RowBlockLayout | WholeShardLayout
 
 def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Index:
     """What a checkpoint will hold, from the shards of all ranks and those that are written."""
-    firsts = announced.take(KeyGroups(announced, announced.main).starts)
+    firsts = announced.take(announced.starts)
     tensors = written.take(~written.is_object)
     is_object = firsts.is_object
     # What has no elements is in the index, but nobody writes it.
@@ -410,9 +311,3 @@ def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Inde
     objects = firsts.take(is_object)
     grids = dict(zip(objects.key_column, objects.global_shape_column, strict=True))
     return replace(layout.index(tensors), objects=grids)
-
-
-def _rows_of(index: Index) -> Iterator[tuple[Any, ...]]:
-    """Key, dtype, global shape and chunk shape of every tensor."""
-    shapes, chunks = index.global_shape_column, index.chunk_shape_column
-    return zip(index.keys_column, index.dtype_column, shapes, chunks, strict=True)

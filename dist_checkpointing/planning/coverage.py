@@ -20,7 +20,6 @@ import numpy as np
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, Ints, changes, sorted_rows
-from dist_checkpointing.planning.chunking import KeyGroups
 from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, Int64s, ShardTable
 
 _PRIME: Final = 2**31 - 1
@@ -118,8 +117,7 @@ def check_agreement(catalog: ShardTable) -> None:
     Raises:
         InvalidShardingError: if dtype, kind or global shape of a key differ, or a shard is outside.
     """
-    groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
-    if _find_disagreements(groups)[0]:
+    if _find_disagreements(catalog)[0]:
         check_coverage(catalog)
 
 
@@ -130,40 +128,58 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable | None = Non
     """
     if written is None:
         written = main_rows(catalog)
-    groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
-    findings, broken = _find_disagreements(groups)
+    findings, broken = _find_disagreements(catalog)
     # Flattened ranges that follow each other from end to end count as their box.
     merged, has_broken_chain = _merge_chains(written)
-    writers = KeyGroups(merged, merged.num_elements > 0)
-    firsts = merged.take(writers.starts)
-    names = np.array(written.names, dtype=object)
-    for group in np.flatnonzero(~writers.is_covered_grid | has_broken_chain).tolist():
-        key = names[firsts.keys[group]]
+    numbers = merged.keys[merged.starts]
+    for group in np.flatnonzero(~_is_covered_grid(merged) | has_broken_chain).tolist():
+        number = numbers[group]
+        key = written.names[number]
         if key in broken:
             continue
-        if has_broken_chain[group]:
-            begin, end = np.searchsorted(written.keys, firsts.keys[group] + np.array([0, 1]))
-            rows = written.take(slice(begin, end))
-            findings += _find_broken_chains(key, rows.take(rows.num_elements > 0))
-        else:
-            own = writers.rows(group)
-            findings += _find_gaps_and_overlaps(key, merged.take(own[writers.counted[own]]))
-    is_missing = groups.global_shapes.all(axis=1)
+        table = written if has_broken_chain[group] else merged
+        rows = table.take(slice(*np.searchsorted(table.keys, [number, number + 1])))
+        rows = rows.take(rows.num_elements > 0)
+        find = _find_broken_chains if has_broken_chain[group] else _find_gaps_and_overlaps
+        findings += find(key, rows)
+    is_missing = catalog.global_shapes[catalog.starts].all(axis=1)
     if written.names is catalog.names:
-        is_missing &= ~np.isin(catalog.keys[groups.starts], firsts.keys, assume_unique=True)
-    known = {*names[firsts.keys].tolist(), *broken} if is_missing.any() else broken
+        is_missing &= ~np.isin(catalog.keys[catalog.starts], numbers, assume_unique=True)
+    if is_missing.any():
+        broken = broken.union(written.names[number] for number in numbers.tolist())
+    ends = np.append(catalog.starts[1:], len(catalog))
     for group in np.flatnonzero(is_missing).tolist():
-        key = catalog.key(int(groups.starts[group]))
-        if key not in known:
-            ranks = _named(catalog.ranks_of(groups.rows(group)))
+        start, end = catalog.starts[group], ends[group]
+        key = catalog.key(start)
+        if key not in broken:
+            ranks = _named(catalog.ranks_of(slice(start, end)))
             problem = "no rank writes it: no shard is a main replica"
             findings.append(Finding(problem, key, ranks=ranks, remedy=_ONE_MAIN))
     return findings
 
 
-def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
+def _is_covered_grid(table: ShardTable) -> Bools:
+    """Per key of a sorted table: whether there is a grid and each chunk of it is held once."""
+    groups, of_row = table.groups, table.groups.of_row
+    counts = -(-groups.global_shapes // groups.chunk_shapes)
+    num_chunks = counts.prod(axis=1)
+    index = table.offsets // groups.chunk_shapes[of_row]
+    chunk = np.zeros(len(table), dtype=np.int64)
+    for axis in range(table.max_ndim):
+        chunk = chunk * counts[of_row, axis] + index[:, axis]
+    stops = np.cumsum(num_chunks)
+    place = chunk + (stops - num_chunks)[of_row]
+    place = place[groups.is_counted & groups.is_grid[of_row]]
+    is_ascending = (place[1:] > place[:-1]).all()
+    unique = place if is_ascending else np.unique(place)
+    owner = np.searchsorted(stops, unique, side="right")
+    distinct = np.bincount(owner, minlength=len(stops))[: len(stops)]
+    is_covered: Bools = (groups.num_counted == num_chunks) & (distinct == num_chunks)
+    return is_covered & groups.is_grid
+
+
+def _find_disagreements(table: ShardTable) -> tuple[list[Finding], set[str]]:
     """Keys on whose dtype, kind or global shape the ranks differ, and shards out of bounds."""
-    table = groups.table
     outside = table.offsets + table.shapes > table.global_shapes
     is_same = table.keys[1:] == table.keys[:-1]
     compared = (table.dtypes, table.ndim, *table.global_shapes.T)
@@ -171,7 +187,7 @@ def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
     # Nearly always each row is as the one before of its key, which takes little time to see.
     if not outside.any() and not any(differ):
         return [], set()
-    first = groups.starts[groups.of_row]
+    first = np.repeat(table.starts, np.diff(table.starts, append=len(table)))
     columns: list[tuple[str, Bools]] = [
         ("dtype", table.dtypes != table.dtypes[first]),
         ("number of axes", table.ndim != table.ndim[first]),
@@ -186,19 +202,18 @@ def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
             if key in found:
                 continue
             if what == "box":
-                problem, whole = (
-                    "the shard sticks out of the global tensor",
-                    table.global_shape(row),
-                )
-                expected, holder = f"inside {whole}", table.first_rank(row)
-                found[key] = Finding(problem, key, expected, str(table.box(row)), (holder,))
-                continue
-            kinds = {table.dtype(r) == OBJECT for r in (reference, row)}
-            aspect = "kind (tensor or object)" if len(kinds) == 2 else what
-            problem = f"the {aspect} of one key must be the same everywhere"
-            expected = f"{_seen(table, reference, what)} as on rank {table.first_rank(reference)}"
-            ranks = _named(table.ranks_of(differs & (table.keys == table.keys[row])))
-            found[key] = Finding(problem, key, expected, _seen(table, row, what), ranks)
+                problem = "the shard sticks out of the global tensor"
+                expected, seen = f"inside {table.global_shape(row)}", str(table.box(row))
+                ranks = table.ranks_of([row])[:1]
+            else:
+                kinds = {table.dtype(r) == OBJECT for r in (reference, row)}
+                aspect = "kind (tensor or object)" if len(kinds) == 2 else what
+                problem = f"the {aspect} of one key must be the same everywhere"
+                holder = table.ranks_of([reference])[0]
+                expected = f"{_seen(table, reference, what)} as on rank {holder}"
+                seen = _seen(table, row, what)
+                ranks = table.ranks_of(differs & (table.keys == table.keys[row]))
+            found[key] = Finding(problem, key, expected, seen, _named(ranks))
     return [*found.values()], {*found}
 
 
@@ -237,7 +252,7 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
     """
     is_flat = (table.flat[:, 0] >= 0) & (table.num_elements > 0)
     if not is_flat.any():
-        return table, np.zeros(len(KeyGroups(table, is_flat)), dtype=np.bool_)
+        return table, np.zeros(len(table.starts), dtype=np.bool_)
     ranges = table.take(is_flat)
     order = sorted_rows(ranges.offsets, ranges.shapes, ranges.flat, ranges.keys)
     if (order[1:] < order[:-1]).any():
@@ -261,8 +276,7 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
     )
     merged = table.take(~is_flat).followed_by(boxes)
     merged = merged.take(np.argsort(merged.keys, kind="stable"))
-    keys = merged.keys[KeyGroups(merged, np.zeros(len(merged), dtype=np.bool_)).starts]
-    return merged, np.isin(keys, boxes.keys[~is_whole])
+    return merged, np.isin(merged.keys[merged.starts], boxes.keys[~is_whole])
 
 
 def _find_broken_chains(key: str, rows: ShardTable) -> list[Finding]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeGuard
 
 import numpy as np
+import xxhash
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding
@@ -21,21 +22,21 @@ from dist_checkpointing.planning.coverage import check_agreement, check_coverage
 from dist_checkpointing.planning.items import Metadata, whole_items
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.replica_check import ReplicaFacts
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import Int32s, ShardTable, concatenate, describe
 from dist_checkpointing.planning.table_exchange import (
     AgreedCache,
     ExchangedTables,
     exchange_tables,
-    number_of,
     plan_inputs,
 )
 from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
-_TENSORS, _OTHERS = "tensors", "others"
-_KINDS: Final = {_TENSORS: 0, "flattened": 1 << 29, "objects": 1 << 30}
-"""Number of the first leaf of each kind, where parts of a table are numbered apart."""
+_KINDS: Final = ("tensors", "flattened", "objects")
+_OTHERS: Final = "others"
+_MOST_LEAVES: Final = 1 << 29
+"""Of one kind on one rank: the leaves of each kind are numbered apart."""
 logger: logging.Logger = logging.getLogger(__name__)
 
 
@@ -79,7 +80,8 @@ class RankFacts(NamedTuple):
         """Number that stands for all of it, see ``Comm.exchange``; None if there is a table."""
         if self.plan_number is None:
             return None
-        return number_of((*self.destination, self.plan_number, self.common))
+        values = (*self.destination, self.plan_number, self.common)
+        return xxhash.xxh3_64_intdigest(repr(values).encode()) >> 2
 
 
 class SavePlanning:
@@ -107,8 +109,8 @@ class SavePlanning:
         self._rank, self._world_size, self._cache = comm.rank, comm.world_size, cache
         self._inputs: tuple[Any, ...] | None = None
         self._local_plan: SavePlan | None = None
+        self._leaf_numbers: dict[int, Int32s] = {}
 
-    @paused_collector()
     def facts_of_rank(self) -> tuple[Mapping[str, ShardTable], RankFacts]:
         """What this rank sends: its tables, or which plan it would use again."""
         if self._cache is not None and self.planner.settings is not None:
@@ -121,15 +123,17 @@ class SavePlanning:
                 return {}, RankFacts(self.destination, plan_number=number)
         return self._tables()
 
-    @paused_collector()
     def _tables(self) -> tuple[Mapping[str, ShardTable], RankFacts]:
         self._configure()
         plan = self._local_plan = self.planner.build_local_plan()
         # Most planners have nothing but the table, and thousands of ranks send it.
         is_bare = type(plan) is SavePlan and plan.storage_data is plan.planner_data is None
         rest = None if is_bare else replace(plan, table=plan.table.take(slice(0, 0)))
-        parts = exchanged_parts(plan.table) if _assigns(self.planner) else {_TENSORS: plan.table}
-        parts[_OTHERS] = describe(self._others, self._rank)
+        parts = {_KINDS[0]: plan.table}
+        if _assigns(self.planner):
+            parts, self._leaf_numbers = exchanged_parts(plan.table)
+        if self._others:
+            parts[_OTHERS] = describe(self._others, self._rank)
         return parts, RankFacts(self.destination, rest)
 
     def _configure(self) -> None:
@@ -186,24 +190,21 @@ class SavePlanning:
         others = exchanged.catalog(_OTHERS)
         if len(others):
             check_coverage(others)
-        catalog = exchanged.catalog(*_KINDS)
         if _assigns(planner):
+            catalog = exchanged.catalog(*_KINDS)
             check_agreement(catalog)
             written, index = planner.assign(catalog, self._world_size)
             check_coverage(catalog, written)
             table = written.take(written.ranks == self._rank)
-            plan = replace(local, table=_with_sources(table, local.table), index=index)
+            plan = replace(local, table=_with_leaves(table, self._leaf_numbers), index=index)
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
-            tables = exchanged.tables(*_KINDS)
-            plans, index = checked_plans(
-                LocalPlans(
-                    SavePlan(table) if facts.rest is None else replace(facts.rest, table=table)
-                    for facts, table in zip(exchanged.facts, tables, strict=True)
-                ),
-                planner,
+            local_plans = LocalPlans(
+                SavePlan(table) if facts.rest is None else replace(facts.rest, table=table)
+                for facts, table in zip(exchanged.facts, exchanged.tables(_KINDS[0]), strict=True)
             )
-            plan = plans[self._rank]
+            plans, index = checked_plans(local_plans, planner)
+            catalog, plan = local_plans.catalog, plans[self._rank]
         plan = planner.finalize_plan(plan).for_index(index)
         if self._rank == 0:
             self._log_dropped(catalog)
@@ -226,38 +227,40 @@ def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     return isinstance(planner, DefaultSavePlanner) and type(planner).build_global_plan is build
 
 
-def exchanged_parts(table: ShardTable) -> dict[str, ShardTable]:
+def exchanged_parts(table: ShardTable) -> tuple[dict[str, ShardTable], dict[int, Int32s]]:
     """The table of a rank in parts that are likely to be the same on many ranks.
 
     Copies of a model are alike even where their parts of a distributed optimizer, or their random
     states, are not. Rows are numbered within the part: which leaf a row is concerns its rank only.
+
+    Returns:
+        The parts by kind, and the leaf of each row of a part by the number of its first row.
     """
-    parts = {}
-    for kind, rows in _rows_of_kinds(table).items():
-        part = table.take(rows)
+    kinds = np.where(table.is_object, 2, table.flat[:, 0] >= 0)
+    parts, leaves = {}, {}
+    for number in np.union1d(kinds, 0).tolist():
+        part, first = table.take(kinds == number), number * _MOST_LEAVES
         # Only the names that occur, so that those of the other parts make no difference.
-        used, numbers = np.unique(np.concatenate([part.keys, part.dtypes]), return_inverse=True)
-        keys, dtypes = np.split(numbers.astype(np.int32), 2)
-        names = tuple(table.names[name] for name in used.tolist())
-        sources = np.arange(len(rows), dtype=np.int32) + _KINDS[kind]
-        parts[kind] = replace(part, names=names, keys=keys, dtypes=dtypes, sources=sources)
-    return parts
+        used, names = np.unique(np.concatenate([part.keys, part.dtypes]), return_inverse=True)
+        keys, dtypes = np.split(names.astype(np.int32), 2)
+        parts[_KINDS[number]] = replace(
+            part,
+            names=tuple(table.names[name] for name in used.tolist()),
+            keys=keys,
+            dtypes=dtypes,
+            sources=np.arange(first, first + len(part), dtype=np.int32),
+        )
+        leaves[first] = part.sources
+    return parts, leaves
 
 
-def _rows_of_kinds(table: ShardTable) -> dict[str, Int64s]:
-    is_object, is_flat = table.is_object, table.flat[:, 0] >= 0
-    masks = zip(_KINDS, (~is_object & ~is_flat, is_flat, is_object), strict=True)
-    return {kind: np.flatnonzero(mask) for kind, mask in masks if kind == _TENSORS or mask.any()}
-
-
-def _with_sources(table: ShardTable, local: ShardTable) -> ShardTable:
+def _with_leaves(table: ShardTable, leaves: Mapping[int, Int32s]) -> ShardTable:
     """Rows of this rank, numbered as in ``exchanged_parts``, with the leaves that they are."""
     sources = table.sources.copy()
-    for kind, rows in _rows_of_kinds(local).items():
-        # The kind of a row may not be what it was: a planner may have cut a range into boxes.
-        numbers = table.sources - _KINDS[kind]
-        is_of_kind = (numbers >= 0) & (numbers < len(rows))
-        sources[is_of_kind] = local.sources[rows][numbers[is_of_kind]]
+    for first, of_part in leaves.items():
+        numbers = table.sources - first
+        is_of_part = (numbers >= 0) & (numbers < len(of_part))
+        sources[is_of_part] = of_part[numbers[is_of_part]]
     return replace(table, sources=sources)
 
 

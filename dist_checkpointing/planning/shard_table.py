@@ -12,9 +12,9 @@ import itertools
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.dtypes import ELEMENT_TYPES
-from dist_checkpointing.format.geometry import Box, Ints, padded, padded_rows
+from dist_checkpointing.format.geometry import Box, Ints, changes, padded, padded_rows
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -45,11 +45,12 @@ _MANY_ROWS = 1 << 22
 _MOST_HOLDERS = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ShardTable:
     """Shards as columns; row ``i`` of every array describes shard ``i``.
 
     Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0.
+    What follows from the columns is computed once, when it is asked for.
 
     Attributes:
         names: The distinct keys and dtype names; ``keys`` and ``dtypes`` are positions in it.
@@ -88,26 +89,19 @@ class ShardTable:
         """Number of columns of the padded arrays."""
         return int(self.global_shapes.shape[1])
 
-    def column(self, name: str) -> Any:
-        """The column of this name."""
-        return getattr(self, name)
-
-    def unpacked(self) -> ShardTable:
-        """The same, as PackedTable has it."""
-        return self
-
     def take(self, rows: Any) -> ShardTable:
         """The table of some rows, by mask or positions; itself if the mask is all true."""
         if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
             return self
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
-    def followed_by(self, other: ShardTable) -> ShardTable:
+    def followed_by(self, *others: ShardTable) -> ShardTable:
         """This table and more rows, which must use the same names and holders."""
-        assert self.names == other.names
-        columns: dict[str, Any] = {
-            name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in COLUMNS
-        }
+        assert all(other.names == self.names for other in others)
+        columns: dict[str, Any] = {}
+        for name in COLUMNS:
+            parts = [getattr(table, name) for table in (self, *others)]
+            columns[name] = np.concatenate(parts)
         return replace(self, **columns)
 
     def ranks_of(self, rows: Any) -> Int32s:
@@ -116,11 +110,6 @@ class ShardTable:
         if self.holders is None or not len(numbers):
             return numbers
         return np.unique(np.concatenate([self.holders[number] for number in numbers.tolist()]))
-
-    def first_rank(self, row: int) -> int:
-        """The lowest rank that holds a row."""
-        number = int(self.ranks[row])
-        return number if self.holders is None else int(self.holders[number][0])
 
     def of_ranks(self) -> ShardTable:
         """The same with a row for every rank that holds one.
@@ -144,7 +133,7 @@ class ShardTable:
         table = replace(self.take(rows), ranks=ranks, holders=None)
         return table.take(np.lexsort((ranks, table.keys)))
 
-    @property
+    @cached_property
     def key_column(self) -> list[str]:
         """Key of every row."""
         return [self.names[position] for position in self.keys.tolist()]
@@ -159,12 +148,20 @@ class ShardTable:
         """Global shape of every row; equal ones are one object."""
         return shared_shapes(self.global_shapes, self.ndim)
 
-    @property
-    def num_bytes(self) -> Int64s:
-        """Bytes that each row holds; 0 for objects."""
-        return self.num_elements * self.itemsizes
+    @cached_property
+    def is_object(self) -> Bools:
+        """Which rows are objects."""
+        number = self.names.index(OBJECT) if OBJECT in self.names else -1
+        mask: Bools = self.dtypes == number
+        return mask
 
-    @property
+    @cached_property
+    def num_elements(self) -> Int64s:
+        """Elements that each row holds (the range only, if flattened)."""
+        boxes = self.shapes.prod(axis=1)
+        return np.where(self.flat[:, 0] >= 0, self.flat[:, 1] - self.flat[:, 0], boxes)
+
+    @cached_property
     def itemsizes(self) -> Int64s:
         """Bytes of an element of each row; 0 for objects."""
         itemsizes = np.zeros(len(self.names), dtype=np.int64)
@@ -172,6 +169,21 @@ class ShardTable:
         for position in np.flatnonzero(np.bincount(self.dtypes)).tolist():
             itemsizes[position] = _ITEMSIZES.get(self.names[position], 0)
         return itemsizes[self.dtypes]
+
+    @cached_property
+    def num_bytes(self) -> Int64s:
+        """Bytes that each row holds; 0 for objects."""
+        return self.num_elements * self.itemsizes
+
+    @cached_property
+    def starts(self) -> Int64s:
+        """First row of each key, in a table that is sorted by key."""
+        return np.flatnonzero(changes([self.keys]))
+
+    @cached_property
+    def groups(self) -> KeyGroups:
+        """The rows by key, in a table that is sorted by key."""
+        return KeyGroups(self)
 
     def key(self, row: int) -> str:
         """Key of a row."""
@@ -187,28 +199,46 @@ class ShardTable:
 
     def box(self, row: int) -> Box:
         """Box of a row."""
-        ndim = self.ndim[row]
-        return Box(
-            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
-        )
+        axes = slice(self.ndim[row])
+        return Box(tuple(self.offsets[row, axes].tolist()), tuple(self.shapes[row, axes].tolist()))
 
     def flat_range(self, row: int) -> tuple[int, int] | None:
         """Flattened range of a row."""
         start, stop = self.flat[row].tolist()
         return None if start < 0 else (start, stop)
 
-    @property
-    def is_object(self) -> Bools:
-        """Which rows are objects."""
-        number = self.names.index(OBJECT) if OBJECT in self.names else -1
-        mask: Bools = self.dtypes == number
-        return mask
 
-    @property
-    def num_elements(self) -> Int64s:
-        """Elements that each row holds (the range only, if flattened)."""
-        boxes = self.shapes.prod(axis=1)
-        return np.where(self.flat[:, 0] >= 0, self.flat[:, 1] - self.flat[:, 0], boxes)
+class KeyGroups:
+    """The rows of a sorted table as one group a key.
+
+    Attributes:
+        of_row: Group of each row.
+        is_counted: Which rows have elements; the others only announce their key.
+        num_counted: Number of these in each group.
+        global_shapes: ``[groups, axes]``.
+        chunk_shapes: ``[groups, axes]``, at least 1: the largest extents, which are the chunk if
+            there is a grid; the whole shape of a tensor that nobody writes.
+        fits: ``[rows, axes]``, whether a row begins and ends where a chunk of the grid does.
+        is_grid: Per group, whether every counted row is exactly one chunk of the grid.
+    """
+
+    def __init__(self, table: ShardTable) -> None:
+        starts, counted = table.starts, table.num_elements > 0
+        count = len(starts)
+        self.of_row = np.repeat(np.arange(count), np.diff(starts, append=len(table)))
+        self.is_counted: Bools = counted
+        self.num_counted = np.bincount(self.of_row[counted], minlength=count)
+        self.global_shapes = chunks = table.global_shapes[starts]
+        if count:
+            extents = np.where(counted[:, None], table.shapes, 1)
+            largest = np.maximum.reduceat(extents, starts, axis=0)
+            chunks = np.where(self.num_counted[:, None] > 0, largest, chunks)
+        self.chunk_shapes: Int64s = np.maximum(chunks, 1)
+        chunk = self.chunk_shapes[self.of_row]
+        clipped = np.minimum(chunk, table.global_shapes - table.offsets)
+        self.fits: Bools = (table.offsets % chunk == 0) & (table.shapes == clipped)
+        is_other = counted & ~(self.fits.all(axis=1) & (table.flat[:, 0] < 0))
+        self.is_grid: Bools = np.bincount(self.of_row[is_other], minlength=count) == 0
 
 
 COLUMNS = tuple(f.name for f in fields(ShardTable) if f.name not in ("names", "holders"))
@@ -241,21 +271,17 @@ def table_of_rows(rank: int, rows: Sequence[tuple[Any, ...]]) -> ShardTable:
     flat = np.full((count, 2), -1, dtype=np.int64)
     if is_flat := [i for i, ends in enumerate(ranges) if ends is not None]:
         flat[is_flat] = [ranges[i] for i in is_flat]
-
-    def column(values: Iterable[int], dtype: Any = np.int32) -> Any:
-        return np.fromiter(values, dtype=dtype, count=count)
-
     return ShardTable(
         names=tuple(names),
-        keys=column(map(names.__getitem__, keys)),
-        dtypes=column(map(names.__getitem__, dtypes)),
-        ndim=column(map(len, global_shapes)),
+        keys=np.fromiter(map(names.__getitem__, keys), np.int32, count),
+        dtypes=np.fromiter(map(names.__getitem__, dtypes), np.int32, count),
+        ndim=np.fromiter(map(len, global_shapes), np.int32, count),
         global_shapes=padded_rows(global_shapes, 1, 0),
         offsets=padded_rows(offsets, 0, 0),
         shapes=padded_rows(shapes, 1, 0),
         flat=flat,
-        main=column(main, np.bool_),
-        sources=column(sources),
+        main=np.fromiter(main, np.bool_, count),
+        sources=np.fromiter(sources, np.int32, count),
         ranks=np.full(count, rank, dtype=np.int32),
     )
 
@@ -283,11 +309,13 @@ def concatenate(
     Column by column, so that beside the result no more than one column is in memory.
     """
     tables = [table for table in tables if len(table)] or tables[:1]
+    if not tables:
+        return table_of_rows(0, ())
     # Ranks with parts of the same tensors often share one tuple of names.
     given = list({id(table.names): table.names for table in tables}.values())
     all_names = sorted(given[0] if len(given) == 1 else set(itertools.chain(*given)))
     position = {name: i for i, name in enumerate(all_names)}
-    width = max((table.max_ndim for table in tables), default=0)
+    width = max(table.max_ndim for table in tables)
     translation = {
         id(names): np.fromiter(map(position.__getitem__, names), np.int32, len(names))
         for names in given
@@ -296,7 +324,7 @@ def concatenate(
     for name in COLUMNS:  # keys first
         parts = []
         for table in tables:
-            part = table.column(name)
+            part = getattr(table, name)
             if name in ("keys", "dtypes"):
                 part = translation[id(table.names)][part] if len(part) else part
             elif name in _WIDE and name != "flat":
@@ -390,7 +418,7 @@ def pack(table: ShardTable) -> bytes:
 
 
 class PackedTable:
-    """A table whose columns are unpacked when they are asked for.
+    """A ShardTable whose columns are unpacked when they are asked for.
 
     ``rank`` may be the number of the set of ranks that hold it.
     """
@@ -404,10 +432,11 @@ class PackedTable:
     def __len__(self) -> int:
         return int(self._rows)
 
-    def column(self, name: str) -> Any:
-        """A column of the ShardTable."""
+    def __getattr__(self, name: str) -> Any:
         if name == "ranks":
             return np.full(self._rows, self._rank, dtype=np.int32)
+        if name not in _PACKED:
+            raise AttributeError(name)
         columns = unpack_columns(self._columns[name], self._rows)
         if name in _WIDE:
             return columns.T
@@ -415,7 +444,7 @@ class PackedTable:
 
     def unpacked(self) -> ShardTable:
         """All of it."""
-        return ShardTable(self.names, **{name: self.column(name) for name in COLUMNS})
+        return ShardTable(self.names, **{name: getattr(self, name) for name in COLUMNS})
 
 
 @lru_cache(maxsize=64)

@@ -39,6 +39,7 @@ from dist_checkpointing.planning.shard_table import (
     pack_columns,
     unpack_columns,
 )
+from dist_checkpointing.threads import paused_collector
 
 T = TypeVar("T")
 
@@ -96,11 +97,6 @@ class AgreedCache(Generic[T]):
         return value
 
 
-def number_of(values: object) -> int:
-    """A number below 2**62 that stands for values whose ``repr`` does."""
-    return xxhash.xxh3_64_intdigest(repr(values).encode()) >> 2
-
-
 def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     """Everything about the leaves that a plan depends on, as values that cannot change."""
     for leaf in leaves:
@@ -154,13 +150,10 @@ class ExchangedTables(Generic[T]):
         tables = [self._table(digest, number) for number, digest in enumerate(holders)]
         return concatenate(tables, [np.array(held, dtype=np.int32) for held in holders.values()])
 
-    def tables(self, *kinds: str) -> list[ShardTable]:
-        """The table of every rank: as many rows as all ranks have together."""
-        tables = []
-        for rank, digests in enumerate(self.parts):
-            parts = [self._table(digests[kind], rank) for kind in kinds if kind in digests]
-            tables.append(parts[0].unpacked() if len(parts) == 1 else concatenate(parts))
-        return tables
+    def tables(self, kind: str) -> list[ShardTable]:
+        """The table of every rank, for a kind that all have sent."""
+        tables = [self._table(digests[kind], rank) for rank, digests in enumerate(self.parts)]
+        return [t.unpacked() if isinstance(t, PackedTable) else t for t in tables]
 
     def _table(self, digest: bytes, rank: int) -> PackedTable | ShardTable:
         data = self.data[digest]
@@ -199,10 +192,12 @@ def exchange_tables(
     ``produce`` gives this rank's tables, by kind, and facts; ``number_of`` the number that stands
     for facts of a rank without tables, see ``Comm.exchange``.
     """
+    produce = paused_collector()(produce)
     if comm.world_size == 1:
         tables, facts = comm.exchange(step, produce)[0]
-        parts = {kind: kind.encode() for kind in tables}
-        return ExchangedTables([facts], [parts], {parts[kind]: tables[kind] for kind in tables})
+        digests = {kind: kind.encode() for kind in tables}
+        of_digest = {digests[kind]: table for kind, table in tables.items()}
+        return ExchangedTables([facts], [digests], of_digest)
     local: dict[bytes, bytes] = {}
 
     def parts_of_rank() -> tuple[dict[str, PackedPart], T]:
@@ -224,8 +219,8 @@ def exchange_tables(
                     senders.setdefault(rank, []).append(part)
     if senders:
         _receive(comm, senders, local, data)
-    digests = [{kind: part.digest for kind, part in sent.items()} for sent, _ in of_ranks]
-    return ExchangedTables([facts for _, facts in of_ranks], digests, data)
+    parts = [{kind: part.digest for kind, part in sent.items()} for sent, _ in of_ranks]
+    return ExchangedTables([facts for _, facts in of_ranks], parts, data)
 
 
 def _receive(
@@ -275,7 +270,9 @@ class SharedIndex:
         """An index for so many ranks. One that knows more than its columns is sent as it is."""
         if num_ranks == 1 or type(index) is not Index:
             return cls((), (), {}, None, index)
-        rows = sorted(zip(*_columns(index), strict=True), key=itemgetter(0))
+        shapes, chunks = index.global_shape_column, index.chunk_shape_column
+        columns = index.keys_column, index.dtype_column, shapes, chunks
+        rows = sorted(zip(*columns, strict=True), key=itemgetter(0))
         parts = [rows[i : i + _KEYS_A_BLOCK] for i in range(0, len(rows), _KEYS_A_BLOCK)]
         blocks = [_pack(part, index.pieces) for part in parts]
         return cls([part[-1][0] for part in parts], blocks, index.objects, index.codec)
@@ -308,11 +305,6 @@ class SharedIndex:
                 column.extend(more)
             pieces.append(of_block)
         return Index(*columns, PieceColumns.joined(pieces), objects, self.codec)
-
-
-def _columns(index: Index) -> tuple[Sequence[Any], ...]:
-    shapes = index.global_shape_column, index.chunk_shape_column
-    return index.keys_column, index.dtype_column, *shapes
 
 
 def _pack(rows: Sequence[tuple[Any, ...]], pieces: Mapping[str, Pieces]) -> bytes:
