@@ -19,9 +19,9 @@ import numpy as np
 from dist_checkpointing.format.geometry import (
     Ints,
     PieceColumns,
+    boxes_of_part,
     largest_divisor_block,
-    sorted_rows,
-    split_flat_range,
+    padded_rows,
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.shard_table import (
@@ -64,42 +64,28 @@ def cut_ranges(table: ShardTable, most: Int64s) -> CutRows:
 
 def cut_into_boxes(table: ShardTable) -> CutRows:
     """Flattened ranges as the boxes that they consist of, behind the rows that are boxes."""
-    is_flat = table.flat[:, 0] >= 0
-    rows = np.flatnonzero(is_flat).tolist()
-    cut = [split_flat_range(table.box(row).shape, *table.flat[row].tolist()) for row in rows]
-    origins = np.repeat(rows, np.array([*map(len, cut)], dtype=np.int64)).astype(np.int64)
-    parts = table.take(origins)
-    offsets, shapes = parts.offsets.copy(), parts.shapes.copy()
-    for part, box in enumerate(itertools.chain.from_iterable(cut)):
-        ndim = len(box.shape)
-        offsets[part, :ndim] += np.array(box.offset, dtype=np.int64)
-        shapes[part, :ndim] = box.shape
-    boxes = replace(parts, offsets=offsets, shapes=shapes, flat=np.full_like(parts.flat, -1))
-    return concatenate_cuts([(table.take(~is_flat), np.flatnonzero(~is_flat)), (boxes, origins)])
+    is_box = table.flat[:, 0] < 0
+    rows = np.flatnonzero(~is_box)
+    cut = [boxes_of_part(table.box(row), table.flat_range(row)) for row in rows.tolist()]
+    origins = np.repeat(rows, np.array([*map(len, cut)], dtype=np.int64))
+    boxes, width = [*itertools.chain.from_iterable(cut)], table.max_ndim
+    parts = replace(
+        table.take(origins),
+        offsets=padded_rows([box.offset for box in boxes], 0, width),
+        shapes=padded_rows([box.shape for box in boxes], 1, width),
+        flat=np.full((len(boxes), 2), -1, dtype=np.int64),
+    )
+    return concatenate_cuts([(table.take(is_box), np.flatnonzero(is_box)), (parts, origins)])
 
 
 def cut_rows(table: ShardTable, most: Int64s) -> CutRows:
     """Boxes cut as ``geometry.split_rows`` cuts one: every part is one run of its box."""
-    origins = np.arange(len(table))
-    offsets, shapes = table.offsets, table.shapes
-    while True:
-        sizes = shapes.prod(axis=1)
-        is_large = sizes > most[origins]
-        if not is_large.any():
-            parts = replace(table.take(origins), offsets=offsets, shapes=shapes)
-            return parts, origins
-        axis = (shapes > 1).argmax(axis=1)[:, None]
-        extent = np.take_along_axis(shapes, axis, 1)[:, 0]
-        row_elements = sizes // np.maximum(extent, 1)
-        step = np.maximum(1, most[origins] // np.maximum(row_elements, 1))
-        step = np.where(is_large, step, np.maximum(extent, 1))
-        rows, place = counted(np.where(is_large, -(-extent // step), 1))
-        begin, axis = place * step[rows], axis[rows]
-        offsets, shapes, origins = offsets[rows], shapes[rows], origins[rows]
-        moved = np.take_along_axis(offsets, axis, 1) + begin[:, None]
-        np.put_along_axis(offsets, axis, moved, 1)
-        kept = np.where(is_large[rows], np.minimum(step[rows], extent[rows] - begin), extent[rows])
-        np.put_along_axis(shapes, axis, kept[:, None], 1)
+    inner = np.cumprod(table.shapes[:, ::-1], axis=1)[:, ::-1] // table.shapes
+    blocks = np.clip(most[:, None] // inner, 1, table.shapes)
+    # A grid that begins where the box does.
+    moved = replace(table, offsets=np.zeros_like(table.offsets))
+    parts, origins = cut_along_grid(moved, blocks)
+    return replace(parts, offsets=parts.offsets + table.offsets[origins]), origins
 
 
 def concatenate_cuts(parts: list[CutRows]) -> CutRows:
@@ -208,9 +194,7 @@ class RowBlockLayout:
     def _pieces(self, rows: ShardTable) -> PieceColumns:
         no_chunks = np.zeros(len(rows), dtype=np.bool_)
         table, _ = self._cut(rows, no_chunks, np.ones_like(rows.shapes))
-        order = sorted_rows(table.offsets, table.shapes, table.flat, table.keys)
-        if (order[1:] < order[:-1]).any():
-            table = table.take(order)
+        table = table.sorted_by_box()
         firsts = table.take(table.starts)
         return PieceColumns(
             firsts.key_column,
@@ -224,13 +208,10 @@ class RowBlockLayout:
     def cut(self, written: ShardTable, index: Index) -> CutRows:
         """The chunks and pieces that shards consist of, and the row that each comes from."""
         number = index.rows_of(written.names)[written.keys]
+        has_grid = np.append(index.has_grid, False)[number]
         chunks = np.ones_like(written.shapes)
         axes = min(chunks.shape[1], index.chunk_shapes.shape[1])
-        has_grid = np.zeros(len(written), dtype=np.bool_)
-        if len(index):
-            grids = np.where(number[:, None] >= 0, index.chunk_shapes[number], 1)
-            chunks[:, :axes] = grids[:, :axes]
-            has_grid = (number >= 0) & index.has_grid[number]
+        chunks[has_grid, :axes] = index.chunk_shapes[number[has_grid], :axes]
         return self._cut(written, has_grid, chunks)
 
     def _cut(self, table: ShardTable, has_grid: Bools, chunks: Int64s) -> CutRows:
@@ -240,9 +221,8 @@ class RowBlockLayout:
             parts, origins = self._cut(table, has_grid[own], chunks[own])
             return parts, own[origins]
         # A small shard at the edge may still span chunks, if larger neighbours had to be divided.
-        uncut = (table.num_bytes <= self.max_chunk_bytes) & ~(
-            has_grid & (table.shapes > chunks).any(axis=1)
-        )
+        is_small = table.num_bytes <= self.max_chunk_bytes
+        uncut = is_small & ~(has_grid & (table.shapes > chunks).any(axis=1))
         rows = np.arange(len(table))
         if uncut.all():
             return table, rows

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format.geometry import Box, Ints, changes, sorted_rows
+from dist_checkpointing.format.geometry import Box, Ints, changes
 from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, Int64s, ShardTable
 
 _PRIME: Final = 2**31 - 1
@@ -188,39 +188,36 @@ def _find_disagreements(table: ShardTable) -> tuple[list[Finding], set[str]]:
     if not outside.any() and not any(differ):
         return [], set()
     first = np.repeat(table.starts, np.diff(table.starts, append=len(table)))
-    columns: list[tuple[str, Bools]] = [
-        ("dtype", table.dtypes != table.dtypes[first]),
-        ("number of axes", table.ndim != table.ndim[first]),
-        ("global shape", (table.global_shapes != table.global_shapes[first]).any(axis=1)),
-        ("box", np.any(outside, axis=1)),
-    ]
+    columns = {
+        "dtype": table.dtypes != table.dtypes[first],
+        "number of axes": table.ndim != table.ndim[first],
+        "global shape": (table.global_shapes != table.global_shapes[first]).any(axis=1),
+        "box": outside.any(axis=1),
+    }
     found: dict[str, Finding] = {}
-    for what, differs in columns:
+    for what, differs in columns.items():
         rows = np.flatnonzero(differs)
         for row in rows[np.unique(table.keys[rows], return_index=True)[1]].tolist():
             key, reference = table.key(row), int(first[row])
             if key in found:
                 continue
+            problem = f"the {what} of one key must be the same everywhere"
+            expected, seen = str(table.global_shape(reference)), str(table.global_shape(row))
+            ranks = table.ranks_of(differs & (table.keys == table.keys[row]))
             if what == "box":
                 problem = "the shard sticks out of the global tensor"
-                expected, seen = f"inside {table.global_shape(row)}", str(table.box(row))
+                expected, seen = f"inside {seen}", str(table.box(row))
                 ranks = table.ranks_of([row])[:1]
             else:
-                kinds = {table.dtype(r) == OBJECT for r in (reference, row)}
-                aspect = "kind (tensor or object)" if len(kinds) == 2 else what
-                problem = f"the {aspect} of one key must be the same everywhere"
-                holder = table.ranks_of([reference])[0]
-                expected = f"{_seen(table, reference, what)} as on rank {holder}"
-                seen = _seen(table, row, what)
-                ranks = table.ranks_of(differs & (table.keys == table.keys[row]))
+                if what == "dtype":
+                    expected, seen = table.dtype(reference), table.dtype(row)
+                    if OBJECT in (expected, seen):
+                        problem = problem.replace(what, "kind (tensor or object)")
+                        expected = expected.replace(OBJECT, "ShardedObject")
+                        seen = seen.replace(OBJECT, "ShardedObject")
+                expected += f" as on rank {table.ranks_of([reference])[0]}"
             found[key] = Finding(problem, key, expected, seen, _named(ranks))
     return [*found.values()], {*found}
-
-
-def _seen(table: ShardTable, row: int, what: str) -> str:
-    if what == "dtype":
-        return "ShardedObject" if table.dtype(row) == OBJECT else table.dtype(row)
-    return str(table.global_shape(row))
 
 
 def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
@@ -253,21 +250,15 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
     is_flat = (table.flat[:, 0] >= 0) & (table.num_elements > 0)
     if not is_flat.any():
         return table, np.zeros(len(table.starts), dtype=np.bool_)
-    ranges = table.take(is_flat)
-    order = sorted_rows(ranges.offsets, ranges.shapes, ranges.flat, ranges.keys)
-    if (order[1:] < order[:-1]).any():
-        ranges = ranges.take(order)
+    ranges = table.take(is_flat).sorted_by_box()
     begins = changes([ranges.keys, *ranges.offsets.T, *ranges.shapes.T])
     starts, stops = ranges.flat.T
     firsts = np.flatnonzero(begins)
     lasts = np.append(firsts[1:], len(ranges)) - 1
     boxes = ranges.take(firsts)
-    follows = begins | np.append(False, starts[1:] == stops[:-1])
-    is_whole = (
-        np.logical_and.reduceat(follows, firsts)
-        & (starts[firsts] == 0)
-        & (stops[lasts] == boxes.shapes.prod(axis=1))
-    )
+    is_gap = ~begins[1:] & (starts[1:] != stops[:-1])
+    is_broken = (starts[firsts] != 0) | (stops[lasts] != boxes.shapes.prod(axis=1))
+    is_broken |= np.logical_or.reduceat(np.append(False, is_gap), firsts)
     # Who is named for an overlap of boxes is the lowest rank that holds a part of the chain.
     boxes = replace(
         boxes,
@@ -276,7 +267,7 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
     )
     merged = table.take(~is_flat).followed_by(boxes)
     merged = merged.take(np.argsort(merged.keys, kind="stable"))
-    return merged, np.isin(merged.keys[merged.starts], boxes.keys[~is_whole])
+    return merged, np.isin(merged.keys[merged.starts], boxes.keys[is_broken])
 
 
 def _find_broken_chains(key: str, rows: ShardTable) -> list[Finding]:

@@ -22,7 +22,14 @@ import numpy.typing as npt
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.dtypes import ELEMENT_TYPES
-from dist_checkpointing.format.geometry import Box, Ints, changes, padded, padded_rows
+from dist_checkpointing.format.geometry import (
+    Box,
+    Ints,
+    changes,
+    padded,
+    padded_rows,
+    sorted_rows,
+)
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -103,6 +110,11 @@ class ShardTable:
             parts = [getattr(table, name) for table in (self, *others)]
             columns[name] = np.concatenate(parts)
         return replace(self, **columns)
+
+    def sorted_by_box(self) -> ShardTable:
+        """The rows by key, then box, then start of the range; itself if they are so already."""
+        order = sorted_rows(self.offsets, self.shapes, self.flat, self.keys)
+        return self.take(order) if (order[1:] < order[:-1]).any() else self
 
     def ranks_of(self, rows: Any) -> Int32s:
         """All ranks that hold any of some rows, ascending."""
@@ -312,24 +324,21 @@ def concatenate(
     if not tables:
         return table_of_rows(0, ())
     # Ranks with parts of the same tensors often share one tuple of names.
-    given = list({id(table.names): table.names for table in tables}.values())
-    all_names = sorted(given[0] if len(given) == 1 else set(itertools.chain(*given)))
+    given = {id(table.names): table.names for table in tables}
+    all_names = sorted(dict.fromkeys(itertools.chain.from_iterable(given.values())))
     position = {name: i for i, name in enumerate(all_names)}
-    width = max(table.max_ndim for table in tables)
-    translation = {
-        id(names): np.fromiter(map(position.__getitem__, names), np.int32, len(names))
-        for names in given
+    numbers = {
+        number: np.fromiter(map(position.__getitem__, names), np.int32, len(names))
+        for number, names in given.items()
     }
+    width = max(table.max_ndim for table in tables)
     columns: dict[str, Any] = {}
     for name in COLUMNS:  # keys first
-        parts = []
-        for table in tables:
-            part = getattr(table, name)
-            if name in ("keys", "dtypes"):
-                part = translation[id(table.names)][part] if len(part) else part
-            elif name in _WIDE and name != "flat":
-                part = padded(part, width, 0 if name == "offsets" else 1)
-            parts.append(part)
+        parts = [getattr(table, name) for table in tables]
+        if name in ("keys", "dtypes"):
+            parts = [numbers[id(t.names)][part] for t, part in zip(tables, parts, strict=True)]
+        elif name in ("global_shapes", "offsets", "shapes"):
+            parts = [padded(part, width, int(name != "offsets")) for part in parts]
         column = np.concatenate(parts)
         if name == "keys":
             order = np.argsort(column, kind="stable").astype(np.int32)

@@ -14,7 +14,6 @@ so that a rank's memory and time grow with what it wants and not with what the c
 from __future__ import annotations
 
 import bisect
-import itertools
 import pickle
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -281,7 +280,7 @@ class SharedIndex:
         if self.whole is not None:
             yield from self.whole
         for block in self.blocks:
-            yield from _unpack(block)[0][0]
+            yield from (row[0] for row in _unpack(block)[0])
 
     def index(self, keys: Collection[str] | None) -> Index:
         """The index of the tensors and objects with these keys, as far as they exist; None: all."""
@@ -292,19 +291,20 @@ class SharedIndex:
             numbers = {bisect.bisect_left(self.last_keys, key) for key in keys}
             blocks = [blocks[number] for number in sorted(numbers - {len(blocks)})]
             objects = {key: objects[key] for key in keys if key in objects}
-        columns: tuple[list[Any], list[Any], list[Any], list[Any]] = [], [], [], []
+        rows: list[tuple[Any, ...]] = []
         pieces: list[PieceColumns] = []
         for block in blocks:
-            found, of_block = _unpack(block)
+            of_block, some = _unpack(block)
             if keys is not None:
-                is_wanted = [key in keys for key in found[0]]
-                found = [itertools.compress(column, is_wanted) for column in found]
-                some = {key: of_block[key] for key in of_block if key in keys}
-                of_block = PieceColumns.of(some)
-            for column, more in zip(columns, found, strict=True):
-                column.extend(more)
-            pieces.append(of_block)
-        return Index(*columns, PieceColumns.joined(pieces), objects, self.codec)
+                of_block = (row for row in of_block if row[0] in keys)
+                some = PieceColumns.of({key: some[key] for key in some if key in keys})
+            rows += of_block
+            pieces.append(some)
+        columns = [*map(list, zip(*rows, strict=True))] or [[], [], [], []]
+        names, dtypes, shapes, chunks = columns
+        return Index(
+            names, dtypes, shapes, chunks, PieceColumns.joined(pieces), objects, self.codec
+        )
 
 
 def _pack(rows: Sequence[tuple[Any, ...]], pieces: Mapping[str, Pieces]) -> bytes:
@@ -321,8 +321,8 @@ def _pack(rows: Sequence[tuple[Any, ...]], pieces: Mapping[str, Pieces]) -> byte
     return zlib.compress(pickle.dumps((columns, some.keys_column, packed)), _LEVEL)
 
 
-def _unpack(block: bytes) -> tuple[list[Iterable[Any]], PieceColumns]:
-    found, keys, packed = pickle.loads(zlib.decompress(block))  # noqa: S301 - from rank 0
+def _unpack(block: bytes) -> tuple[Iterable[tuple[Any, ...]], PieceColumns]:
+    columns, keys, packed = pickle.loads(zlib.decompress(block))  # noqa: S301 - from rank 0
     head, *tables = (unpack_columns(columns, rows).T for rows, columns in packed)
     starts = np.concatenate([[0], np.cumsum(head[:, 0])])
-    return found, PieceColumns(keys, starts, head[:, 1], *tables)
+    return zip(*columns, strict=True), PieceColumns(keys, starts, head[:, 1], *tables)
