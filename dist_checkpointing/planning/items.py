@@ -23,7 +23,6 @@ from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.shard_table import (
     COLUMNS,
     OBJECT,
-    ShardRow,
     ShardTable,
     concatenate,
     table_of_rows,
@@ -286,18 +285,18 @@ def _items(table: ShardTable) -> Iterator[WriteItem]:
             yield WriteItem(index, WriteItemType.TENSOR, data, None, main)
 
 
-def _row(item: WriteItem) -> ShardRow:
-    data = item.tensor_data
-    if data is None:
-        cell, shape = item.index.offset, item.object_cell
-        if shape is None:
-            shape = (1,) * len(cell or (0,))
-        box, dtype, flat = Box(tuple(cell or (0,) * len(shape)), (1,) * len(shape)), OBJECT, None
-    else:
-        shape, box, dtype, flat = data.size, data.chunk, data.dtype, data.flat_range
-    source = -1 if item.index.index is None else item.index.index
-    main = item.is_main_replica
-    return ShardRow(item.index.fqn, dtype, shape, box.offset, box.shape, flat, main, source)
+def _row(item: WriteItem) -> tuple[Any, ...]:
+    """The row of an item for ``table_of_rows``."""
+    index, data = item.index, item.tensor_data
+    source = -1 if index.index is None else index.index
+    if data is not None:
+        box, dtype, shape, flat = data.chunk, data.dtype, data.size, data.flat_range
+        return index.fqn, dtype, shape, box.offset, box.shape, flat, item.is_main_replica, source
+    grid = item.object_cell
+    if grid is None:
+        grid = (1,) * len(index.offset or (0,))
+    cell, one = tuple(index.offset or (0,) * len(grid)), (1,) * len(grid)
+    return index.fqn, OBJECT, grid, cell, one, None, item.is_main_replica, source
 
 
 class LocalPlans(tuple[SavePlan, ...]):  # noqa: SLOT001 - it keeps its catalog
@@ -430,22 +429,18 @@ def _incomplete(index: MetadataIndex, name: str, found: object) -> InvalidShardi
 
 
 def _unplaced(
-    kind: LoadItemType,
-    index: MetadataIndex,
-    name: str,
-    offsets: Sequence[int] | None,
-    lengths: Sequence[int] | None,
+    kind: LoadItemType, index: MetadataIndex, name: str, offsets: Any, lengths: Any
 ) -> Window:
     """A window whose array is not known yet."""
     if kind is LoadItemType.BYTE_IO:
         return NOWHERE
     try:
-        box = Box(tuple(map(int, offsets or ())), tuple(map(int, lengths or ())))
+        box = Box(tuple(map(int, offsets)), tuple(map(int, lengths)))
+        if len(box.offset) == len(box.shape):
+            return Window(0, (), box)
     except (TypeError, ValueError):
-        raise _incomplete(index, name, (offsets, lengths)) from None
-    if offsets is None or lengths is None or len(box.offset) != len(box.shape):
-        raise _incomplete(index, name, (offsets, lengths))
-    return Window(0, (), box)
+        pass
+    raise _incomplete(index, name, (offsets, lengths))
 
 
 _EXTRAS = ("planner_data", "storage_data", "storage_meta", "version")
@@ -524,11 +519,8 @@ class Metadata(Index):
     ) -> Metadata:
         """What the checkpoint holds if every item of a user's planner is stored as one chunk.
 
-        Args:
-            given: what the planner returned; what it keeps for itself is kept.
-            layout: stores every item as one chunk, see ``whole_items``.
-            announced: shards of all ranks, sorted by key.
-            written: those that are written, sorted by key.
+        ``given`` is what the planner returned, whose data for its own use is kept, and ``layout``
+        one of ``whole_items``. Both tables are sorted by key.
 
         Raises:
             CheckpointingException: if the planner returned no metadata.

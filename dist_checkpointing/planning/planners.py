@@ -181,10 +181,10 @@ class Destinations:
     def apply_bytes(self, row: int, value: object) -> None:
         """Put a loaded object where the row belongs."""
         item, planner = self.plan.items[row], self.planner
-        if type(planner).load_bytes is not LoadPlanner.load_bytes:
+        if type(planner).load_bytes is not LoadPlanner.load_bytes or _wants_bytes(planner):
             planner.load_bytes(item, _stream(value))
         else:
-            planner.apply_bytes(item, _stream(value) if _wants_bytes(planner) else value)
+            planner.apply_bytes(item, value)
 
 
 class LoadPlanner(ABC):
@@ -425,17 +425,27 @@ class DefaultSavePlanner(SavePlanner):
             self._by_key = {}
             for leaf in self._leaves:
                 self._by_key.setdefault(leaf.key, []).append(leaf)
-        part, cell = item.tensor_data, item.index.offset
         for leaf in self._by_key.get(item.index.fqn, ()):
-            if isinstance(leaf, ShardedTensor) and part is not None:
-                if leaf.box.contains(part.chunk) and _holds_range(leaf, part):
-                    return leaf
-            elif isinstance(leaf, ShardedObject) and part is None and cell == leaf.global_offset:
+            if _holds(leaf, item):
                 return leaf
-        problem, found = "no leaf of this rank holds this item", f"{item.type.value} at {cell}"
+        problem = "no leaf of this rank holds this item"
         remedy = "Name the leaf in index.index, or override get_data."
-        finding = Finding(problem, item.index.fqn, found=found, remedy=remedy)
+        seen = f"{item.type.value} at {item.index.offset}"
+        finding = Finding(problem, item.index.fqn, found=seen, remedy=remedy)
         raise InvalidShardingError("the planner has no data for an item", [finding])
+
+
+def _holds(leaf: ShardedBase, item: WriteItem) -> bool:
+    """Whether an item that does not name its leaf is a part of this one."""
+    part = item.tensor_data
+    if part is None:
+        return isinstance(leaf, ShardedObject) and item.index.offset == leaf.global_offset
+    if not isinstance(leaf, ShardedTensor) or not leaf.box.contains(part.chunk):
+        return False
+    if leaf.flat_range is None:
+        return part.flat_range is None
+    (begin, end), (start, stop) = leaf.flat_range, _range_of(part, leaf)
+    return begin <= start and stop <= end
 
 
 def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
@@ -445,13 +455,6 @@ def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
     box = part.chunk.relative_to(leaf.box.offset)
     start = ravel_offset(box.offset, leaf.box.shape)
     return start, start + box.num_elements
-
-
-def _holds_range(leaf: ShardedTensor, part: TensorWriteData) -> bool:
-    if leaf.flat_range is None:
-        return part.flat_range is None
-    (begin, end), (start, stop) = leaf.flat_range, _range_of(part, leaf)
-    return begin <= start and stop <= end
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -553,12 +556,11 @@ class _OwnMemory(Destinations):
     def __init__(self, planner: DefaultLoadPlanner, plan: LoadPlan, wanted: WantedTable) -> None:
         super().__init__(planner, plan)
         self._wanted = wanted
-        self._leaves = wanted.rows
         self._sources = plan.table.sources
         self._sizes = plan.table.num_elements
 
     def acquire(self, row: int) -> torch.Tensor:
-        leaf: Any = self._leaves[int(self._sources[row])]
+        leaf: Any = self._wanted.rows[int(self._sources[row])]
         data: torch.Tensor = leaf.data
         # What has as many elements as the whole is the whole; a flattened one has another shape.
         is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
@@ -577,7 +579,7 @@ class _OwnMemory(Destinations):
         own_numbers = np.array([number.get(dtype, -1) for dtype in own.data_dtypes])
         sizes = np.array([0 if dtype is None else dtype.itemsize for dtype in dtypes])[numbers]
         # The position of a leaf among the tensors; no row of a tensor has that of an object.
-        position = np.zeros(len(self._leaves), dtype=np.int64)
+        position = np.zeros(len(own.rows), dtype=np.int64)
         position[own.sources] = np.arange(len(own))
         rows = position[table.sources]
         starts, is_run = contiguous_ranges(
@@ -591,4 +593,5 @@ class _OwnMemory(Destinations):
         return np.where(fits, own.addresses[rows] + starts * sizes, -1)
 
     def apply_bytes(self, row: int, value: object) -> None:
-        self._leaves[int(self._sources[row])].data = value
+        leaf: Any = self._wanted.rows[int(self._sources[row])]
+        leaf.data = value

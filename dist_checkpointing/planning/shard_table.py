@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -260,25 +260,15 @@ _PACKED = tuple(name for name in COLUMNS if name != "ranks")
 _WIDE = ("global_shapes", "offsets", "shapes", "flat")
 
 
-class ShardRow(NamedTuple):
-    """A row on its way into a table; see the attributes of ShardTable."""
-
-    key: str
-    dtype: str
-    global_shape: Ints
-    offset: Ints
-    shape: Ints
-    flat: tuple[int, int] | None
-    main: bool
-    source: int
-
-
 def table_of_rows(rank: int, rows: Sequence[tuple[Any, ...]]) -> ShardTable:
-    """The table of a rank; a row is a ShardRow, or a tuple of the same fields."""
+    """The table of a rank.
+
+    A row is key, dtype name, global shape, offset, shape, flattened range or None, whether it is a
+    main replica, and which leaf it is.
+    """
     count = len(rows)
-    keys, dtypes, global_shapes, offsets, shapes, ranges, main, sources = (
-        zip(*rows, strict=True) if rows else [()] * len(ShardRow._fields)
-    )
+    columns = zip(*rows, strict=True) if rows else [()] * 8
+    keys, dtypes, global_shapes, offsets, shapes, ranges, main, sources = columns
     names = {name: i for i, name in enumerate(dict.fromkeys((*keys, *dict.fromkeys(dtypes))))}
     flat = np.full((count, 2), -1, dtype=np.int64)
     if is_flat := [i for i, ends in enumerate(ranges) if ends is not None]:
@@ -367,7 +357,7 @@ def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
 
 
 def _row(leaf: ShardedBase, source: int) -> tuple[Any, ...]:
-    """The fields of a ShardRow."""
+    """The row of a leaf for ``table_of_rows``."""
     key: Any = leaf.key
     if not isinstance(key, str) or not key:
         raise invalid_sharding(None, "a key must be a string that is not empty", found=repr(key))

@@ -40,7 +40,7 @@ from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import Layout
 from dist_checkpointing.planning.save_plan import checked_plans
-from dist_checkpointing.planning.shard_table import ShardRow, table_of_rows
+from dist_checkpointing.planning.shard_table import table_of_rows
 from dist_checkpointing.storage.driver import Written, finish_all, write_plan
 from dist_checkpointing.storage.interface import StorageWriter, set_up_writer
 from dist_checkpointing.strategies.base import (
@@ -142,7 +142,7 @@ def _announced(plan: dcp.SavePlan, rank: int) -> SavePlan:
             dtype = tensor_memory.from_torch(data.properties.dtype, key=name).name
             box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
             # All are main replicas: DCP has chosen among them.
-            rows.append(ShardRow(name, dtype, tuple(data.size), *box, None, True, position))
+            rows.append((name, dtype, tuple(data.size), *box, None, True, position))
     return SavePlan(table_of_rows(rank, rows))
 
 
