@@ -91,7 +91,7 @@ def cut_rows(table: ShardTable, most: Int64s) -> CutRows:
 def concatenate_cuts(parts: list[CutRows]) -> CutRows:
     """Cuts of one table together, those of one row in their order."""
     tables, origins = zip(*parts, strict=True)
-    return tables[0].followed_by(*tables[1:]), np.concatenate(origins)
+    return tables[0].joined(*tables[1:]), np.concatenate(origins)
 
 
 _MOST_CHUNKS: Final = 64
@@ -134,7 +134,7 @@ def along_grids(
     own = table.take(is_cut)
     chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
     cut, _ = cut_along_grid(own, chunks)
-    return table.take(~is_cut).followed_by(cut), index
+    return table.take(~is_cut).joined(cut), index
 
 
 MAX_CHUNK_BYTES = 32 * 2**20

@@ -133,26 +133,25 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable | None = Non
     merged, has_broken_chain = _merge_chains(written)
     numbers = merged.keys[merged.starts]
     for group in np.flatnonzero(~_is_covered_grid(merged) | has_broken_chain).tolist():
-        number = numbers[group]
+        number = int(numbers[group])
         key = written.names[number]
         if key in broken:
             continue
         table = written if has_broken_chain[group] else merged
-        rows = table.take(slice(*np.searchsorted(table.keys, [number, number + 1])))
+        rows = table.take(table.rows_of(number))
         rows = rows.take(rows.num_elements > 0)
         find = _find_broken_chains if has_broken_chain[group] else _find_gaps_and_overlaps
         findings += find(key, rows)
+    wanted = catalog.keys[catalog.starts]
     is_missing = catalog.global_shapes[catalog.starts].all(axis=1)
     if written.names is catalog.names:
-        is_missing &= ~np.isin(catalog.keys[catalog.starts], numbers, assume_unique=True)
+        is_missing &= ~np.isin(wanted, numbers, assume_unique=True)
     if is_missing.any():
         broken = broken.union(written.names[number] for number in numbers.tolist())
-    ends = np.append(catalog.starts[1:], len(catalog))
-    for group in np.flatnonzero(is_missing).tolist():
-        start, end = catalog.starts[group], ends[group]
-        key = catalog.key(start)
+    for number in wanted[is_missing].tolist():
+        key = catalog.names[number]
         if key not in broken:
-            ranks = _named(catalog.ranks_of(slice(start, end)))
+            ranks = _named(catalog.ranks_of(catalog.rows_of(number)))
             problem = "no rank writes it: no shard is a main replica"
             findings.append(Finding(problem, key, ranks=ranks, remedy=_ONE_MAIN))
     return findings
@@ -265,7 +264,7 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
         flat=np.full_like(boxes.flat, -1),
         ranks=np.minimum.reduceat(ranges.ranks, firsts),
     )
-    merged = table.take(~is_flat).followed_by(boxes)
+    merged = table.take(~is_flat).joined(boxes)
     merged = merged.take(np.argsort(merged.keys, kind="stable"))
     return merged, np.isin(merged.keys[merged.starts], boxes.keys[is_broken])
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import add, attrgetter, le
-from typing import Any, Self, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
 
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.format.geometry import Box, Ints, Window, padded, padded_rows
+from dist_checkpointing.format.geometry import Box, Ints, Window, padded_rows
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import Path, Position, chained
@@ -28,43 +28,11 @@ from dist_checkpointing.planning.items import (
     MetadataIndex,
     ReadItem,
 )
-from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
+from dist_checkpointing.planning.shard_table import Bools, Columns, Int32s, Int64s
 
 _BLOCK_ROWS = 1024
 _SHAPE_FIELDS = ("local_shape", "global_shape", "global_offset")
 _FIELDS = ("key", "data", "dtype", *_SHAPE_FIELDS, "prepend_axis_num", "flattened_range")
-
-
-class Columns:
-    """A dataclass whose arrays have one value a row; its other fields concern all rows.
-
-    Two-dimensional arrays are padded to one number of axes: shapes and lengths with 1, others
-    with 0.
-    """
-
-    def arrays(self) -> dict[str, Any]:
-        """The columns by name."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
-        return {name: column for name, column in values if isinstance(column, np.ndarray)}
-
-    def take(self, rows: Any) -> Self:
-        """The table of some rows, by mask or positions; itself if the mask is all true."""
-        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
-            return self
-        columns = {name: column[rows] for name, column in self.arrays().items()}
-        return replace(self, **columns)  # type: ignore[type-var]
-
-    def joined(self, *others: Any) -> Self:
-        """This table and the rows of others with the same other fields."""
-        columns = {}
-        for name, column in self.arrays().items() if others else ():
-            parts = [column, *(getattr(other, name) for other in others)]
-            if column.ndim == 2:
-                width = max(part.shape[1] for part in parts)
-                fill = int(name.endswith(("shapes", "lengths")))
-                parts = [padded(part, width, fill) for part in parts]
-            columns[name] = np.concatenate(parts)
-        return replace(self, **columns)  # type: ignore[type-var]
 
 
 class WantedTable:

@@ -419,7 +419,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
             rows = rows_of_ranks(catalog, shared, parts, writers)
             main, sources = catalog.main[rows], catalog.sources[rows]
             cut = replace(cut, ranks=writers, sources=sources, main=main, holders=None)
-            return cut.followed_by(fixed), index, loads
+            return cut.joined(fixed), index, loads
 
         written, index, loads = assigned(self.layout)
         mean = loads.sum() / num_ranks

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +52,40 @@ _MANY_ROWS = 1 << 22
 _MOST_HOLDERS = 64
 
 
+class Columns:
+    """A dataclass whose arrays have one value a row; its other fields concern all rows.
+
+    Two-dimensional arrays are padded to one number of axes: shapes and lengths with 1, others
+    with 0.
+    """
+
+    def take(self, rows: Any) -> Self:
+        """The table of some rows, by mask or positions; itself if the mask is all true."""
+        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
+            return self
+        columns = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            column = getattr(self, field.name)
+            if isinstance(column, np.ndarray):
+                columns[field.name] = column[rows]
+        return replace(self, **columns)  # type: ignore[type-var]
+
+    def joined(self, *others: Any) -> Self:
+        """This table and the rows of others with the same other fields."""
+        columns = {}
+        for field in fields(self) if others else ():  # type: ignore[arg-type]
+            parts = [getattr(table, field.name) for table in (self, *others)]
+            if isinstance(parts[0], np.ndarray):
+                if parts[0].ndim == 2:
+                    width = max(part.shape[1] for part in parts)
+                    fill = int(field.name.endswith(("shapes", "lengths")))
+                    parts = [padded(part, width, fill) for part in parts]
+                columns[field.name] = np.concatenate(parts)
+        return replace(self, **columns)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, eq=False)
-class ShardTable:
+class ShardTable(Columns):
     """Shards as columns; row ``i`` of every array describes shard ``i``.
 
     Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0.
@@ -96,25 +128,14 @@ class ShardTable:
         """Number of columns of the padded arrays."""
         return int(self.global_shapes.shape[1])
 
-    def take(self, rows: Any) -> ShardTable:
-        """The table of some rows, by mask or positions; itself if the mask is all true."""
-        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
-            return self
-        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
-
-    def followed_by(self, *others: ShardTable) -> ShardTable:
-        """This table and more rows, which must use the same names and holders."""
-        assert all(other.names == self.names for other in others)
-        columns: dict[str, Any] = {}
-        for name in COLUMNS:
-            parts = [getattr(table, name) for table in (self, *others)]
-            columns[name] = np.concatenate(parts)
-        return replace(self, **columns)
-
     def sorted_by_box(self) -> ShardTable:
         """The rows by key, then box, then start of the range; itself if they are so already."""
         order = sorted_rows(self.offsets, self.shapes, self.flat, self.keys)
         return self.take(order) if (order[1:] < order[:-1]).any() else self
+
+    def rows_of(self, number: int) -> slice:
+        """The rows of a key, in a table that is sorted by key."""
+        return slice(*np.searchsorted(self.keys, [number, number + 1]))
 
     def ranks_of(self, rows: Any) -> Int32s:
         """All ranks that hold any of some rows, ascending."""
@@ -134,16 +155,15 @@ class ShardTable:
         sizes = np.array([len(ranks) for ranks in self.holders], dtype=np.int64)
         if sizes[self.ranks].sum() > _MANY_ROWS:
             sizes = np.minimum(sizes, _MOST_HOLDERS)
-        begins = np.cumsum(sizes) - sizes
         held = zip(self.holders, sizes.tolist(), strict=True)
         members = np.concatenate([np.empty(0, np.int32), *(ranks[:size] for ranks, size in held)])
-        counts = sizes[self.ranks]
-        if (counts == 1).all():
-            return replace(self, ranks=members[begins[self.ranks]], holders=None)
-        rows, place = counted(counts)
-        ranks = members[begins[self.ranks[rows]] + place]
-        table = replace(self.take(rows), ranks=ranks, holders=None)
-        return table.take(np.lexsort((ranks, table.keys)))
+        begins = np.cumsum(sizes) - sizes
+        rows, place = counted(sizes[self.ranks])
+        table = self if len(rows) == len(self) else self.take(rows)
+        table = replace(table, ranks=members[begins[table.ranks] + place], holders=None)
+        if len(table) == len(self):
+            return table
+        return table.take(np.lexsort((table.ranks, table.keys)))
 
     @cached_property
     def key_column(self) -> list[str]:

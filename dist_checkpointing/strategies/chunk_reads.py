@@ -39,8 +39,8 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
-from dist_checkpointing.planning.load_plan import Columns, contiguous_ranges
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.planning.load_plan import contiguous_ranges
+from dist_checkpointing.planning.shard_table import Columns, Int64s
 from dist_checkpointing.storage.staging import DeviceBlocks, is_on_gpu
 from dist_checkpointing.threads import in_threads, paused_collector
 

@@ -49,8 +49,7 @@ from dist_checkpointing.format.seal import Seal, SealedFile, check_files, read_s
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import nested_grids
-from dist_checkpointing.planning.load_plan import Columns
-from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
+from dist_checkpointing.planning.shard_table import Bools, Columns, Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter
 from dist_checkpointing.storage.options import BaseCheck, Checksum, StorageOptions
 from dist_checkpointing.storage.staging import HostBlocks
