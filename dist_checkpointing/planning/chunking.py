@@ -127,14 +127,8 @@ def along_grids(
     """A plan of whole chunks, cut along other grids that ``nested_grids`` has found."""
     rows = zip(index.keys_column, index.chunk_shape_column, strict=True)
     index = replace(index, chunk_shape_column=[grids.get(key, own) for key, own in rows])
-    is_cut = np.array([name in grids for name in table.names], dtype=np.bool_)[table.keys]
-    is_cut &= ~table.is_object
-    if not is_cut.any():
-        return table, index
-    own = table.take(is_cut)
-    chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
-    cut, _ = cut_along_grid(own, chunks)
-    return table.take(~is_cut).joined(cut), index
+    table, _ = RowBlockLayout(max_chunk_bytes=1 << 62).cut(table, index)
+    return table, index
 
 
 MAX_CHUNK_BYTES = 32 * 2**20

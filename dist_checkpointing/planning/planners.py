@@ -47,6 +47,7 @@ from dist_checkpointing.planning.load_plan import (
 )
 from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
+from dist_checkpointing.planning.user_planner import overrides
 
 Leaves = Mapping[Path, ShardedBase]
 """A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""
@@ -382,7 +383,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
         table, leaves = plan.table, self._leaves
-        if not _is(self.get_data, DefaultSavePlanner.get_data) or (table.sources < 0).any():
+        if overrides(self, DefaultSavePlanner, "get_data") or (table.sources < 0).any():
             return super().data_of(plan)
         sources, sizes = table.sources.tolist(), table.num_elements.tolist()
         is_flat = (table.flat[:, 0] >= 0).tolist()
@@ -509,8 +510,8 @@ class DefaultLoadPlanner(LoadPlanner):
         return LoadPlan(table.followed_by(object_rows(cells)) if cells else table)
 
     def destinations(self, plan: LoadPlan) -> Destinations:
-        hooks = ((getattr(self, name), getattr(DefaultLoadPlanner, name)) for name in _HOOKS)
-        if not all(_is(hook, own) for hook, own in hooks):
+        tensors = ("acquire_tensor", "apply_tensor", "resolve_tensor", "commit_tensor")
+        if overrides(self, DefaultLoadPlanner, *tensors, "apply_bytes", "load_bytes"):
             return super().destinations(plan)
         return _OwnMemory(self, plan, self._wanted)
 
@@ -535,17 +536,6 @@ class DefaultLoadPlanner(LoadPlanner):
     def _leaf(self, item: ReadItem) -> Any:
         assert item.dest_index.index is not None
         return self._wanted.rows[item.dest_index.index]
-
-
-_HOOKS = (
-    *("acquire_tensor", "apply_tensor", "apply_bytes"),
-    *("resolve_tensor", "commit_tensor", "load_bytes"),
-)
-
-
-def _is(method: Callable[..., object], function: Callable[..., object]) -> bool:
-    """Whether a method is this one, and not that of a subclass or put in its place."""
-    return getattr(method, "__func__", None) is function
 
 
 class _OwnMemory(Destinations):

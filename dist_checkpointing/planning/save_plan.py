@@ -29,7 +29,7 @@ from dist_checkpointing.planning.table_exchange import (
     exchange_tables,
     plan_inputs,
 )
-from dist_checkpointing.planning.user_planner import call_hook
+from dist_checkpointing.planning.user_planner import call_hook, overrides
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
@@ -214,8 +214,7 @@ class SavePlanning:
 
     def _log_dropped(self, catalog: ShardTable) -> None:
         """Log which keys of the state dict a user's planner leaves out."""
-        build = getattr(self.planner.build_local_plan, "__func__", None)
-        if build is not DefaultSavePlanner.build_local_plan:
+        if overrides(self.planner, DefaultSavePlanner, "build_local_plan"):
             kept = {catalog.names[number] for number in np.unique(catalog.keys)}
             if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
                 logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
@@ -223,8 +222,9 @@ class SavePlanning:
 
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether the planner needs no plans of all ranks, but what they hold."""
-    build = DefaultSavePlanner.build_global_plan
-    return isinstance(planner, DefaultSavePlanner) and type(planner).build_global_plan is build
+    return isinstance(planner, DefaultSavePlanner) and not overrides(
+        planner, DefaultSavePlanner, "build_global_plan"
+    )
 
 
 def exchanged_parts(table: ShardTable) -> tuple[dict[str, ShardTable], dict[int, Int32s]]:

@@ -41,6 +41,12 @@ def _names(hook: Callable[..., Any]) -> frozenset[str] | None:
 _names_of_method = lru_cache(maxsize=64)(_names)
 
 
+def overrides(planner: object, base: type, *names: str) -> bool:
+    """Whether any of these methods of a planner is another than that of ``base``."""
+    methods = ((getattr(planner, name), getattr(base, name)) for name in names)
+    return any(getattr(method, "__func__", None) is not own for method, own in methods)
+
+
 def placed(plan: LoadPlan, index: Index, leaves: Sequence[ShardedBase]) -> LoadPlan:
     """A plan, with all that a planner of the user's own has left open about its items.
 
@@ -71,13 +77,11 @@ def _placed(item: ReadItem, index: Index, leaves: Sequence[ShardedBase]) -> Read
     source = _source(item.dest_index, leaves)
     dest_index = replace(item.dest_index, index=source)
     stored, key = item.storage_index, item.storage_index.fqn
+    if key not in (index.objects if item.type is LoadItemType.BYTE_IO else index):
+        raise _misplaced("not in the checkpoint", key)
     if item.type is LoadItemType.BYTE_IO:
-        if key not in index.objects:
-            raise _misplaced("not in the checkpoint", key)
         cell = tuple(stored.offset or (0,) * len(index.objects[key]))
         return replace(item, dest_index=dest_index, storage_index=MetadataIndex(key, cell))
-    if key not in index:
-        raise _misplaced("not in the checkpoint", key)
     number, shape = _chunk(stored, index[key])
     storage = _window(item.storage.box, shape, key, "the stored chunk")
     leaf = leaves[source] if source is not None and 0 <= source < len(leaves) else None
