@@ -37,8 +37,8 @@ from dist_checkpointing.strategies import (
     TensorStoreSaveShardedStrategy,
     Zarr3LoadShardedStrategy,
     Zarr3SaveShardedStrategy,
+    fully_parallel as passing,
 )
-from dist_checkpointing.strategies.fully_parallel import load as passing
 from dist_checkpointing.strategies.unplanned_strategies import ForeignReader
 from dist_checkpointing.testing import assert_same_bits, observed, poisoned, random_bits, run_ranks
 from simulated_groups import TinyChunks, each_rank, everybody_fails

@@ -1,4 +1,8 @@
-"""Wrapper: one rank of a group reads what several want, and broadcasts it.
+"""Wrappers of save and load strategies with which ranks share the work on replicas.
+
+On save the ranks of a group write about the same number of bytes each, since any replica of a shard
+may be written. On load every byte that several ranks of the group want is read by one of them, and
+broadcast. Files and loaded values are the same as without a wrapper.
 
 All ranks of a group take part in all messages in the same order, also in those that they neither
 send nor want. A rank with an error goes on to the end, so that no other rank waits for it, and
@@ -10,49 +14,268 @@ from __future__ import annotations
 import copy
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import xxhash
 
-from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm import Comm, default_comm, group_comm
 from dist_checkpointing.comm.rank_failures import Outcome
-from dist_checkpointing.format.geometry import Box, row_bytes, split_flat_range
+from dist_checkpointing.errors import CheckpointingException, RankFailedError
+from dist_checkpointing.format.geometry import Box, changes, row_bytes, split_flat_range
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedStateDict, StateDict
-from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
-from dist_checkpointing.planning.load_plan import ReadTable
-from dist_checkpointing.planning.replica_balancing import share_out
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
+from dist_checkpointing.planning import (
+    BalancedSavePlanner,
+    DefaultLoadPlanner,
+    LoadPlan,
+    LoadPlanner,
+    ReadTable,
+    SavePlanner,
+    distribute_shards_to_ranks,
+)
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.replica_balancing import (
+    check_replicas_have_data,
+    choose_writers,
+    share_out,
+)
+from dist_checkpointing.planning.shard_table import (
+    Int64s,
+    PackedTable,
+    concatenate,
+    describe,
+    pack,
+)
+from dist_checkpointing.planning.table_exchange import AgreedCache
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.interface import StorageReader
+from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     PathOrStr,
     PlannedLoadStrategy,
+    PlannedSaveStrategy,
+    SaveShardedStrategy,
+    handles_objects,
 )
-from dist_checkpointing.strategies.fully_parallel.save import GivenGroup, ParallelizationGroup
 from dist_checkpointing.strategies.unplanned_strategies import WrappedLoadStrategy, as_planned
+
+__all__ = [
+    "FullyParallelLoadStrategyWrapper",
+    "FullyParallelSaveStrategyWrapper",
+    "distribute_shards_to_ranks",
+]
+
+T = TypeVar("T")
+Arrays = Callable[[int], torch.Tensor]
+"""Row -> its memory on this rank."""
+GivenGroup = dist.ProcessGroup | Comm | None
+"""A process group, the comm of simulated ranks, or None for all ranks."""
+
+
+class _Group(Generic[T]):
+    """A group as a caller gives it, and what it has worked out. A rank outside of it is alone."""
+
+    def __init__(self, given: GivenGroup, *, keeps: bool) -> None:
+        self._given, self._keeps = given, keeps
+        self.cache: AgreedCache[T] = AgreedCache(keeps=keeps)
+        self._everybody: Comm | None = None
+        self._comm: Comm
+        self._members: list[int]
+        self._numbers: list[int] | None = None
+
+    @contextmanager
+    def comm(self, everybody: Comm) -> Iterator[Comm]:
+        """The group, for a body that is collective over it; all of ``everybody`` if none was given.
+
+        Collective over ``everybody`` on first use. Errors name the ranks as they are numbered
+        among ``everybody``.
+        """
+        if self._everybody is not everybody:
+            self._comm, self._numbers = group_comm(self._given, everybody), None
+            self._members = self._comm.all_gather(everybody.rank)
+            self._everybody = everybody
+        try:
+            yield self._comm
+        except CheckpointingException as error:
+            raise _renumbered(error, self._members) from error
+
+    def numbers(self, everybody: Comm) -> list[int]:
+        """The lowest rank in the group of each rank. Collective over ``everybody``."""
+        if not self._keeps or self._numbers is None or self._everybody is not everybody:
+            with everybody.agreed("finding out who shares"), self.comm(everybody):
+                lowest = min(self._members)
+            self._numbers = everybody.all_gather(lowest)
+        return self._numbers
+
+
+def _renumbered(error: CheckpointingException, members: Sequence[int]) -> CheckpointingException:
+    """The error of a group with the numbers that its ranks have outside of the group."""
+    # Members with one number have no numbers elsewhere.
+    has_numbers = len(set(members)) == len(members) and members != [*range(len(members))]
+    if error.names_global_ranks or not has_numbers:
+        return error
+
+    def number(rank: int) -> int:
+        return members[rank] if rank < len(members) else rank
+
+    findings = [replace(f, ranks=tuple(sorted(map(number, f.ranks)))) for f in error.findings]
+    if not isinstance(error, RankFailedError):
+        return type(error)(error.message, findings)
+    tracebacks = {number(rank): text for rank, text in error.tracebacks.items()}
+    return RankFailedError(error.message, findings, tracebacks)
+
+
+class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
+    """Saves with another strategy. Each rank of a group writes a part of what is replicated.
+
+    The state dict and its replica ids do not change. A strategy made of a StorageWriter gets a plan
+    that is balanced to the chunk (see BalancedSavePlanner). Any other strategy, and one with a
+    planner of its own, gets copies of the leaves whose replica ids say who writes. Sharded objects
+    are written by their main replicas.
+
+    Args:
+        strategy: The strategy that writes.
+        parallelization_group: The ranks that share their replicas, this one included. A shard is
+            written in the group of its main replica. By default all ranks.
+        do_cache_distribution: Whether to keep who writes which replica until the leaves of some
+            rank of the group change. Of balanced plans, which every save makes of what all ranks
+            bring, only the groups are kept. The same on all ranks.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, save
+        >>> from dist_checkpointing.strategies.fully_parallel import (
+        ...     FullyParallelSaveStrategyWrapper,
+        ... )
+        >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", FullyParallelSaveStrategyWrapper(Zarr3SaveShardedStrategy()))
+    """
+
+    def __init__(
+        self,
+        strategy: SaveShardedStrategy,
+        parallelization_group: GivenGroup = None,
+        do_cache_distribution: bool = False,
+    ) -> None:
+        super().__init__(strategy.backend, strategy.version)
+        self.base_strategy = strategy
+        self._group: _Group[frozenset[tuple[int, int]]] = _Group(
+            parallelization_group, keeps=do_cache_distribution
+        )
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return handles_objects(self.base_strategy)
+
+    @property
+    def cached_distribution(self) -> frozenset[tuple[int, int]] | None:
+        """Each (rank in the group, position of its leaf) that is written, if that is kept."""
+        return self._group.cache.value
+
+    def resolved(self) -> SaveShardedStrategy:
+        if not isinstance(self.base_strategy, PlannedSaveStrategy):
+            return self
+        strategy = copy.copy(self.base_strategy)
+        strategy.share_replicas = self._shared
+        return strategy
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
+    ) -> AsyncRequest:
+        """Prepare a save. Collective over the group.
+
+        Raises:
+            CheckpointingException: if the wrapped strategy cannot save asynchronously.
+        """
+        if isinstance(strategy := self.resolved(), PlannedSaveStrategy):
+            return strategy.async_save(sharded_state_dict, checkpoint_dir)
+        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+            raise CheckpointingException(
+                f"Cannot apply async_save to non-async strategy {self.base_strategy}"
+            )
+        return self.base_strategy.async_save(
+            self._marked_nested(sharded_state_dict), checkpoint_dir
+        )
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
+        if isinstance(strategy := self.resolved(), PlannedSaveStrategy):
+            strategy.save(sharded_state_dict, checkpoint_dir)
+        else:
+            self.base_strategy.save(self._marked_nested(sharded_state_dict), checkpoint_dir)
+
+    def _marked_nested(self, state_dict: ShardedStateDict) -> ShardedStateDict:
+        leaves, skeleton = flatten(state_dict)
+        marked: ShardedStateDict = unflatten(skeleton, self._marked(leaves, default_comm()))
+        return marked
+
+    def _shared(
+        self, planner: SavePlanner | None, leaves: Leaves, comm: Comm
+    ) -> tuple[SavePlanner, Leaves]:
+        """See ``PlannedSaveStrategy.share_replicas``."""
+        if planner is None:
+            planner = BalancedSavePlanner()
+        if isinstance(planner, BalancedSavePlanner):
+            return planner.within(self._group.numbers(comm)), leaves
+        with comm.agreed("sharing out the replicas"):
+            return planner, self._marked(leaves, comm)
+
+    def _marked(self, leaves: Leaves, everybody: Comm) -> Leaves:
+        """Copies of the leaves with replica ids that say who writes. Collective over the group.
+
+        A tensor whose main replica is in another group is not written here. Objects keep their
+        replica ids, and so do all leaves in a group of one rank.
+        """
+
+        def describe_own() -> bytes:
+            rows = list(leaves.values())
+            check_replicas_have_data(rows)
+            return pack(describe(rows, comm.rank))
+
+        def writers_of(packed: Sequence[bytes]) -> frozenset[tuple[int, int]]:
+            tables = [PackedTable(data, rank) for rank, data in enumerate(packed)]
+            catalog = concatenate(tables)
+            written = catalog.take(choose_writers(catalog, len(packed)))
+            return frozenset(zip(written.ranks.tolist(), written.sources.tolist(), strict=True))
+
+        with self._group.comm(everybody) as comm:
+            if comm.world_size == 1:
+                return leaves
+            writers = self._group.cache.work_out(
+                comm, "sharing out the replicas", describe_own, writers_of
+            )
+        marked: dict[Any, ShardedBase] = {}
+        for source, (path, leaf) in enumerate(leaves.items()):
+            marked[path] = copy.copy(leaf)
+            if isinstance(leaf, ShardedTensor):
+                # 0 is the main replica, which is written.
+                marked[path].replica_id = int((comm.rank, source) not in writers)
+        return marked
+
 
 _ALIGNMENT_BYTES = 16
 """Tensors of any dtype may begin at such a position in a message."""
-Rows = npt.NDArray[np.void]
 _HEAD = struct.Struct("<QQ")
 _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsize", "<i8")])
 
 
-def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> Rows:
-    """What one rank wants to have in memory: a digest of each row, its bytes and those of an
-    element.
+def _wants(table: ReadTable, arrays: Arrays) -> npt.NDArray[np.void]:
+    """A digest of each row that a rank wants in memory, its bytes and those of an element.
 
     Rows with one digest, the same part of the same chunk in memory of one dtype, have the same
     bytes.
     """
-    dtypes = [acquire(row).dtype for row in range(len(table))]
+    dtypes = [arrays(row).dtype for row in range(len(table))]
     numbers = {dtype: _number(str(dtype)) for dtype in set(dtypes)}
     column = np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64)
     keys = np.array([_number(name) for name in table.names], dtype=np.int64)
@@ -72,9 +295,8 @@ def _number(name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ElementRun:
-    """A run of elements on its way: from ``first`` up to ``last``, from byte ``start`` of a
-    message.
+class _Run:
+    """Elements from ``first`` up to ``last`` of a row, at byte ``start`` of a message.
 
     The row is -1 where this rank does not want them.
     """
@@ -85,17 +307,17 @@ class ElementRun:
     start: int
     num_bytes: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_bytes
+
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class _Message:
     """What one rank sends to all others at a time."""
 
     source: int
-    runs: tuple[ElementRun, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.runs[-1].start + self.runs[-1].num_bytes
+    runs: tuple[_Run, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,14 +330,13 @@ class Sharing:
 
     own: Int64s
     copies: tuple[tuple[int, int], ...]
-    messages: Sequence[Message]
+    messages: Sequence[_Message]
 
 
 def _numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
     """Number of the unit of each row, and the first row of each unit; equal rows are one unit."""
     order = np.lexsort((low, high))
-    begins = np.ones(len(order), dtype=np.bool_)
-    begins[1:] = (np.diff(high[order]) != 0) | (np.diff(low[order]) != 0)
+    begins = changes([high, low], order)
     firsts = order[begins]  # Sorting is stable.
     by_appearance = np.argsort(firsts)
     units = np.empty(len(order), dtype=np.int64)
@@ -123,7 +344,7 @@ def _numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
     return units, firsts[by_appearance]
 
 
-def share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
+def _share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
     """How ranks share the reads; None if it is not worth it.
 
     Args:
@@ -160,34 +381,29 @@ def share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
     )
 
 
-def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> Iterator[Message]:
+def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> Iterator[_Message]:
     """Small units together, large ones in several messages.
 
     A unit is its reader, the row of this rank, its bytes and those of an element.
     """
-    waiting: dict[int, list[ElementRun]] = {}
+    waiting: dict[int, list[_Run]] = {}
     for reader, row, size, itemsize in units:
         step = max(1, most_bytes // itemsize)
         runs = waiting.setdefault(reader, [])
         for first in range(0, size // itemsize, step):
             last = min(first + step, size // itemsize)
             num_bytes = (last - first) * itemsize
-            end = runs[-1].start + runs[-1].num_bytes if runs else 0
-            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            start = -(-(runs[-1].stop if runs else 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             if runs and start + num_bytes > most_bytes:
-                yield Message(reader, tuple(runs))
+                yield _Message(reader, tuple(runs))
                 runs.clear()
                 start = 0
-            runs.append(ElementRun(row, first, last, start, num_bytes))
+            runs.append(_Run(row, first, last, start, num_bytes))
     for reader, runs in sorted(waiting.items()):
-        yield Message(reader, tuple(runs))
+        yield _Message(reader, tuple(runs))
 
 
-Arrays = Callable[[int], torch.Tensor]
-"""Row -> its memory on this rank."""
-
-
-def pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int], None]) -> None:
+def _pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int], None]) -> None:
     """Fill every row that this rank wants and another rank has read. Collective.
 
     A message that is one run of memory is sent from, or received into, the array itself. All others
@@ -195,29 +411,28 @@ def pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int]
     """
     messages, device, error = sharing.messages, comm.tensor_device, None
     with comm.agreed("preparing to pass on what was read"):
-        memories = [_memory_of(message, arrays, device) for message in messages]
-        pairs = list(zip(messages, memories, strict=True))
-        longest = max((message.num_bytes for message, memory in pairs if memory is None), default=0)
+        pairs = [(message, _memory_of(message, arrays, device)) for message in messages]
+        longest = max((own.runs[-1].stop for own, memory in pairs if memory is None), default=0)
         buffer = torch.empty(longest, dtype=torch.uint8, device=device)
     for message, memory in pairs:
         is_sent = message.source == comm.rank
-        data = buffer[: message.num_bytes] if memory is None else memory
-        copy_message = partial(_copy, message, arrays, data, packs=is_sent)
+        data = buffer[: message.runs[-1].stop] if memory is None else memory
+        copied = partial(_copy, message, arrays, data, packs=is_sent)
         if is_sent and memory is None:
-            error = error or Outcome.of(_PASSING, copy_message).error
+            error = error or Outcome.of(_PASSING, copied).error
         comm.broadcast_tensor(data, message.source)
+        if not is_sent and memory is None:
+            error = error or Outcome.of(_PASSING, copied).error
         if not is_sent:
-            if memory is None:
-                error = error or Outcome.of(_PASSING, copy_message).error
             report(sum(run.num_bytes for run in message.runs if run.row >= 0))
-    with comm.agreed("passing on what was read"):
+    with comm.agreed(_PASSING):
         if error is not None:
             raise error
         for row, other in sharing.copies:
             arrays(other).copy_(arrays(row))
 
 
-def _copy(message: Message, arrays: Arrays, data: torch.Tensor, *, packs: bool) -> None:
+def _copy(message: _Message, arrays: Arrays, data: torch.Tensor, *, packs: bool) -> None:
     """Copy what this rank sends into a message, or what it wants out of it."""
     for run in message.runs:
         if run.row < 0:
@@ -233,7 +448,7 @@ def _copy(message: Message, arrays: Arrays, data: torch.Tensor, *, packs: bool) 
             values = values[box.num_elements :]
 
 
-def _memory_of(message: Message, arrays: Arrays, device: torch.device) -> torch.Tensor | None:
+def _memory_of(message: _Message, arrays: Arrays, device: torch.device) -> torch.Tensor | None:
     """The memory of this rank that is the whole message; None if there is none."""
     (run, *others) = message.runs
     if others or run.row < 0:
@@ -306,7 +521,7 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
             known = ", ".join(map(repr, get_args(ExchangeAlgorithm)))
             raise ValueError(f"exchange_algo must be one of {known}, not {exchange_algo!r}")
         self.base_strategy = strategy
-        self._group: ParallelizationGroup[Sharing | None] = ParallelizationGroup(
+        self._group: _Group[Sharing | None] = _Group(
             parallelization_group, keeps=do_cache_distribution
         )
         self._min_shared_bytes = min_shared_bytes
@@ -335,16 +550,19 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
                 return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         return self.resolved().load(sharded_state_dict, checkpoint_dir)
 
-    def _share(self, describe: Callable[[], Rows], comm: Comm, buffer_bytes: int) -> Sharing | None:
+    def _share(
+        self, table: ReadTable, arrays: Arrays, comm: Comm, buffer_bytes: int
+    ) -> Sharing | None:
         """Who reads what; None if each reads for itself. Collective over the group ``comm``."""
         if comm.world_size == 1:
             return None
 
         def wants_of_rank() -> bytes:
-            return _HEAD.pack(buffer_bytes, self._min_shared_bytes) + describe().tobytes()
+            head = _HEAD.pack(buffer_bytes, self._min_shared_bytes)
+            return head + _wants(table, arrays).tobytes()
 
         return self._group.cache.work_out(
-            comm, _SHARING, wants_of_rank, lambda packed: share_reads(packed, comm.rank)
+            comm, _SHARING, wants_of_rank, lambda packed: _share_reads(packed, comm.rank)
         )
 
     def _read_plan(
@@ -359,15 +577,13 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
             alone = plan.table.is_object | (not _fills_leaves(planner))
             table = plan.table.take(~alone)
             acquire = planner.destinations(replace(plan, table=table)).acquire
-            sharing = self._share(
-                lambda: rows_of_table(table, acquire), group, reader.options.buffer_bytes
-            )
+            sharing = self._share(table, acquire, group, reader.options.buffer_bytes)
             own = table if sharing is None else table.take(sharing.own)
             plan = replace(plan, table=own.followed_by(plan.table.take(alone)))
         read_plan(plan, planner, reader, index, comm)
         with comm.agreed(_PASSING), self._group.comm(comm) as group:
             if sharing is not None:
-                pass_on(sharing, lambda row: acquire(row).detach(), group, reader.report)
+                _pass_on(sharing, lambda row: acquire(row).detach(), group, reader.report)
 
 
 def _fills_leaves(planner: LoadPlanner) -> bool:
