@@ -16,6 +16,7 @@ import torch
 
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import StoredTensor
 
 _FEW = 32
 """Of more pieces than these, those that meet a box are found in columns."""
@@ -46,11 +47,8 @@ class Piece:
     @property
     def source_box(self) -> Box:
         """The box of the stored tensor; its extent is 1 on axes that the piece does not have."""
-        shape = [1] * len(self.origin)
-        for axis, extent in zip(self.axes, self.box.shape, strict=True):
-            if axis is not None:
-                shape[axis] = extent
-        return Box(self.origin, tuple(shape))
+        extents = dict(zip(self.axes, self.box.shape, strict=True))
+        return Box(self.origin, tuple(extents.get(axis, 1) for axis in range(len(self.origin))))
 
     def part(self, box: Box) -> Piece:
         """The piece that fills a box inside the own box."""
@@ -74,24 +72,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class DerivedTensor:
-    """A global tensor made of pieces, which cover each element once.
-
-    Attributes:
-        shape: Global shape.
-        dtype: Element type.
-        pieces: The pieces.
-    """
+    """A global tensor made of pieces, which cover each element once."""
 
     shape: Ints
     dtype: DType
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of_stored(cls, key: str, shape: Ints, dtype: DType) -> DerivedTensor:
-        """A stored tensor as it is."""
-        axes = tuple(range(len(shape)))
-        piece = Piece(Box.whole(shape), key, (0,) * len(shape), axes)
-        return cls(shape, dtype, () if 0 in shape else (piece,))
+    def of_stored(cls, tensor: StoredTensor, dtype: DType | None = None) -> DerivedTensor:
+        """A stored tensor as it is, or with another element type."""
+        shape = tensor.global_shape
+        piece = Piece(Box.whole(shape), tensor.key, (0,) * len(shape), tuple(range(len(shape))))
+        return cls(shape, dtype or tensor.dtype, () if 0 in shape else (piece,))
 
     @classmethod
     def filled(cls, shape: Ints, dtype: DType, fill: Fill) -> DerivedTensor:
@@ -108,12 +100,12 @@ class DerivedTensor:
             pieces += (_moved(piece, axis, extent) for piece in tensor.pieces)
             extent += tensor.shape[axis]
         first = tensors[0]
-        return cls(_with(first.shape, axis, extent), first.dtype, tuple(pieces))
+        return cls(with_extent(first.shape, axis, extent), first.dtype, tuple(pieces))
 
     def narrow(self, axis: int, start: int, extent: int) -> DerivedTensor:
         """``extent`` rows of an axis."""
-        shape = _with(self.shape, axis, extent)
-        kept = Box(_with((0,) * len(shape), axis, start), shape)
+        shape = with_extent(self.shape, axis, extent)
+        kept = Box(with_extent((0,) * len(shape), axis, start), shape)
         pieces = tuple(_moved(piece, axis, -start) for piece in self.parts(kept))
         return replace(self, shape=shape, pieces=pieces)
 
@@ -128,15 +120,11 @@ class DerivedTensor:
         def turned(values: Sequence[Any], new: object) -> tuple[Any, ...]:
             return tuple(new if axis is None else values[axis] for axis in order)
 
-        pieces = tuple(
-            replace(
-                piece,
-                box=Box(turned(piece.box.offset, 0), turned(piece.box.shape, 1)),
-                axes=turned(piece.axes, None),
-            )
-            for piece in self.pieces
-        )
-        return replace(self, shape=turned(self.shape, 1), pieces=pieces)
+        pieces = []
+        for piece in self.pieces:
+            box = Box(turned(piece.box.offset, 0), turned(piece.box.shape, 1))
+            pieces.append(replace(piece, box=box, axes=turned(piece.axes, None)))
+        return replace(self, shape=turned(self.shape, 1), pieces=tuple(pieces))
 
     def parts(self, box: Box) -> Iterator[Piece]:
         """The pieces that fill a box, each as far as it lies in the box."""
@@ -153,11 +141,9 @@ class DerivedTensor:
     @cached_property
     def _bounds(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Where each piece starts and stops: a row a piece."""
-        rows = (len(self.pieces), len(self.shape))
-        return (
-            np.array([piece.box.offset for piece in self.pieces], np.int64).reshape(rows),
-            np.array([piece.box.stop for piece in self.pieces], np.int64).reshape(rows),
-        )
+        boxes = [(piece.box.offset, piece.box.stop) for piece in self.pieces]
+        starts, stops = np.array(boxes, np.int64).reshape(len(boxes), 2, -1).swapaxes(0, 1)
+        return starts, stops
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -165,10 +151,11 @@ class DerivedTensor:
         return tuple(dict.fromkeys(p.key for p in self.pieces if p.key is not None))
 
 
-def _with(values: Ints, axis: int, value: int) -> Ints:
+def with_extent(values: Ints, axis: int, value: int) -> Ints:
+    """A shape or an offset with another value for one axis."""
     return (*values[:axis], value, *values[axis + 1 :])
 
 
 def _moved(piece: Piece, axis: int, by: int) -> Piece:
-    offset = _with(piece.box.offset, axis, piece.box.offset[axis] + by)
+    offset = with_extent(piece.box.offset, axis, piece.box.offset[axis] + by)
     return replace(piece, box=Box(offset, piece.box.shape))

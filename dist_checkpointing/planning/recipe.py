@@ -7,10 +7,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,6 @@ from dist_checkpointing.planning.recipe_rules import (
     RULES,
     Change,
     Missing,
-    NameRule,
     Rule,
     Tensors,
     Wanted,
@@ -101,19 +101,19 @@ def _rule(row: object) -> Rule | Recipe:
         raise ValueError(f"a rule is an object such as {{'rename': 'a', 'to': 'b'}}, not {row!r}")
     names = [name for name in row if name in RULES or name == "use"]
     if not names:
-        raise ValueError(_unknown(next(iter(row)), (*RULES, "use")))
+        _require_known(next(iter(row)), (*RULES, "use"))
     if len(names) > 1:
         raise ValueError(f"one object is one rule, not {' and '.join(map(repr, names))}: {row}")
     (name,) = names
-    first, others = row[name], {key: value for key, value in row.items() if key != name}
-    if name != "use":
-        make: Any = RULES[name]
-        taken = [first]
-    elif isinstance(first, str) and first in READY_MADE:
-        name, make, taken = first, READY_MADE[first], []
+    others = {**row}
+    first = others.pop(name)
+    make: Any
+    if name == "use":
+        _require_known(first, READY_MADE)
+        name, make = first, READY_MADE[first]
     else:
-        raise ValueError(_unknown(first, READY_MADE))
-    known = dict([*inspect.signature(make).parameters.items()][len(taken) :])
+        make = partial(RULES[name], first)
+    known = inspect.signature(make).parameters
     for other in others:
         if other not in known:
             own = ", ".join(known) or "nothing else"
@@ -121,12 +121,13 @@ def _rule(row: object) -> Rule | Recipe:
     for other, parameter in known.items():
         if parameter.default is parameter.empty and other not in others:
             raise ValueError(f"{name} needs {other!r}")
-    rule: Rule | Recipe = make(*taken, **others)
+    rule: Rule | Recipe = make(**others)
     return rule
 
 
-def _unknown(name: object, known: Iterable[str]) -> str:
-    return f"{name!r} is not one of {', '.join(known)}{hint(str(name), known)}"
+def _require_known(name: object, known: Iterable[str]) -> None:
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"{name!r} is not one of {', '.join(known)}{hint(str(name), known)}")
 
 
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.,])")
@@ -201,13 +202,9 @@ def require_recipe(value: object) -> None:
 class Derivation:
     """What a recipe makes of a checkpoint; ``str()`` of it is the text of a dry run.
 
-    Attributes:
-        tensors: Tensors by key.
-        objects: Stored keys of the sharded objects, by their new keys.
-        kept_objects: Keys of the sharded objects that stay as they are in the template.
-        objects_left_out: Stored keys of the sharded objects that the rules leave out.
-        counts: The rules, each with the number of tensors and objects that it matches.
-        stored: Index of the checkpoint.
+    ``objects`` are the stored keys of sharded objects by their new keys, ``kept_objects`` stay as
+    they are in the template. ``counts`` are the rules, each with the number of tensors and objects
+    that it matches; ``stored`` is the index of the checkpoint.
     """
 
     tensors: Tensors
@@ -233,21 +230,18 @@ class Derivation:
 
     def stored_as(self, tensor: DerivedTensor) -> StoredTensor | None:
         """The stored tensor that it is, but for name and dtype."""
-        source = tensor.pieces[0].key if len(tensor.pieces) == 1 else None
-        if source is None:
+        if len(tensor.pieces) != 1 or tensor.pieces[0].key is None:
             return None
-        own = self.stored[source]
-        whole = DerivedTensor.of_stored(own.key, own.global_shape, tensor.dtype)
-        return own if tensor == whole else None
+        own = self.stored[tensor.pieces[0].key]
+        return own if tensor == DerivedTensor.of_stored(own, tensor.dtype) else None
 
     @cached_property
     def _num_used(self) -> Counter[str]:
         """Number of elements of each stored tensor that fill something."""
         found = Counter[str]()
-        for tensor in self.tensors.values():
-            for piece in tensor.pieces:
-                if piece.key is not None:
-                    found[piece.key] += piece.box.num_elements
+        for piece in chain.from_iterable(tensor.pieces for tensor in self.tensors.values()):
+            if piece.key is not None:
+                found[piece.key] += piece.box.num_elements
         return found
 
     @property
@@ -259,12 +253,9 @@ class Derivation:
     @property
     def cut(self) -> dict[str, tuple[int, int]]:
         """Stored tensors that are used in part: elements left out, and all elements, by key."""
-        sizes = {key: math.prod(self.stored[key].global_shape) for key in self._num_used}
-        return {
-            key: (sizes[key] - used, sizes[key])
-            for key, used in self._num_used.items()
-            if used < sizes[key]
-        }
+        used = self._num_used
+        sizes = {key: math.prod(self.stored[key].global_shape) for key in used}
+        return {key: (n - used[key], n) for key, n in sizes.items() if used[key] < n}
 
     def rounded_from(self, key: str) -> list[str]:
         """The stored dtypes that its dtype cannot hold in every value."""
@@ -285,8 +276,7 @@ class Derivation:
         return [
             key
             for key, tensor in self.tensors.items()
-            if key not in stored
-            or tensor != DerivedTensor.of_stored(key, stored[key].global_shape, stored[key].dtype)
+            if key not in stored or tensor != DerivedTensor.of_stored(stored[key])
         ]
 
     def origin(self, key: str) -> str:
@@ -309,30 +299,26 @@ class Derivation:
         }
 
     def __str__(self) -> str:
-        lines = []
-        for number, (rule, count) in enumerate(self.counts, 1):
-            found = f"{count} matched" if count else "matches nothing"
-            lines.append(f"rule {number}: {rule}: {found}")
-        changed, left = self.changed, self.left_out
-        texts = []
+        changed, left, texts = self.changed, self.left_out, []
         for key in changed:
             own, rounded = self.tensors[key], ", ".join(self.rounded_from(key))
             text = f"{key}  {own.dtype.name}{list(own.shape)} <- {self.origin(key)}"
             texts.append(f"{text}; rounded from {rounded}" if rounded else text)
         texts += [f"left out: {key}" for key in left]
-        texts += [
-            f"left out: {n} of {size} elements of {key}" for key, (n, size) in self.cut.items()
-        ]
+        texts += [f"left out: {n} of {all_} elements of {k}" for k, (n, all_) in self.cut.items()]
         texts += [f"object {new} <- {old}" for new, old in self.objects.items() if new != old]
         texts += [f"object {key} <- template" for key in sorted(self.kept_objects)]
         texts += [f"left out: object {key}" for key in self.objects_left_out]
-        lines += _together(texts)
-        lines.append(
+        rules = [
+            f"rule {number}: {rule}: {f'{count} matched' if count else 'matches nothing'}"
+            for number, (rule, count) in enumerate(self.counts, 1)
+        ]
+        summary = (
             f"{len(self.tensors)} tensors: {len(changed)} by rules, "
             f"{len(self.tensors) - len(changed)} as stored; {len(left)} stored ones left out; "
             f"{len(self.unused_rules)} of {len(self.counts)} rules match nothing"
         )
-        return "\n".join(lines)
+        return "\n".join([*rules, *_together(texts), summary])
 
 
 def _of_layers(key: str) -> str:
@@ -340,14 +326,14 @@ def _of_layers(key: str) -> str:
     return _NUMBERS.sub("*", key)
 
 
-def _together(texts: Iterable[str]) -> Iterator[str]:
+def _together(texts: Iterable[str]) -> list[str]:
     """One text for those that differ in the number of a layer only."""
-    own = list(texts)
-    counts = Counter(map(_of_layers, own))
-    for text in own:
-        count = counts.pop(_of_layers(text), 0)
-        if count:
-            yield text if count == 1 else f"{_of_layers(text)}  ({count})"
+    alike: dict[str, list[str]] = {}
+    for text in texts:
+        alike.setdefault(_of_layers(text), []).append(text)
+    return [
+        own[0] if len(own) == 1 else f"{pattern}  ({len(own)})" for pattern, own in alike.items()
+    ]
 
 
 def derive(
@@ -372,17 +358,13 @@ def derive(
             fails.
     """
     require_recipe(recipe)
-    tensors: dict[str, DerivedTensor] = {
-        key: DerivedTensor.of_stored(key, index[key].global_shape, index[key].dtype)
-        for key in index
-    }
-    names = {key: key for key in objects}
-    stored_objects = [*names]
+    tensors = {key: DerivedTensor.of_stored(index[key]) for key in index}
+    names = stored_names = {key: key for key in objects}
     counts = []
     for number, rule in enumerate(recipe.rules, 1):
         change = rule.change(tensors, wanted)
         rest, findings, count = _changed(tensors, change, "tensors"), change.findings, change.count
-        if isinstance(rule, NameRule) and not findings:
+        if rule.is_for_names and not findings:
             change = rule.change(names, wanted)
             names, count = _changed(names, change, "objects"), count + change.count
             findings = change.findings
@@ -399,7 +381,7 @@ def derive(
     kept: frozenset[str] = frozenset()
     if wanted is not None:
         counts, kept = _fill_missing(counts, tensors, wanted, {*wanted_objects} - names.keys())
-    left = sorted({*stored_objects} - {*names.values()})
+    left = sorted(stored_names.keys() - names.values())
     return Derivation(tensors, names, kept, left, counts, index)
 
 
@@ -413,10 +395,8 @@ def _changed(things: dict[str, T], change: Change, what: str) -> dict[str, T]:
             change.findings.append(Finding("it would have no name", ", ".join(_sources(made))))
         elif other is not made:
             both = " and ".join(", ".join(_sources(own)[:3]) for own in (other, made))
-            problem, remedy = (
-                f"several {what} would have this name",
-                "Drop or rename one of them before.",
-            )
+            problem = f"several {what} would have this name"
+            remedy = "Drop or rename one of them before."
             change.findings.append(Finding(problem, key, found=f"made of {both}", remedy=remedy))
     return rest
 
@@ -432,11 +412,11 @@ def _fill_missing(
     objects: Iterable[str],
 ) -> tuple[list[tuple[Rule, int]], frozenset[str]]:
     """Add the tensors that are missing; counts of the rules that say how, and objects to keep."""
+    rules = [rule for rule, _ in counts if isinstance(rule, Missing)]
     filled = Counter[int]()
     kept = set()
     for key in [*(key for key in wanted if key not in tensors), *objects]:
-        found = (rule for rule, _ in counts if isinstance(rule, Missing) and rule.applies_to(key))
-        rule = next(found, None)
+        rule = next((rule for rule in rules if rule.applies_to(key)), None)
         if rule is None:
             continue
         filled[id(rule)] += 1

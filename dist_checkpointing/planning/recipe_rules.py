@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.planning.derived_tensors import DerivedTensor, Fill
+from dist_checkpointing.planning.derived_tensors import DerivedTensor, Fill, with_extent
 
 Tensors = Mapping[str, DerivedTensor]
 
@@ -24,7 +25,7 @@ Wanted = Mapping[str, tuple[Ints, DType]]
 Made = list[tuple[str, Any]]
 """New tensors, or stored keys of sharded objects, with their keys."""
 
-RULES: dict[str, type[Rule]] = {}
+RULES: dict[str, Callable[..., Rule]] = {}
 """The rules by the names that they have in files."""
 
 _SPECIAL = frozenset(r"\[](){}*+?^$|")
@@ -46,11 +47,8 @@ class Misfit(Exception):
 class Change:
     """What a rule does to the tensors of a checkpoint.
 
-    Attributes:
-        taken: Keys of the tensors that are no longer there.
-        made: Tensors that it makes of them, by key.
-        findings: What it cannot do.
-        count: Number of tensors that it matches.
+    ``made`` takes the place of the tensors ``taken``; ``count`` is the number of those that the
+    rule matches.
     """
 
     taken: list[str] = field(default_factory=list)
@@ -77,6 +75,8 @@ class Rule(ABC):
     """
 
     name: ClassVar[str]
+    is_for_names: ClassVar[bool] = False
+    """Whether it changes nothing but names. It is applied to sharded objects too."""
 
     def __init_subclass__(cls, name: str = "") -> None:
         if name:
@@ -99,9 +99,13 @@ class Rule(ABC):
                 self.require(isinstance(text, str) and text, problem)
                 if own.name.startswith("pattern"):
                     self.compiled(text)
+        self.check()
+
+    def check(self) -> None:  # noqa: B027 - most rules need no more than patterns
+        """Refuse values that do not fit each other, by ``require``."""
 
     @abstractmethod
-    def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:
+    def change(self, tensors: Mapping[str, Any], wanted: Wanted | None) -> Change:
         """What the rule does to the tensors; ``wanted`` is None if there is no template."""
 
     def __str__(self) -> str:
@@ -138,12 +142,11 @@ class Rule(ABC):
         except (re.error, IndexError) as error:
             raise Misfit(f"{text!r} names what is not matched: {error}") from error
 
-    def matches(
-        self, tensors: Iterable[str], patterns: str | Sequence[str]
-    ) -> Iterator[tuple[str, re.Match[str], int]]:
+    def matches(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
         """Each key that a pattern matches, and the position of the first that does."""
+        patterns = getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
         compiled = [self.compiled(pattern) for pattern in _texts(patterns)]
-        for key in tensors:
+        for key in keys:
             for number, pattern in enumerate(compiled):
                 match = pattern.fullmatch(key)
                 if match is not None:
@@ -151,27 +154,14 @@ class Rule(ABC):
                     break
 
 
-class NameRule(Rule):
-    """A rule that only changes names. It is applied to sharded objects too."""
-
-    @abstractmethod
-    def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
-        """The keys that it matches, and the new names of those that it changes; None drops one."""
-
-    def change(self, tensors: Mapping[str, Any], wanted: Wanted | None) -> Change:  # noqa: ARG002
-        change = Change()
-        with change.noting():
-            matched, names = self.new_names(tensors)
-            change.taken, change.count = [*names], len(matched)
-            change.made = [(new, tensors[old]) for old, new in names.items() if new is not None]
-        return change
-
-
 class Matched(NamedTuple):
-    """A tensor whose key a rule matches, and what a template wants, if there is one."""
+    """A tensor whose key a rule matches, and what a template wants, if there is one.
+
+    For the name of a sharded object ``tensor`` is the stored key.
+    """
 
     key: str
-    tensor: DerivedTensor
+    tensor: Any
     match: re.Match[str]
     wanted: Wanted | None
 
@@ -179,30 +169,29 @@ class Matched(NamedTuple):
 class EachRule(Rule):
     """A rule that makes tensors of one tensor at a time."""
 
-    pattern: str
-
     @abstractmethod
     def made(self, own: Matched) -> Made:
         """What it makes of a tensor."""
 
-    def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:
+    def change(self, tensors: Mapping[str, Any], wanted: Wanted | None) -> Change:
         change = Change()
-        for key, match, _ in self.matches(tensors, self.pattern):
-            with change.noting(key):
+        for key, match, _ in self.matches(tensors):
+            with change.noting(None if self.is_for_names else key):
                 change.made += self.made(Matched(key, tensors[key], match, wanted))
                 change.taken.append(key)
         change.count = len(change.taken)
+        if self.is_for_names:  # what is wrong with one new name is wrong with all
+            del change.findings[1:]
         return change
 
 
 class JoinRule(Rule):
-    """A rule that joins tensors into one: those whose new names are the same."""
+    """A rule that joins tensors into one: those whose new names are the same.
+
+    ``matches`` gives the number of the part of the new tensor that each is.
+    """
 
     into: str
-
-    @abstractmethod
-    def numbered(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
-        """The keys that it matches, and which part of the new tensor each is."""
 
     @abstractmethod
     def repeated(self, number: int) -> str:
@@ -215,7 +204,7 @@ class JoinRule(Rule):
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
         change = Change()
         keys: dict[str, dict[int, str]] = {}
-        for key, match, number in self.numbered(tensors):
+        for key, match, number in self.matches(tensors):
             with change.noting(key):
                 name = self.expanded(match, self.into)
                 found = keys.setdefault(name, {})
@@ -232,7 +221,7 @@ class JoinRule(Rule):
 
 
 @dataclass(frozen=True)
-class Rename(NameRule, name="rename"):
+class Rename(EachRule, name="rename"):
     """Gives tensors and sharded objects another name.
 
     Example:
@@ -241,17 +230,16 @@ class Rename(NameRule, name="rename"):
         rename 'model.layers.{i}.{x*}', to='blocks.{i}.{x}'
     """
 
+    is_for_names = True
     pattern: str
     to: str
 
-    def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
-        found = self.matches(keys, self.pattern)
-        names: dict[str, str | None] = {key: self.expanded(own, self.to) for key, own, _ in found}
-        return [*names], names
+    def made(self, own: Matched) -> Made:
+        return [(self.expanded(own.match, self.to), own.tensor)]
 
 
 @dataclass(frozen=True)
-class Drop(NameRule, name="drop"):
+class Drop(EachRule, name="drop"):
     """Leaves out the tensors and sharded objects that any of its patterns matches.
 
     Example:
@@ -260,11 +248,11 @@ class Drop(NameRule, name="drop"):
         drop ['lm_head.weight', '{x*}.inv_freq']
     """
 
+    is_for_names = True
     patterns: str | Sequence[str]
 
-    def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
-        matched = [key for key, *_ in self.matches(keys, self.patterns)]
-        return matched, dict.fromkeys(matched)
+    def made(self, own: Matched) -> Made:  # noqa: ARG002
+        return []
 
 
 @dataclass(frozen=True)
@@ -277,15 +265,12 @@ class Keep(Drop, name="keep"):
         keep 'model.{x*}'
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         self.require(self.patterns, "it keeps nothing")
 
-    def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
-        every = list(keys)
-        matched, _ = super().new_names(every)
-        kept = set(matched)
-        return matched, dict.fromkeys(key for key in every if key not in kept)
+    def change(self, tensors: Mapping[str, Any], wanted: Wanted | None) -> Change:  # noqa: ARG002
+        kept = {key for key, *_ in self.matches(tensors)}
+        return Change([key for key in tensors if key not in kept], count=len(kept))
 
 
 @dataclass(frozen=True)
@@ -301,8 +286,7 @@ class CastTo(EachRule, name="cast"):
     pattern: str
     dtype: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         known = ", ".join(sorted(FLOATING))
         self.require(self._dtype_name in FLOATING, f"{self.dtype!r} is not one of {known}")
 
@@ -332,17 +316,16 @@ class Missing(Rule, name="missing"):
     pattern: str
     fill: Fill | Literal["error"] = "zeros"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_known = self.fill in (*get_args(Fill), "error")
-        self.require(is_known, "fill must be 'zeros', 'template' or 'error'")
+    def check(self) -> None:
+        problem = "fill must be 'zeros', 'template' or 'error'"
+        self.require(self.fill in (*get_args(Fill), "error"), problem)
 
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
         return Change()
 
     def applies_to(self, key: str) -> bool:
         """Whether it says what a key gets."""
-        return self.compiled(self.pattern).fullmatch(key) is not None
+        return any(self.matches([key]))
 
 
 def _texts(value: Any) -> Sequence[Any]:
@@ -367,8 +350,7 @@ class Resize(EachRule, name="resize"):
     size: int | None = None
     fill: Fill = "zeros"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         self.require(self.fill in get_args(Fill), "fill must be 'zeros' or 'template'")
         is_size = self.size is None or _are_counts(0, self.size)
         self.require(is_size, "size must be a number of rows")
@@ -383,7 +365,7 @@ class Resize(EachRule, name="resize"):
         extent = tensor.shape[axis]
         if size <= extent:
             return [(own.key, tensor.narrow(axis, 0, size))]
-        shape = (*tensor.shape[:axis], size - extent, *tensor.shape[axis + 1 :])
+        shape = with_extent(tensor.shape, axis, size - extent)
         more = DerivedTensor.filled(shape, tensor.dtype, self.fill)
         return [(own.key, DerivedTensor.joined([tensor, more], axis))]
 
@@ -407,11 +389,10 @@ class Split(EachRule, name="split"):
     sizes: Sequence[int] | None = None
     groups: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         sizes = self._sizes
-        are_named = self.into and len(sizes) == len(self.into)
-        self.require(are_named, "into must be a list of names, and sizes as many numbers")
+        problem = "into must be a list of names, and sizes as many numbers"
+        self.require(self.into and len(sizes) == len(self.into), problem)
         are_positive = _are_counts(1, *sizes, self.groups)
         self.require(are_positive, "sizes and groups must be positive numbers")
 
@@ -453,13 +434,9 @@ class Concat(JoinRule, name="concat"):
     axis: int = 0
     groups: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         self.require(len(self.patterns) > 1, "it needs a list of two patterns or more")
         self.require(_are_counts(1, self.groups), "groups must be a positive number")
-
-    def numbered(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
-        return self.matches(keys, self.patterns)
 
     def repeated(self, number: int) -> str:
         return f"several tensors match {self.patterns[number]!r} for this name"
@@ -472,17 +449,16 @@ class Concat(JoinRule, name="concat"):
         tensors = [parts[number] for number in range(len(parts))]
         axis = _axis(tensors[0], self.axis)
         _require_alike(tensors, axis)
-        rows = []
+        rows: list[DerivedTensor] = []
         for number, tensor in enumerate(tensors):
             extent, rest = divmod(tensor.shape[axis], self.groups)
             if rest:
                 what = f"axis {axis} of {keys[number]!r}"
                 problem = f"{what} cannot be cut into {self.groups} groups"
                 raise Misfit(problem, found=tensor.shape)
-            rows.append(tensor.cut(axis, [extent] * self.groups))
-        return DerivedTensor.joined(
-            [part for group in zip(*rows, strict=True) for part in group], axis
-        )
+            rows += tensor.cut(axis, [extent] * self.groups)
+        groups = [rows[group :: self.groups] for group in range(self.groups)]
+        return DerivedTensor.joined([*chain.from_iterable(groups)], axis)
 
 
 @dataclass(frozen=True)
@@ -498,8 +474,7 @@ class Transpose(EachRule, name="transpose"):
     pattern: str
     axes: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         are_axes = _are_counts(0, *(self.axes or ()))
         self.require(are_axes, "axes must be a list of axes, counted from 0")
 
@@ -524,14 +499,13 @@ class Stack(JoinRule, name="stack"):
     pattern: str
     into: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         has_number = NUMBER in self.compiled(self.pattern).groupindex
         problem = "the pattern needs {i}, which stands for the number of the layer"
         self.require(has_number, problem)
 
-    def numbered(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
-        for key, match, _ in self.matches(keys, self.pattern):
+    def matches(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
+        for key, match, _ in super().matches(keys):
             yield key, match, int(match[NUMBER])
 
     def repeated(self, number: int) -> str:
@@ -562,8 +536,7 @@ class Unstack(EachRule, name="unstack"):
     pattern: str
     into: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         is_new = NUMBER not in self.compiled(self.pattern).groupindex
         problem = "the new name needs {i} for the number of the row; the pattern has none"
         self.require(is_new and f"{{{NUMBER}}}" in self.into, problem)
