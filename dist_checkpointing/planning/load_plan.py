@@ -13,6 +13,7 @@ from operator import add, attrgetter, le
 from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import Finding
@@ -38,11 +39,8 @@ _FIELDS = ("key", "data", "dtype", *_SHAPE_FIELDS, "prepend_axis_num", "flattene
 class WantedTable:
     """The leaves that a rank wants, and the tensors among them as columns, one value a tensor.
 
-    Attributes:
-        leaves: Tensors and cells of sharded objects by path.
-        rows: The same in a list.
-        tensors: The tensors among them.
-        data: Memory to fill; None where it is not made yet.
+    ``leaves`` are tensors and cells of sharded objects by path, and ``rows`` the same in a list.
+    ``data`` is memory to fill, None where it is not made yet.
     """
 
     data: list[torch.Tensor | None]
@@ -120,9 +118,8 @@ class WantedTable:
         """``[tensors, 2]``, start and stop of the flattened range, -1 where there is none."""
         ranges = np.full((len(self.keys), 2), -1, dtype=np.int64)
         if self.ranges.count(None) < len(self.ranges):
-            for row, part in enumerate(self.ranges):
-                if part is not None:
-                    ranges[row] = part.start, part.stop
+            rows = [row for row, part in enumerate(self.ranges) if part is not None]
+            ranges[rows] = [(part.start, part.stop) for part in self.ranges if part is not None]
         return ranges
 
     @property
@@ -162,29 +159,19 @@ class WantedTable:
 class ReadTable(Columns, Sequence[ReadItem]):
     """Boxes to copy, as columns; row ``i`` of every array describes one of them.
 
-    As a sequence it has an item for each row, made when asked for.
+    As a sequence it has an item for each row, made when asked for. Shapes and offsets are ``[rows,
+    axes]``, padded to the largest number of axes: shapes with 1, offsets with 0.
 
-    Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0. The
-    two windows of a row, see ``Window``, have boxes of one shape: ``lengths``.
+    ``keys`` are positions in ``names``, and ``sources`` the leaves of this rank that are filled.
+    ``dest_offsets`` and ``chunk_offsets`` say where the shard and the stored chunk or piece begin
+    in the tensor (``ndim`` axes), or which cell of an object it is. ``pieces`` are rows of the
+    tensor's ``Pieces``, -1 on a chunk grid.
 
-    Attributes:
-        names: Keys; ``keys`` are positions in it.
-        keys: Position of the key in ``names``.
-        is_object: Whether it is a cell of a sharded object, which has no windows.
-        ndim: Number of axes of the tensor, or of the grid of cells.
-        window_ndim: Number of axes of the windows.
-        sources: The leaf of this rank that is filled.
-        dest_offsets: ``[rows, axes]``, offset of the destination shard, or the cell.
-        dest_starts: First element of the destination's array in its memory.
-        dest_shapes: ``[rows, axes]``, shape of that array.
-        dest_boxes: ``[rows, axes]``, offset of the box in it.
-        pieces: Row of the stored piece in the tensor's ``Pieces``; -1 on a chunk grid.
-        chunk_offsets: ``[rows, axes]``, offset of the stored chunk or piece, or the cell.
-        storage_starts: First element of the array of the chunk in what is stored.
-        storage_shapes: ``[rows, axes]``, shape of that array.
-        storage_boxes: ``[rows, axes]``, offset of the box in it.
-        lengths: ``[rows, axes]``, shape of the box.
-        given: The items that the table was made of; None if it was made as a table.
+    The windows of a row, see ``Window``, lie in the shard (``dest_``) and in the chunk
+    (``storage_``): an array of a shape that begins at element ``starts`` of what is there, and a
+    box in it. They have ``window_ndim`` axes and boxes of one shape, ``lengths``; objects have none.
+
+    ``given`` are the items that the table was made of; None if it was made as a table.
     """
 
     names: tuple[str, ...]
@@ -203,7 +190,7 @@ class ReadTable(Columns, Sequence[ReadItem]):
     storage_shapes: Int64s
     storage_boxes: Int64s
     lengths: Int64s
-    given: tuple[ReadItem, ...] | None = None
+    given: npt.NDArray[np.object_] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -218,58 +205,51 @@ class ReadTable(Columns, Sequence[ReadItem]):
     @classmethod
     def of(cls, items: Iterable[ReadItem]) -> ReadTable:
         """The table of some items."""
-        given = tuple(items)
+        given = list(items)
         positions: dict[str, int] = {}
         keys = [positions.setdefault(i.storage_index.fqn, len(positions)) for i in given]
         stored, wanted = [i.storage_index for i in given], [i.dest_index for i in given]
         storage, dest = [i.storage for i in given], [i.dest for i in given]
         width = max(
-            (len(own) for i in given for own in (i.storage_index.offset or (), i.lengths)),
-            default=0,
+            (max(len(i.storage_index.offset or ()), len(i.lengths)) for i in given), default=0
         )
 
-        def numbers(indices: Iterable[MetadataIndex], dtype: Any) -> Any:
-            return np.array([-1 if i.index is None else i.index for i in indices], dtype=dtype)
+        def numbers(values: Iterable[Any], dtype: Any = np.int32) -> Any:
+            return np.array([-1 if value is None else value for value in values], dtype=dtype)
 
-        def wide(rows: Iterable[Sequence[int] | None], fill: int) -> Int64s:
+        def wide(rows: Iterable[Sequence[int] | None], fill: int = 0) -> Int64s:
             return padded_rows([tuple(row or ())[:width] for row in rows], fill, width)
 
         return cls(
             names=tuple(positions),
-            keys=np.array(keys, dtype=np.int32),
-            is_object=np.array([i.type is LoadItemType.BYTE_IO for i in given], dtype=np.bool_),
-            ndim=np.array([len(i.offset or ()) for i in stored], dtype=np.int32),
-            window_ndim=np.array([len(i.lengths) for i in given], dtype=np.int32),
-            sources=numbers(wanted, np.int32),
-            dest_offsets=wide((i.offset for i in wanted), 0),
-            dest_starts=np.array([w.start for w in dest], dtype=np.int64),
+            keys=numbers(keys),
+            is_object=numbers((i.type is LoadItemType.BYTE_IO for i in given), np.bool_),
+            ndim=numbers(len(i.offset or ()) for i in stored),
+            window_ndim=numbers(len(i.lengths) for i in given),
+            sources=numbers(i.index for i in wanted),
+            dest_offsets=wide(i.offset for i in wanted),
+            dest_starts=numbers((w.start for w in dest), np.int64),
             dest_shapes=wide((w.shape for w in dest), 1),
-            dest_boxes=wide((w.box.offset for w in dest), 0),
-            pieces=numbers(stored, np.int64),
-            chunk_offsets=wide((i.offset for i in stored), 0),
-            storage_starts=np.array([w.start for w in storage], dtype=np.int64),
+            dest_boxes=wide(w.box.offset for w in dest),
+            pieces=numbers((i.index for i in stored), np.int64),
+            chunk_offsets=wide(i.offset for i in stored),
+            storage_starts=numbers((w.start for w in storage), np.int64),
             storage_shapes=wide((w.shape for w in storage), 1),
-            storage_boxes=wide((w.box.offset for w in storage), 0),
+            storage_boxes=wide(w.box.offset for w in storage),
             lengths=wide((w.box.shape for w in dest), 1),
-            given=given,
+            given=np.fromiter(given, np.object_, len(given)),
         )
-
-    def take(self, rows: Any) -> ReadTable:
-        """The table of some rows, by mask or positions."""
-        given = self.given
-        if given is not None:
-            given = tuple(given[row] for row in np.arange(len(self))[rows].tolist())
-        return replace(Columns.take(self, rows), given=given)
 
     def followed_by(self, other: ReadTable) -> ReadTable:
         """This table and the rows of another one."""
-        has_given = self.given is not None or other.given is not None
-        joined = self.joined(replace(other, keys=other.keys + np.int32(len(self.names))))
-        return replace(
-            joined,
-            names=(*self.names, *other.names),
-            given=(*self.items(), *other.items()) if has_given else None,
-        )
+        tables = [self, replace(other, keys=other.keys + np.int32(len(self.names)))]
+        if any(table.given is not None for table in tables):
+            tables = [
+                replace(table, given=np.fromiter(own, np.object_, len(own)))
+                for table, own in zip(tables, (self.items(), other.items()), strict=True)
+            ]
+        joined = tables[0].joined(tables[1])
+        return replace(joined, names=(*self.names, *other.names))
 
     @property
     def num_elements(self) -> Int64s:
@@ -281,22 +261,20 @@ class ReadTable(Columns, Sequence[ReadItem]):
         """Key of a row."""
         return self.names[int(self.keys[row])]
 
+    def _window(self, row: int, starts: Int64s, shapes: Int64s, boxes: Int64s) -> Window:
+        ndim = self.window_ndim[row]
+        shape, *box = (tuple(own[row, :ndim].tolist()) for own in (shapes, boxes, self.lengths))
+        return Window(int(starts[row]), shape, Box(*box))
+
     def storage(self, row: int) -> Window:
         """Where the box of a row lies in the stored chunk."""
-        ndim = self.window_ndim[row]
-        return Window(
-            int(self.storage_starts[row]),
-            tuple(self.storage_shapes[row, :ndim].tolist()),
-            Box(
-                tuple(self.storage_boxes[row, :ndim].tolist()),
-                tuple(self.lengths[row, :ndim].tolist()),
-            ),
-        )
+        return self._window(row, self.storage_starts, self.storage_shapes, self.storage_boxes)
 
     def chunk(self, row: int) -> MetadataIndex:
         """The stored chunk, piece or cell that a row is read from."""
         if self.given is not None:
-            return self.given[row].storage_index
+            given: MetadataIndex = self.given[row].storage_index
+            return given
         piece = int(self.pieces[row])
         offset = tuple(self.chunk_offsets[row, : self.ndim[row]].tolist())
         return MetadataIndex(self.key(row), offset, None if piece < 0 else piece)
@@ -304,22 +282,18 @@ class ReadTable(Columns, Sequence[ReadItem]):
     def item(self, row: int) -> ReadItem:
         """A row as an item."""
         if self.given is not None:
-            return self.given[row]
-        ndim = self.window_ndim[row]
-        storage, chunk = self.storage(row), self.chunk(row)
-        dest = Window(
-            int(self.dest_starts[row]),
-            tuple(self.dest_shapes[row, :ndim].tolist()),
-            Box(tuple(self.dest_boxes[row, :ndim].tolist()), storage.box.shape),
-        )
+            given: ReadItem = self.given[row]
+            return given
+        chunk = self.chunk(row)
+        dest = self._window(row, self.dest_starts, self.dest_shapes, self.dest_boxes)
         offset = tuple(self.dest_offsets[row, : self.ndim[row]].tolist())
         index = MetadataIndex(chunk.fqn, offset, int(self.sources[row]))
         kind = LoadItemType.BYTE_IO if self.is_object[row] else LoadItemType.TENSOR
-        return ReadItem(kind, index, dest, chunk, storage)
+        return ReadItem(kind, index, dest, chunk, self.storage(row))
 
     def items(self) -> tuple[ReadItem, ...]:
         """All rows as items."""
-        return tuple(map(self.item, range(len(self)))) if self.given is None else self.given
+        return tuple(map(self.item, range(len(self))))
 
 
 def positions_of(offsets: Int64s, shapes: Int64s) -> Int64s:
@@ -372,7 +346,6 @@ def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
     items = []
     for chunk in chunks:
         tensor = index[chunk.fqn]
-        assert chunk.offset is not None
         if tensor.chunk_shape is not None:
             shape = tensor.chunk_shape
         else:
@@ -388,16 +361,10 @@ def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
 
 def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
     """The table that reads cells of sharded objects, each given as key, cell and leaf."""
-    items = [
-        ReadItem(
-            LoadItemType.BYTE_IO,
-            MetadataIndex(key, cell, source),
-            NOWHERE,
-            MetadataIndex(key, cell),
-            NOWHERE,
-        )
-        for key, cell, source in cells
-    ]
+    items = []
+    for key, cell, source in cells:
+        dest, stored = MetadataIndex(key, cell, source), MetadataIndex(key, cell)
+        items.append(ReadItem(LoadItemType.BYTE_IO, dest, NOWHERE, stored, NOWHERE))
     return replace(ReadTable.of(items), given=None)
 
 

@@ -80,18 +80,14 @@ def _segments_of(offsets: Int64s, shapes: Int64s, flat: Int64s) -> _Segments:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Chunks(Columns):
-    """Stored arrays that may meet wanted segments: the row of the segment, and the array.
+class _Chunks(_Segments):
+    """Stored arrays that may meet wanted segments; ``parts`` are the rows of these.
 
     ``pieces`` are positions in the tensor's ``Pieces``, and -1 on a chunk grid.
     """
 
-    rows: Int64s
     pieces: Int64s
     chunk_offsets: Int64s
-    starts: Int64s
-    shapes: Int64s
-    offsets: Int64s
 
 
 def plan_load(
@@ -147,11 +143,11 @@ def plan_load(
     on, rows = rows[~is_divided], rows[is_divided]
     stored = _in_grid(on, segments.offsets[on], ends[on], chunks[on])
     stored = stored.joined(*_in_pieces(index, wanted, segments, ends, whole, rows))
-    stored = _once(segments, ends, stored.take(np.argsort(stored.rows, kind="stable")))
+    stored = _once(segments, ends, stored.take(np.argsort(stored.parts, kind="stable")))
     table = _table(index, wanted, segments, ends, stored)
     counts = np.zeros((2, len(wanted)), dtype=np.int64)
     np.add.at(counts[0], segments.parts, (ends - segments.offsets).prod(axis=1))
-    np.add.at(counts[1], segments.parts[stored.rows], table.num_elements)
+    np.add.at(counts[1], segments.parts[stored.parts], table.num_elements)
     return table, [
         _uncovered(wanted, row, *counts[:, row].tolist())
         for row in np.flatnonzero(counts[0] != counts[1]).tolist()
@@ -168,7 +164,7 @@ def _in_grid(rows_of: Int64s, begin: Int64s, ends: Int64s, chunk: Int64s) -> _Ch
         chunk, rows_of = chunk[rows], rows_of[rows]
     # Chunks are stored at full size, also where they stick out of the tensor.
     offsets, starts = first * chunk, np.zeros(len(rows), dtype=np.int64)
-    return _Chunks(rows_of, starts - 1, offsets, starts, chunk, offsets)
+    return _Chunks(rows_of, starts, chunk, offsets, starts - 1, offsets)
 
 
 def _in_pieces(
@@ -230,7 +226,7 @@ def _in_pieces(
         cut = _segments_of(offsets[piece], shapes[piece], flat[piece])
         row, piece = row[cut.parts], piece[cut.parts]
         number = piece - pieces.starts[tensor[piece]]
-        yield _Chunks(row, number, offsets[piece], cut.starts, cut.shapes, cut.offsets)
+        yield _Chunks(row, cut.starts, cut.shapes, cut.offsets, number, offsets[piece])
 
 
 def _bounds(
@@ -268,8 +264,8 @@ def _numbered(keys: Sequence[str], rows: Int64s) -> tuple[tuple[str, ...], Int64
 def _common(segments: _Segments, ends: Int64s, stored: _Chunks) -> tuple[_Segments, Int64s, Int64s]:
     """The segment of each stored array, and the box that they have in common."""
     # Of segments that have one array each, in order, none need be copied.
-    if len(stored.rows) != len(ends) or (np.diff(stored.rows) != 1).any():
-        segments, ends = segments.take(stored.rows), ends[stored.rows]
+    if len(stored.parts) != len(ends) or (np.diff(stored.parts) != 1).any():
+        segments, ends = segments.take(stored.parts), ends[stored.parts]
     begin = np.maximum(segments.offsets, stored.offsets)
     return segments, begin, np.minimum(ends, stored.offsets + stored.shapes) - begin
 
@@ -279,7 +275,7 @@ def _once(segments: _Segments, ends: Int64s, stored: _Chunks) -> _Chunks:
     _, begin, lengths = _common(segments, ends, stored)
     meets = (lengths > 0).all(axis=1)
     stored, begin, lengths = stored.take(meets), begin[meets], lengths[meets]
-    columns = [stored.rows, *begin.T, *lengths.T]
+    columns = [stored.parts, *begin.T, *lengths.T]
     order = np.lexsort(columns[::-1])
     is_first: Bools = np.empty(len(order), dtype=np.bool_)
     is_first[order] = changes(columns, order)
