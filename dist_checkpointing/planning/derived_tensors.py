@@ -27,15 +27,11 @@ Fill = Literal["zeros", "template"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a derived tensor, and the box of a stored tensor that fills it.
+    """A box of a derived tensor, and the box of a stored tensor that fills it, from ``origin`` on.
 
-    Attributes:
-        box: Box in the derived tensor.
-        key: Key of the stored tensor; None for a box that nothing stored fills.
-        origin: Element of the stored tensor that is the first one of the box.
-        axes: For each axis of the box, the axis of the stored tensor that it runs along; None for
-            an axis of extent 1 that the stored tensor does not have.
-        fill: What fills a box without a key.
+    Nothing stored fills a box whose ``key`` is None, but ``fill``. ``axes`` has for each axis of
+    the box the axis of the stored tensor that it runs along; None for an axis of extent 1 that the
+    stored tensor does not have.
     """
 
     box: Box

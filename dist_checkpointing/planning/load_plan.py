@@ -128,11 +128,11 @@ class WantedTable:
 
         The box of a padded shard may extend beyond the global tensor.
         """
+        if type(None) in set(map(type, self.data)):
+            return False
         columns = (self.global_offsets, self.box_shapes, self.global_shapes)
         first, shape, whole = map(chain.from_iterable, columns)
-        return type(None) not in set(map(type, self.data)) and all(
-            map(le, map(add, first, shape), whole)
-        )
+        return all(map(le, map(add, first, shape), whole))
 
     @cached_property
     def num_bytes(self) -> Int64s:
@@ -169,7 +169,8 @@ class ReadTable(Columns, Sequence[ReadItem]):
 
     The windows of a row, see ``Window``, lie in the shard (``dest_``) and in the chunk
     (``storage_``): an array of a shape that begins at element ``starts`` of what is there, and a
-    box in it. They have ``window_ndim`` axes and boxes of one shape, ``lengths``; objects have none.
+    box in it. They have ``window_ndim`` axes and boxes of one shape, ``lengths``; objects have
+    none.
 
     ``given`` are the items that the table was made of; None if it was made as a table.
     """

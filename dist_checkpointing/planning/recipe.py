@@ -343,14 +343,10 @@ def derive(
     wanted: Wanted | None = None,
     wanted_objects: Iterable[str] = (),
 ) -> Derivation:
-    """Apply a recipe to what is stored. A pure function: nothing is read.
+    """Apply a recipe to what is stored: tensors, and the keys of sharded objects.
 
-    Args:
-        recipe: rules.
-        index: what is stored.
-        objects: keys of the sharded objects that are stored.
-        wanted: global shapes and dtypes of the tensors of a template, if there is one.
-        wanted_objects: keys of the sharded objects of the template.
+    A pure function: nothing is read. ``wanted`` and ``wanted_objects`` are those of a template, if
+    there is one.
 
     Raises:
         TypeError: if ``recipe`` is no Recipe.

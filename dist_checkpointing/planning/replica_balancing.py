@@ -22,13 +22,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.items import SavePlan
 from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
-from dist_checkpointing.planning.shard_table import (
-    Int32s,
-    Int64s,
-    Integers,
-    ShardTable,
-    counted,
-)
+from dist_checkpointing.planning.shard_table import Int32s, Int64s, Integers, ShardTable, counted
 
 ShardId = TypeVar("ShardId", bound=Hashable)
 _FEW_SETS = 8
@@ -97,19 +91,16 @@ class Replicas:
 
     A part is a box (or a flattened range of one) of a tensor. Parts are in order of key, place,
     flattened range and shape. There is a row for each rank, or set of ranks, that holds a part;
-    those of one part are together, from ``starts`` on.
+    those of one part are together, from ``starts`` on, the lowest rank first.
     """
 
     rows: Int64s
     starts: Int64s
     main_rows: Int64s
 
-    def __len__(self) -> int:
-        return len(self.main_rows)
-
     @property
     def firsts(self) -> Int64s:
-        """The first row of each part, which is that of the lowest rank."""
+        """The first row of each part."""
         return self.rows[self.starts[:-1]]
 
 
@@ -128,7 +119,7 @@ class HolderSets:
     def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s | None = None) -> HolderSets:
         """Who holds each part; with groups, only the ranks in the group of its main replica."""
         numbers = table.ranks[replicas.rows]
-        home = np.zeros(len(replicas), dtype=np.int64)
+        home = np.zeros(len(replicas.main_rows), dtype=np.int64)
         if groups is not None:
             home = groups[table.take(replicas.main_rows).of_ranks().ranks]
         of_part, examples = _alike(numbers, replicas.starts, home)
@@ -172,7 +163,7 @@ def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: I
         first, last = (np.searchsorted(members, ranks, side) for side in ("left", "right"))
         origins, place = counted(last - first)
         numbers = sets[first[origins] + place]
-    of_row = np.repeat(np.arange(len(replicas)), np.diff(replicas.starts))
+    of_row, _ = counted(np.diff(replicas.starts))
     held = of_row * most + table.ranks[replicas.rows]
     asked = parts[origins] * most + numbers
     found = np.minimum(np.searchsorted(held, asked), len(held) - 1)
@@ -226,16 +217,11 @@ def share_out(
 ) -> Int64s:
     """One holder for each unit of data, as ``distribute_shards_to_ranks`` would choose it.
 
-    Args:
-        ranks: the holders of all parts (or sets of parts), those of one part together and
-            ascending.
-        starts: ``[parts + 1]``, where those of each part begin.
-        parts: ``[units]``, the part that each unit is, or is a piece of.
-        sizes: ``[units]``, bytes.
-        loads: ``[ranks of the world]``, bytes that each rank has already; brought up to date.
+    ``ranks`` are the holders of all parts (or sets of parts): those of one part ascend, from
+    ``starts`` on. Each unit is (a piece of) one of the ``parts`` and has so many bytes; ``loads``
+    are the bytes that each rank of the world has already, and are brought up to date.
 
-    Returns:
-        ``[units]``, position of the chosen holder in ``ranks``.
+    Returns the position in ``ranks`` of the holder of each unit.
     """
     counts = np.diff(starts)[parts]
     chosen = starts[parts].astype(np.int64)
@@ -303,7 +289,7 @@ def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
     sizes = catalog.num_bytes[shared.firsts]
     loads = np.zeros(num_ranks, dtype=np.int64)
     ranks = catalog.ranks[shared.rows]
-    chosen = share_out(ranks, shared.starts, np.arange(len(shared)), sizes, loads)
+    chosen = share_out(ranks, shared.starts, np.arange(len(sizes)), sizes, loads)
     return np.sort(np.concatenate([shared.rows[chosen], fixed_rows(catalog, shared)]))
 
 
@@ -448,10 +434,7 @@ def check_replicas_have_data(leaves: Sequence[ShardedBase]) -> None:
     """
     problem = "data is None, but every replica needs its data where any holder may write it"
     remedy = "Give it its data, or leave this replica out of the state dict."
-    findings = [
-        Finding(problem, leaf.key, remedy=remedy)
-        for leaf in leaves
-        if isinstance(leaf, ShardedTensor) and leaf.data is None
-    ]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    findings = [Finding(problem, own.key, remedy=remedy) for own in tensors if own.data is None]
     if findings:
         raise InvalidShardingError("there is nothing to save for some shards", findings)

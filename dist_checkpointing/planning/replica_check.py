@@ -17,18 +17,8 @@ from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import changes
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor, tensor_memory
-from dist_checkpointing.planning.shard_table import (
-    Bools,
-    Int32s,
-    Int64s,
-    ShardTable,
-    describe,
-)
-from dist_checkpointing.planning.table_exchange import (
-    AgreedCache,
-    exchange_tables,
-    plan_inputs,
-)
+from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, ShardTable, describe
+from dist_checkpointing.planning.table_exchange import AgreedCache, exchange_tables, plan_inputs
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -68,15 +58,10 @@ class ReplicaCheck(Enum):
 class Copies:
     """The distinct parts that ranks hold: those with the same key, dtype, box and flattened range.
 
-    All of it is the same on all ranks, but for ``local``. With ``D`` distinct rows of all ranks it
-    takes ``O(D)`` memory, whatever the number of replicas.
-
-    Attributes:
-        parts: One row a part, sorted by key, with the lowest rank that holds it.
-        rows: Rows of the catalog, part by part.
-        begins: ``[parts + 1]``, where the rows of each part begin.
-        catalog: The shards of all ranks.
-        local: ``[rows of this rank]``, the part that each is.
+    ``parts`` has one row a part, sorted by key, with the lowest rank that holds it. ``rows`` are
+    those of the catalog of all ranks, part by part, from ``begins`` on; ``local`` is the part that
+    each row of this rank is. But for ``local`` it is the same on all ranks. With ``D`` distinct
+    rows of all ranks it takes ``O(D)`` memory, whatever the number of replicas.
     """
 
     parts: ShardTable
@@ -169,8 +154,7 @@ class ReplicaComparison:
         """What this rank can send before any exchange; None at the first save of a state."""
         if self._is_off:
             return None
-        number = self._cache.hash_if_cached(self._inputs())
-        copies = self._cache.value
+        number, copies = self._cache.hash_if_cached(self._inputs()), self._cache.value
         if number is None or copies is None:
             return None
         self._sample = self._cache.num_samples % SAMPLES if self._is_sampled else None
@@ -229,7 +213,7 @@ class ReplicaComparison:
         return copies
 
     def _digest(self, copies: Copies) -> dict[int, bytes]:
-        """Digest the copies of this rank; those of which it is the lowest holder."""
+        """Digest the copies of this rank. Returns those of which it is the lowest holder."""
         has_copies, lowest = copies.has_copies.tolist(), copies.parts.ranks.tolist()
         self._digests = []
         for shard, part in zip(self._shards, copies.local.tolist(), strict=True):

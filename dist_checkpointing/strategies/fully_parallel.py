@@ -347,10 +347,8 @@ def _numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
 def _share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
     """How ranks share the reads; None if it is not worth it.
 
-    Args:
-        packed: of each rank, the memory that passing on may take there, the least bytes that
-            several ranks must want, and what it wants.
-        rank: this one.
+    Each rank has packed the memory that passing on may take there, the least bytes that several
+    ranks must want, and what it wants.
     """
     wants = [np.frombuffer(data, _ROW, offset=_HEAD.size) for data in packed]
     memories, least = zip(*map(_HEAD.unpack_from, packed), strict=True)
