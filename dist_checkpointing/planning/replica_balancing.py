@@ -21,6 +21,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.items import SavePlan
+from dist_checkpointing.planning.load_plan import positions_of
 from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, Integers, ShardTable, counted
 
@@ -118,16 +119,15 @@ class HolderSets:
     @classmethod
     def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s | None = None) -> HolderSets:
         """Who holds each part; with groups, only the ranks in the group of its main replica."""
-        numbers = table.ranks[replicas.rows]
+        numbers, holders = table.ranks[replicas.rows], _holders(table)
         home = np.zeros(len(replicas.main_rows), dtype=np.int64)
         if groups is not None:
             home = groups[table.take(replicas.main_rows).of_ranks().ranks]
         of_part, examples = _alike(numbers, replicas.starts, home)
         sets = []
         for part in examples.tolist():
-            held = numbers[replicas.starts[part] : replicas.starts[part + 1]]
-            if table.holders is not None:
-                held = np.sort(np.concatenate([table.holders[number] for number in held.tolist()]))
+            own = numbers[replicas.starts[part] : replicas.starts[part + 1]].tolist()
+            held = np.sort(np.concatenate([holders[number] for number in own]))
             sets.append(held if groups is None else held[groups[held] == home[part]])
         ranks = np.concatenate([np.empty(0, dtype=np.int32), *sets])
         return cls(ranks, _starts(np.array([*map(len, sets)], dtype=np.int64)), of_part)
@@ -152,25 +152,29 @@ def _alike(numbers: Int32s, starts: Int64s, home: Int64s) -> tuple[Int64s, Int64
 
 def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: Int32s) -> Int64s:
     """The rows by which some ranks hold some parts; ``parts`` and ``ranks`` are of one length."""
-    numbers, origins = ranks.astype(np.int64), np.arange(len(parts))
-    most = int(table.ranks.max(initial=0)) + 1
-    if table.holders is not None:
-        # Every rank stands in a few sets, and one of them is that of the row.
-        sets, _ = counted(np.array([len(held) for held in table.holders], dtype=np.int64))
-        members = np.concatenate([np.empty(0, dtype=np.int32), *table.holders])
-        order = np.argsort(members, kind="stable")
-        members, sets = members[order], sets[order]
-        first, last = (np.searchsorted(members, ranks, side) for side in ("left", "right"))
-        origins, place = counted(last - first)
-        numbers = sets[first[origins] + place]
+    # Every rank stands in a few sets, and one of them is that of the row.
+    holders = _holders(table)
+    sets, _ = counted(np.array([*map(len, holders)], dtype=np.int64))
+    members = np.concatenate([np.empty(0, dtype=np.int32), *holders])
+    order = np.argsort(members, kind="stable")
+    members, sets = members[order], sets[order]
+    first, last = (np.searchsorted(members, ranks, side) for side in ("left", "right"))
+    origins, place = counted(last - first)
     of_row, _ = counted(np.diff(replicas.starts))
-    held = of_row * most + table.ranks[replicas.rows]
-    asked = parts[origins] * most + numbers
+    held = of_row * len(holders) + table.ranks[replicas.rows]
+    asked = parts[origins] * len(holders) + sets[first[origins] + place]
     found = np.minimum(np.searchsorted(held, asked), len(held) - 1)
     is_held = held[found] == asked
     rows = np.full(len(parts), -1, dtype=np.int64)
     rows[origins[is_held]] = replicas.rows[found[is_held]]
     return rows
+
+
+def _holders(table: ShardTable) -> Sequence[Int32s]:
+    """The sets of ranks that the ``ranks`` of a table stand for."""
+    if table.holders is None:
+        return [*np.arange(table.ranks.max(initial=-1) + 1, dtype=np.int32)[:, None]]
+    return table.holders
 
 
 def _starts(counts: Int64s) -> Int64s:
@@ -184,9 +188,7 @@ def find_replicas(catalog: ShardTable) -> Replicas:
     """
     rows = np.flatnonzero((catalog.num_elements > 0) & ~catalog.is_object)
     own = catalog.take(rows)
-    place = np.zeros(len(own), dtype=np.int64)
-    for axis in range(own.max_ndim):
-        place = place * own.global_shapes[:, axis] + own.offsets[:, axis]
+    place = positions_of(own.offsets, own.global_shapes)
     first, last = own.flat.T
     others: list[Integers] = [last, own.dtypes, *own.shapes.T]
     # Parts that begin at the same element are nearly always the same part.
@@ -199,10 +201,8 @@ def find_replicas(catalog: ShardTable) -> Replicas:
     begins = starts_here | differs
     part = np.cumsum(begins) - 1
     main = own.main[order]
-    weights = np.ones(len(own), dtype=np.int64)
-    if own.holders is not None:
-        weights = np.array([len(held) for held in own.holders], dtype=np.int64)[own.ranks]
-    mains = np.bincount(part[main], weights[order[main]], minlength=int(begins.sum()))
+    num_holders = np.array([*map(len, _holders(own))], dtype=np.int64)[own.ranks[order]]
+    mains = np.bincount(part[main], num_holders[main], minlength=int(begins.sum()))
     main_rows = np.zeros(len(mains), dtype=np.int64)
     main_rows[part[main]] = rows[order[main]]
     # A rank that holds a part twice holds it once for this purpose.
