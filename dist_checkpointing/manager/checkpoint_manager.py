@@ -194,14 +194,14 @@ class CheckpointManager:
         """
         watch = Stopwatch()
         number, hooks, options = self._begin(step, metric, watch, options)
-        handle = self._saver.save(
+        handle = self._saver._save(  # noqa: SLF001 - hooks are not for users
+            hooks,
             state,
             self._run.folder(step),
             self._strategy,
             step=step,
             capture=capture,
             on_committed=lambda: self._committed(step, number, watch),
-            hooks=hooks,
             **options,
         )
         watch.stop_blocking()

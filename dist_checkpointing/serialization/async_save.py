@@ -12,18 +12,16 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait as wait_for
-from contextlib import suppress
-from functools import wraps
+from contextlib import contextmanager, suppress
 from os import PathLike
-from typing import Any, Final, Literal, Self, TypeVar, Unpack, cast
+from typing import Any, Final, Literal, Self, Unpack, cast
 
 import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
-from dist_checkpointing.errors import CheckpointingException, RankFailedError
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
@@ -35,15 +33,14 @@ from dist_checkpointing.serialization.save_steps import (
     SaveJob,
     require_known,
 )
-from dist_checkpointing.storage.progress import Meter, Progress, chosen_callback
-from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
+from dist_checkpointing.storage.progress import Meter, Progress
+from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
-from dist_checkpointing.threads import Ownership, run_in_background
+from dist_checkpointing.threads import Ownership, fill, run_in_background
 
 logger: logging.Logger = logging.getLogger(__name__)
 Finalize = Literal["background", "caller"]
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class _Captured(threading.Event):
@@ -61,9 +58,9 @@ class _Captured(threading.Event):
 class SaveHandle:
     """A save that goes on behind the training. Any thread may ask, but no forked process.
 
-    Its saver makes it and calls ``report``, ``run`` and ``finish``. One object a rank. ``await
-    handle`` is ``handle.result()`` without blocking the event loop (with ``finalize="caller"``, it
-    blocks for the commit).
+    Its saver makes it and calls ``run`` and ``finish``. One object a rank. ``await handle`` is
+    ``handle.result()`` without blocking the event loop (with ``finalize="caller"``, it blocks for
+    the commit).
 
     Attributes:
         checkpoint_dir: Folder of the checkpoint.
@@ -83,23 +80,24 @@ class SaveHandle:
         True
     """
 
-    def __init__(self, checkpoint_dir: Location, step: int | None, comm: Comm) -> None:
+    def __init__(
+        self, checkpoint_dir: Location, step: int | None, comm: Comm, meter: Meter
+    ) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.step = step
         self._owner = Ownership("the asynchronous save")
         self.captured: threading.Event = _Captured(self._owner)
-        self._progress = Progress("planning", 0, 0, 0)
         self._outcome: Future[None] = Future()
-        self._comm = comm
+        self._comm, self._meter = comm, meter
         self._finish: Callable[[Comm], None] | None = None
         self._forgotten: weakref.finalize[..., SaveHandle] | None = None
-        self._is_raised = False
+        self._is_seen = False
         self._finishing = threading.Lock()
 
     @property
     def progress(self) -> Progress:
         """How far it is, on this rank."""
-        return self._progress
+        return self._meter.progress
 
     def done(self) -> bool:
         """Whether ``result`` would return (or raise) at once; not collective.
@@ -120,22 +118,17 @@ class SaveHandle:
                 tracebacks (nothing was committed then); or in a forked process.
         """
         self._owner.require()
-        failure = self._outcome.exception(timeout_seconds)
+        self._outcome.exception(timeout_seconds)  # only to wait
         with self._finishing:
             if self._finish is not None:
                 finish, self._finish = self._finish, None
                 if self._forgotten is not None:
                     self._forgotten.detach()
-                try:
-                    finish(self._comm)
-                except BaseException as error:
-                    self._outcome = Future()
-                    self._outcome.set_exception(error)
-                    self._is_raised = True
-                    raise
-        if failure is not None:
-            self._is_raised = True
-            raise failure
+                outcome: Future[None] = Future()
+                fill(outcome, lambda: finish(self._comm))
+                self._outcome = outcome
+            self._is_seen = True
+            self._outcome.result()
 
     def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
         """Like ``result``, but return the error, or None, instead of raising it.
@@ -192,17 +185,8 @@ class SaveHandle:
 
         hook = optimizer.register_step_pre_hook(wait)
 
-    def report(self, progress: Progress) -> None:
-        """Remember how far the save is."""
-        self._progress = progress
-
     def run(self, work: Callable[[], None], finish: Callable[[Comm], None] | None = None) -> None:
-        """Let a thread do this rank's work.
-
-        Args:
-            work: what is done behind the training.
-            finish: called by ``result`` or ``finish``, on all ranks, once the work is done.
-        """
+        """Let a thread do this rank's work; ``result`` or ``finish`` calls ``finish`` after it."""
         if finish is not None:
             self._finish = finish
             self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.checkpoint_dir)
@@ -220,27 +204,14 @@ class SaveHandle:
             return
         with comm.agreed("the save before"):
             self._owner.require()
-            self._outcome.exception()  # only to wait
             with self._finishing:  # another thread may be at it
                 error = self._outcome.exception()
-            if error is not None and not self._is_raised:
+            if error is not None and not self._is_seen:
                 raise error
 
 
 def _warn_of_forgotten(folder: Location) -> None:
     logger.warning("%s was written and never committed: nobody asked for its result", folder)
-
-
-def _one_at_a_time(method: Method) -> Method:
-    """Let one thread at a time in, of the process that made the saver."""
-
-    @wraps(method)
-    def locked(self: AsyncSaver, *args: Any, **kwargs: Any) -> Any:
-        self._owner.require()
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return cast("Method", locked)
 
 
 class AsyncSaver:
@@ -298,7 +269,13 @@ class AsyncSaver:
         self._owner = Ownership("the saver")
         self._lock = threading.RLock()
 
-    @_one_at_a_time
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let one thread at a time in, of the process that made the saver."""
+        self._owner.require()
+        with self._lock:
+            yield
+
     def save(
         self,
         sharded_state_dict: ShardedStateDict | ShardedStateful,
@@ -307,10 +284,9 @@ class AsyncSaver:
         common_strategy: Selection[SaveCommonStrategy] = None,
         *,
         on_committed: Callable[[], None] | None = None,
-        hooks: SaveHooks | None = None,
         **options: Unpack[AsyncSaveOptions],
     ) -> SaveHandle:
-        """``async_save`` with a hook that runs on rank 0; ``hooks`` is for the rest of the library.
+        """``async_save`` with a hook that runs on rank 0.
 
         ``on_committed`` is called in the thread that finalizes, once the checkpoint is there; its
         error is the save's, but the checkpoint stays.
@@ -318,63 +294,71 @@ class AsyncSaver:
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
-        require_known("AsyncSaver.save", options)
-        step, rank = options.pop("step", None), self._comm.rank
-        progress = chosen_callback(options.pop("progress", None), "asynchronous save", rank)
-        capture = options.pop("capture", "copy")
-        _check_choice("capture", capture, ("copy", "background"))
-        if self._is_closed:
-            raise ValueError("the saver is closed")
-        comm = self._comm
-        self.wait()
-        # Whoever writes may do so when the working directory is another one.
-        handle = SaveHandle(as_location(checkpoint_dir).absolute(), step, comm)
+        return self._save(
+            SaveHooks(),
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            common_strategy,
+            on_committed=on_committed,
+            **options,
+        )
 
-        def report(state: Progress) -> None:
-            handle.report(state)
-            if progress is not None:
-                progress(state)
-
-        shared = {
-            **options,  # the rest of them
-            "sharded_strategy": sharded_strategy,
-            "common_strategy": common_strategy,
-            "plan_cache": self._plan_cache,
-        }
-        meter = Meter("asynchronous save", rank, report)
-        job = SaveJob(rank, meter, hooks or SaveHooks(), cast("JobOptions", shared))
-        job.step = step
-        job.plan(sharded_state_dict, checkpoint_dir, comm)
-        try:
-            # What is made durable in the background need not be waited for here.
-            job.claim(comm, durable=self._background_comm is None)
-            detector = None
-            with comm.agreed("copying the state"):
-                job.acquire_buffers(self._buffers, comm)
-                if self._background_comm is None:
-                    job.folder.check(rank)
+    def _save(
+        self,
+        hooks: SaveHooks,
+        state: ShardedStateDict | ShardedStateful,
+        checkpoint_dir: str | PathLike[str],
+        sharded_strategy: Selection[SaveShardedStrategy] = None,
+        common_strategy: Selection[SaveCommonStrategy] = None,
+        *,
+        on_committed: Callable[[], None] | None = None,
+        **options: Unpack[AsyncSaveOptions],
+    ) -> SaveHandle:
+        """``save`` with hooks, for the rest of the library."""
+        with self._turn():
+            require_known("AsyncSaver.save", options)
+            step, comm = options.pop("step", None), self._comm
+            meter = Meter("asynchronous save", comm.rank, options.pop("progress", None))
+            capture = options.pop("capture", "copy")
+            _check_choice("capture", capture, ("copy", "background"))
+            if self._is_closed:
+                raise ValueError("the saver is closed")
+            self.wait()
+            shared = {
+                **options,
+                "sharded_strategy": sharded_strategy,
+                "common_strategy": common_strategy,
+                "plan_cache": self._plan_cache,
+            }
+            job = SaveJob(comm.rank, meter, hooks, cast("JobOptions", shared), step)
+            job.plan(state, checkpoint_dir, comm)
+            is_finished_here = self._background_comm is None
+            try:
+                # What is made durable in the background need not be waited for here.
+                job.claim(comm, durable=is_finished_here)
+                with comm.agreed("copying the state"):
+                    job.acquire_buffers(self._buffers, comm)
+                    if is_finished_here:
+                        job.folder.check(comm.rank)
+                    if capture == "copy":
+                        job.capture()
+                    else:
+                        job.watch_state()
+                # Whoever writes may do so when the working directory is another one.
+                handle = SaveHandle(as_location(checkpoint_dir).absolute(), step, comm, meter)
                 if capture == "copy":
-                    job.capture()
-                else:
-                    tensors = job.tensors()
-                    self._buffers.follow(tensor for held in tensors.values() for tensor in held)
-                    detector = ChangeDetector(tensors)
-            if capture == "copy":
-                handle.captured.set()
-            self._start(job, handle, detector, on_committed)
-        except BaseException as error:
-            job.release_buffers()
-            job.folder.give_up(error)
-            raise
-        self._last = handle
-        return handle
+                    handle.captured.set()
+                self._start(job, handle, on_committed)
+            except BaseException as error:
+                job.release_buffers()
+                job.folder.give_up(error)
+                raise
+            self._last = handle
+            return handle
 
     def _start(
-        self,
-        job: SaveJob,
-        handle: SaveHandle,
-        detector: ChangeDetector | None,
-        on_committed: Callable[[], None] | None,
+        self, job: SaveJob, handle: SaveHandle, on_committed: Callable[[], None] | None
     ) -> None:
         # Nothing below refers to the saver, which may be dropped while this goes on.
         background_comm, retries = self._background_comm, self._retries
@@ -385,7 +369,7 @@ class AsyncSaver:
                     if background_comm is None:
                         job.finish(comm)
                     else:
-                        _write_and_finish(job, comm, retries)
+                        job.write_and_finish(comm, retries)
                 finally:
                     job.release_buffers()
                 if on_committed is not None:
@@ -400,11 +384,7 @@ class AsyncSaver:
         def work() -> None:
             if not handle.captured.is_set():
                 try:
-                    job.capture()
-                    if detector is not None:
-                        detector.check()
-                except Exception as error:  # noqa: BLE001 - all ranks must hear of it
-                    job.lose(error)
+                    job.capture_behind()
                 finally:
                     handle.captured.set()
             if background_comm is None:
@@ -414,7 +394,6 @@ class AsyncSaver:
 
         handle.run(work, finish if background_comm is None else None)
 
-    @_one_at_a_time
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait for the save under way, if there is one. Collective.
 
@@ -426,29 +405,30 @@ class AsyncSaver:
                 raised it on all.
             TimeoutError: on all ranks, if any of them is not through in time; the save goes on.
         """
-        last = self._last
-        if last is None:
-            return
-        is_through = last.wait(timeout_seconds)
-        if timeout_seconds is not None and not self._comm.all_same(0 if is_through else None):
-            raise TimeoutError(
-                f"the save into {last.checkpoint_dir} goes on after {timeout_seconds:g} s"
-            )
-        self._last = None
-        last.finish(self._comm)
+        with self._turn():
+            last = self._last
+            if last is None:
+                return
+            is_through = last.wait(timeout_seconds)
+            if timeout_seconds is not None and not self._comm.all_same(0 if is_through else None):
+                raise TimeoutError(
+                    f"the save into {last.checkpoint_dir} goes on after {timeout_seconds:g} s"
+                )
+            self._last = None
+            last.finish(self._comm)
 
     @property
     def is_here(self) -> bool:
         """Whether this is the process that made it, and not one forked from that."""
         return self._owner.is_here
 
-    @_one_at_a_time
     def close(self) -> None:
         """Wait, and give the channel of the ranks back. Collective."""
-        try:
-            self.wait()
-        finally:
-            self._close_channel()
+        with self._turn():
+            try:
+                self.wait()
+            finally:
+                self._close_channel()
 
     def close_alone(self, timeout_seconds: float) -> None:
         """Like ``close``, but without the other ranks: what failed is not raised, it was logged."""
@@ -473,26 +453,6 @@ class AsyncSaver:
         # In an error of this rank alone the others will not come: what is under way ends by itself.
         if kind is None:
             self.close()
-
-
-def _write_and_finish(job: SaveJob, comm: Comm, retries: int) -> None:
-    """Write and commit; all of it once more for every retry. Collective."""
-    for tries_left in range(retries, -1, -1):
-        try:
-            if tries_left < retries:
-                job.start_over(comm)
-            else:
-                job.folder.make_durable(comm)
-            job.write_behind()
-            job.finish(comm)
-        except CheckpointingException as error:
-            job.folder.give_up(error)
-            is_silent = isinstance(error, RankFailedError) and error.silent_ranks
-            if not tries_left or is_silent:
-                raise
-            logger.warning("writing once more (%d tries left): %s", tries_left, error)
-        else:
-            return
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

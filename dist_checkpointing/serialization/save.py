@@ -12,17 +12,10 @@ from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, Sharde
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.save_folder import SaveHooks
-from dist_checkpointing.serialization.save_steps import (
-    JobOptions,
-    SaveJob,
-    require_known,
-)
+from dist_checkpointing.serialization.save_steps import JobOptions, SaveJob, require_known
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.async_calls import AsyncRequest
-from dist_checkpointing.strategies.base import (
-    SaveCommonStrategy,
-    SaveShardedStrategy,
-)
+from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
 
 
@@ -120,10 +113,10 @@ def save(
         checkpoint_dir,
         comm=comm,
         progress=progress,
-        async_sharded_save=async_sharded_save,
         sharded_strategy=sharded_strategy,
         common_strategy=common_strategy,
         validate_access_integrity=validate_access_integrity,
+        async_sharded_save=async_sharded_save,
         preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
         overwrite=overwrite,
@@ -143,7 +136,6 @@ def save_with_hooks(
     *,
     comm: Comm | None = None,
     progress: ProgressOption | None = None,
-    async_sharded_save: bool = False,
     **options: Unpack[JobOptions],
 ) -> AsyncRequest | None:
     """``save``, for the rest of the library; see there for what it takes, returns and raises.
@@ -164,10 +156,10 @@ def save_with_hooks(
     require_known("save", options, JobOptions.__optional_keys__)
     comm = chosen_comm(comm)
     job = SaveJob(comm.rank, Meter("save", comm.rank, progress), hooks, options)
-    job.plan(sharded_state_dict, checkpoint_dir, comm, is_async=async_sharded_save)  # 1 to 7
+    job.plan(sharded_state_dict, checkpoint_dir, comm)  # 1 to 7
     try:
         job.claim(comm, durable=True)  # 8
-        if async_sharded_save:
+        if options.get("async_sharded_save", False):
             return job.start_async_save(comm)
         job.write(comm)  # 9, 10
         job.commit(comm)  # 11, 12

@@ -12,8 +12,15 @@ from typing import NamedTuple
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
-from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.location import as_location, relative
+from dist_checkpointing.filesystem.location import (
+    as_location,
+    files_below,
+    fsync_folder,
+    fsync_folders,
+    read_bytes,
+    relative,
+    write,
+)
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import (
     Attempt,
@@ -31,8 +38,7 @@ from dist_checkpointing.storage.options import Durability
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Disks:
+class Disks(NamedTuple):
     """The disks of a save whose ranks do not share one: each gets what its own ranks write.
 
     Rank 0 claims, seals and commits on its own disk. The lowest rank of every other disk claims
@@ -47,41 +53,6 @@ class Disks:
     destination: str
     leads: bool
     on_part: Callable[[], None]
-
-    def make_part_durable(self, part: Attempt | None, durability: Durability, comm: Comm) -> None:
-        """Make the names of what is on each disk durable, where rank 0 cannot do it. Collective."""
-        with comm.agreed("securing every disk"):
-            if part is not None and comm.rank and durability is Durability.FSYNC:
-                names = [name for name, _ in location.files_below(part.folder, part.folder)]
-                location.fsync_folders([part.folder / name for name in names], part.folder)
-                location.fsync_folder(part.folder)
-
-    def commit_part(
-        self, part: Attempt | None, config: CheckpointingConfig, durability: Durability, comm: Comm
-    ) -> None:
-        """Note on every disk but rank 0's that rank 0 has committed, and of what. Collective.
-
-        Nothing is removed from here on. A part on which this is not noted can still be used. The
-        attempt of this rank, if it has one, is ended.
-        """
-
-        def read() -> bytes:
-            assert part is not None
-            return location.read_bytes(part.folder / SEAL_NAME, MAX_SEAL_BYTES)
-
-        try:
-            content = comm.from_rank0("telling every disk of the commit", read)
-            if part is None or comm.rank == 0:
-                return
-            try:
-                location.write(part.folder / SEAL_NAME, content, durability)
-                part.commit(config)
-            except OSError as error:
-                logger.warning("%s: the commit is not noted on this disk: %s", part.folder, error)
-            self.on_part()
-        finally:
-            if part is not None:
-                part.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +76,9 @@ class SaveHooks:
 class _Claim(NamedTuple):
     """What rank 0 has claimed.
 
-    Attributes:
-        attempt: Name of the attempt.
-        folder: Absolute path of the checkpoint on rank 0.
-        data: Where its files are, relative to that.
-        config: Content of the ``metadata.json`` that will be committed.
-        creates: Relative names of the files and folders that the save makes, if other disks must
-            know them.
+    ``folder`` is the absolute path of the checkpoint on rank 0, and ``data``, relative to it, where
+    its files are. ``creates`` are relative names of what the save makes, if other disks must know
+    them.
     """
 
     attempt: str
@@ -122,16 +89,19 @@ class _Claim(NamedTuple):
 
 
 class SaveFolder:
-    """The folder of one save, on one rank.
+    """The folder of one save, on one rank; ``config`` and ``durability`` are set before ``claim``.
 
     Attributes:
         path: Absolute path of the checkpoint.
         data: Where its files are; another one in an object store, once it is claimed.
         destination: Name that must be the same on all ranks.
         claimed: What rank 0 has claimed, after ``claim``.
+        config: Content of the ``metadata.json`` that will be committed.
     """
 
     claimed: _Claim
+    config: CheckpointingConfig
+    durability: Durability
 
     def __init__(self, folder: str | PathLike[str], hooks: SaveHooks, *, overwrite: bool) -> None:
         # Whoever writes may do so when the working directory is another one.
@@ -145,8 +115,6 @@ class SaveFolder:
         comm: Comm,
         planned: Outcome[Index],
         created_names: Callable[[Index], Iterable[str]],
-        config: CheckpointingConfig,
-        durability: Durability,
         *,
         durable: bool,
     ) -> None:
@@ -154,7 +122,6 @@ class SaveFolder:
 
         If not ``durable``, nobody waits for the disk here, and ``make_durable`` must follow.
         """
-        self._config, self._durability = config, durability
 
         def begin() -> _Claim:
             index = planned.result
@@ -164,11 +131,11 @@ class SaveFolder:
             check_distinct(names)
             if self.disks is not None:
                 names.append(PARTS_NAME)
-            attempt = begin_attempt(self.path, names, durability, overwrite=self._overwrite)
+            attempt = begin_attempt(self.path, names, self.durability, overwrite=self._overwrite)
             self._begun(attempt, durable=durable)
             creates = () if self.disks is None else attempt.creates
             data = relative(attempt.folder, self.path)
-            return _Claim(attempt.id, str(self.path), data, config, creates)
+            return _Claim(attempt.id, str(self.path), data, self.config, creates)
 
         claimed = comm.from_rank0("claiming the folder", begin, after=planned)
         if self.disks is not None:
@@ -180,7 +147,7 @@ class SaveFolder:
                         self.path,
                         claimed.creates,
                         overwrite=self._overwrite,
-                        durability=durability,
+                        durability=self.durability,
                         name=claimed.attempt,
                     )
                     self._begun(attempt, durable=durable)
@@ -204,11 +171,11 @@ class SaveFolder:
         claimed = self.claimed
         if rank == 0:
             return
-        if self._config != claimed.config:
+        if self.config != claimed.config:
             finding = Finding(
                 "ranks save in different formats",
                 expected=f"{claimed.config}, as on rank 0",
-                found=self._config,
+                found=self.config,
                 ranks=(rank,),
                 remedy="Pass the same strategies on every rank.",
             )
@@ -229,41 +196,65 @@ class SaveFolder:
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
 
-    def commit(self, comm: Comm, finish: Callable[[], Finished], *, is_opaque: bool) -> None:
+    def commit(self, comm: Comm, describe: Callable[[], Finished], *, is_opaque: bool) -> None:
         """Seal what all ranks have written, and turn it into a checkpoint. Collective.
 
-        Args:
-            comm: The ranks.
-            finish: Called on all ranks, and must say on rank 0 what the files are.
-            is_opaque: Whether files that it does not name belong to the checkpoint.
+        ``describe`` is called on all ranks, and must say on rank 0 what the files are. In a folder
+        that ``is_opaque``, files that it does not name belong to the checkpoint too.
         """
-        part = self._attempt if isinstance(self._attempt, Attempt) else None
+        attempt, is_durable = self._attempt, self.durability is Durability.FSYNC
         if self.disks is not None:
-            self.disks.make_part_durable(part, self._durability, comm)
+            # Rank 0 cannot make the names on other disks durable.
+            with comm.agreed("securing every disk"):
+                if attempt is not None and comm.rank and is_durable:
+                    folders = [self.path / name for name, _ in files_below(self.path, self.path)]
+                    fsync_folders(folders, self.path)
+                    fsync_folder(self.path)
         with comm.agreed("committing"):
-            files, tables = finish()
-            if self._attempt is not None and comm.rank == 0:
+            files, tables = describe()
+            if attempt is not None and comm.rank == 0:
                 write_seal(
                     self.data,
-                    self._config,
+                    self.config,
                     files,
                     tables=tables,
-                    created=None if is_opaque else self._attempt.creates,
-                    durability=self._durability,
+                    created=None if is_opaque else attempt.creates,
+                    durability=self.durability,
                     is_all_here=self.disks is None,
                 )
-                self._attempt.commit(self._config)
+                attempt.commit(self.config)
         if self.disks is not None:
             self._attempt = None  # nothing is removed from here on
-            self.disks.commit_part(part, self._config, self._durability, comm)
+            self._note_commit(attempt, self.disks, comm)
+
+    def _note_commit(self, part: Attempt | StoreAttempt | None, disks: Disks, comm: Comm) -> None:
+        """Note on every disk but rank 0's that rank 0 has committed, and of what. Collective.
+
+        A part on which this is not noted can still be used.
+        """
+        seal_path = self.path / SEAL_NAME
+        try:
+            content = comm.from_rank0(
+                "telling every disk of the commit", lambda: read_bytes(seal_path, MAX_SEAL_BYTES)
+            )
+            if part is None or comm.rank == 0:
+                return
+            try:
+                write(seal_path, content, self.durability)
+                part.commit(self.config)
+            except OSError as error:
+                logger.warning("%s: the commit is not noted on this disk: %s", self.path, error)
+            disks.on_part()
+        finally:
+            if part is not None:
+                part.release()
 
     def give_up(self, error: BaseException) -> None:
         """Clear away what was written, if all ranks have stopped; else leave it to the next save.
 
-        Args:
-            error: what ended the save. An interrupt is no agreement, and nobody knows what a rank
-                does that does not answer: they may still write, and what they wrote must stay named
-                as ours. (Should all but the last agreement have come about, a checkpoint stays.)
+        An interrupt is no agreement, and nobody knows what a rank does that does not answer: they
+        may still write, and what they wrote must stay named as ours. (Should all but the last
+        agreement have come about, a checkpoint stays.)
         """
         if self._attempt is None:
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from os import PathLike
 from typing import Any, Final, Literal, TypedDict
 
@@ -18,6 +19,7 @@ from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
+    RankFailedError,
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.location import (
@@ -53,7 +55,12 @@ from dist_checkpointing.planning.table_exchange import ExchangedTables, exchange
 from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.storage.staging import StagingBuffers, copied_objects, detached_copy
+from dist_checkpointing.storage.staging import (
+    StagingBuffers,
+    change_check,
+    copied_objects,
+    detached_copy,
+)
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -101,6 +108,7 @@ class SaveOptions(TypedDict, total=False):
 class JobOptions(SaveOptions, total=False):
     """All options of a SaveJob; ``save`` describes each."""
 
+    async_sharded_save: bool
     sharded_strategy: Selection[SaveShardedStrategy]
     common_strategy: Selection[SaveCommonStrategy]
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], CommonStateDict] | None
@@ -161,61 +169,79 @@ class SaveJob:
     _plan: SavePlan
     _local_plan: SavePlan
 
-    def __init__(self, rank: int, meter: Meter, hooks: SaveHooks, options: JobOptions) -> None:
-        self.rank, self.meter, self._hooks, self._options = rank, meter, hooks, options
-        self.step: int | None = None
+    def __init__(
+        self,
+        rank: int,
+        meter: Meter,
+        hooks: SaveHooks,
+        options: JobOptions,
+        step: int | None = None,
+    ) -> None:
+        self.rank, self.meter, self.step = rank, meter, step
+        self._hooks, self._options = hooks, options
         self._planning: SavePlanning | None = None
-        self._digests: CommonDigests | None = None
-        self._files: Sequence[SealedFile] | None = None
+        self._common_files: Sequence[SealedFile] | None = None
         self._outcome: Outcome[driver.Written] = Outcome(_WRITING, None, None)
         self._of_ranks: Sequence[driver.Written] = ()
         self._buffers: StagingBuffers | None = None
-        self._is_lost = False
 
     # Planning: no file is touched.
 
     def plan(
-        self,
-        state: ShardedStateDict | ShardedStateful,
-        folder: str | PathLike[str],
-        comm: Comm,
-        *,
-        is_async: bool = False,
+        self, state: ShardedStateDict | ShardedStateful, folder: str | PathLike[str], comm: Comm
     ) -> None:
         """Split, refuse, exchange and plan. Collective; ``claim`` must follow.
 
-        An error of this rank in planning is kept for ``claim``, which raises it on all ranks. With
-        ``is_async``, strategies are refused that cannot write later.
-
-        Raises:
-            CheckpointingException: see ``save``.
+        An error of this rank in planning is kept for ``claim``, which raises it on all ranks.
         """
-
-        @paused_collector()
-        def facts_of_rank() -> tuple[Mapping[str, ShardTable], RankFacts]:
-            overwrite = self._options.get("overwrite", False)
-            self.folder = SaveFolder(folder, self._hooks, overwrite=overwrite)
-            selection = self._options.get("sharded_strategy")
-            strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
-            self._split(state_dict, strategy)
-            self._make_writers(strategy)
-            if is_async and not isinstance(strategy, AsyncSaveShardedStrategy):
-                message = f"Cannot apply async_save to non-async strategy {strategy}"
-                raise CheckpointingException(message)
-            return self._facts_of_rank(comm)
-
         with self.meter.phase("planning"):
             state_dict = as_state_dict(state, comm)
-            exchanged = exchange_tables(comm, PLANNING, facts_of_rank, RankFacts.number)
+            self._common_digests = cache(self._digests_of_common)
+            exchanged = exchange_tables(
+                comm,
+                PLANNING,
+                lambda: self._facts_of_rank(state_dict, folder, comm),
+                RankFacts.number,
+            )
             if len({facts.common for facts in exchanged.facts}) > 1:
                 compare_common_state(self._common_digests, comm)
             self._planned = self._plan_from_tables(exchanged, comm)
             self._replicas.compare([facts.replicas for facts in exchanged.facts])
             # They hold on to the caller's state.
-            del self._planning, self._replicas, self._digests
+            del self._planning, self._replicas, self._common_digests
             base = self._options.get("base")
             if base is not None:
                 self._share_with(base, comm)
+
+    @paused_collector()
+    def _facts_of_rank(
+        self, state_dict: ShardedStateDict, folder: str | PathLike[str], comm: Comm
+    ) -> tuple[Mapping[str, ShardTable], RankFacts]:
+        """The tables of this rank, and what else the others must know. Not collective."""
+        overwrite = self._options.get("overwrite", False)
+        self.folder = SaveFolder(folder, self._hooks, overwrite=overwrite)
+        selection = self._options.get("sharded_strategy")
+        strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
+        self._split(state_dict, strategy)
+        self._make_writers(strategy)
+        common = None
+        if comm.world_size > 1 and self._options.get("validate_access_integrity", True):
+            common = self._common_digests().number
+        if self.strategy.share_replicas is None:
+            self._planning = self._start_planning(comm)
+            tables, facts = self._planning.facts_of_rank()
+        else:
+            # Its tables depend on what the ranks have that share replicas.
+            tables, facts = {}, RankFacts(self._destination, plan_number=0)
+        self._replicas = ReplicaComparison(
+            self.leaves.values(),
+            self._options.get("replicas", ReplicaCheck.OFF),
+            self._options.get("on_replica_mismatch", "raise"),
+            comm,
+        )
+        # Without tables a number is exchanged, and the digests follow by themselves.
+        replicas = self._replicas.digests_of_rank() if facts.plan_number is None else None
+        return tables, facts._replace(common=common, replicas=replicas)
 
     def _split(self, state_dict: ShardedStateDict, strategy: SaveShardedStrategy) -> None:
         """Take the state dict apart, and refuse what cannot be saved."""
@@ -241,34 +267,39 @@ class SaveJob:
 
     def _make_writers(self, strategy: SaveShardedStrategy) -> None:
         """Make what writes, and refuse options and destinations that it does not know."""
+        options, folder = self._options, self.folder
+        is_late = options.get("async_sharded_save", False)
+        if is_late and not isinstance(strategy, AsyncSaveShardedStrategy):
+            message = f"Cannot apply async_save to non-async strategy {strategy}"
+            raise CheckpointingException(message)
         if not isinstance(strategy, PlannedSaveStrategy):
-            validates = self._options.get("validate_access_integrity", True)
+            validates = options.get("validate_access_integrity", True)
             nested = self._parts.nested(self.leaves)
             strategy = ForeignSaveStrategy(strategy, nested, validates=validates)
         self.strategy: PlannedSaveStrategy = strategy
         common: SaveCommonStrategy = select_strategy(
-            StrategyAction.SAVE_COMMON, self._options.get("common_strategy")
+            StrategyAction.SAVE_COMMON, options.get("common_strategy")
         )
         if self.objects and not has_method(common, "save_sharded_objects"):
             raise lacks(common, "save_sharded_objects", "writes ShardedObjects")
-        self.writer = writer = strategy.make_writer(self.folder.path)
-        writer.report, durability = self.meter.add, writer.options.durability
-        self._common_writer = common.lasting(durability)
-        self._config = CheckpointingConfig(
+        self.writer = writer = strategy.make_writer(folder.path)
+        writer.report, folder.durability = self.meter.add, writer.options.durability
+        self._common_writer = common.lasting(folder.durability)
+        form = f"{strategy.backend} {strategy.version}"
+        folder.config = CheckpointingConfig(
             strategy.backend, strategy.version, common.backend, common.version
         )
-        form = f"{strategy.backend} {strategy.version}"
-        self._destination, is_shared = (self.folder.destination, form), self.folder.disks is None
+        self._destination, is_shared = (folder.destination, form), folder.disks is None
         if not writer.uses_object_stores:
-            require_local(self.folder.path, f"the backend {form}")
+            require_local(folder.path, f"the backend {form}")
             if not is_shared:
                 finding = Finding(
                     f"the backend {form} writes into a folder that all ranks see",
-                    path=str(self.folder.path),
+                    path=str(folder.path),
                     remedy="Pass a disk that all ranks share, or save with tensorstore.",
                 )
                 raise UnsupportedFormatError("each machine has a disk of its own", [finding])
-        if self._options.get("fingerprints", False):
+        if options.get("fingerprints", False):
             if not writer.keeps_fingerprints:
                 finding = Finding(
                     "the format has no place for fingerprints",
@@ -277,35 +308,12 @@ class SaveJob:
                 )
                 raise UnsupportedFormatError("fingerprints cannot be kept", [finding])
             writer.takes_fingerprints = True
-        if self._options.get("base") is not None:
-            require_sharing(writer, form, None if is_shared else self.folder.destination)
+        if options.get("base") is not None:
+            require_sharing(writer, form, None if is_shared else folder.destination)
 
-    def _facts_of_rank(self, comm: Comm) -> tuple[Mapping[str, ShardTable], RankFacts]:
-        """The tables of this rank, and what else the others must know. Not collective."""
-        common = None
-        if comm.world_size > 1 and self._options.get("validate_access_integrity", True):
-            common = self._common_digests().number
-        if self.strategy.share_replicas is None:
-            self._planning = self._start_planning(comm)
-            tables, facts = self._planning.facts_of_rank()
-        else:
-            # Its tables depend on what the ranks have that share replicas.
-            tables, facts = {}, RankFacts(self._destination, plan_number=0)
-        self._replicas = ReplicaComparison(
-            self.leaves.values(),
-            self._options.get("replicas", ReplicaCheck.OFF),
-            self._options.get("on_replica_mismatch", "raise"),
-            comm,
-        )
-        # Without tables a number is exchanged, and the digests follow by themselves.
-        replicas = self._replicas.digests_of_rank() if facts.plan_number is None else None
-        return tables, facts._replace(common=common, replicas=replicas)
-
-    def _common_digests(self) -> CommonDigests:
-        if self._digests is None:
-            preprocess = self._options.get("preprocess_common_before_consistancy_check")
-            self._digests = CommonDigests(self.common, preprocess)
-        return self._digests
+    def _digests_of_common(self) -> CommonDigests:
+        preprocess = self._options.get("preprocess_common_before_consistancy_check")
+        return CommonDigests(self.common, preprocess)
 
     def _start_planning(self, comm: Comm) -> SavePlanning:
         cache, others = self._options.get("plan_cache"), self.objects.values()
@@ -337,24 +345,26 @@ class SaveJob:
         folder = self.folder.path
         require_local(folder, "an incremental save")
         path, index = as_local_folder(base).absolute(), self._planned.result
-        # A planner of a user may know what it has planned to the last item.
-        if index is not None and (
-            self.planner.settings is None
-            or self.planner.makes_data
-            or not isinstance(self.writer.layout, RowBlockLayout)
-        ):
-            index = None
-        form = self.strategy.backend, self.strategy.version
-        grids = comm.from_rank0(
-            "looking at the base", lambda: base_grids(path, folder, form, index)
-        )
+
+        def look() -> Mapping[str, tuple[int, ...]] | None:
+            # A planner of a user may know what it has planned to the last item.
+            may_be_cut = (
+                index is not None
+                and self.planner.settings is not None
+                and not self.planner.makes_data
+                and isinstance(self.writer.layout, RowBlockLayout)
+            )
+            form = self.strategy.backend, self.strategy.version
+            return base_grids(path, folder, form, index if may_be_cut else None)
+
+        grids = comm.from_rank0("looking at the base", look)
         self.writer.base = None if grids is None else path
-        if grids and self._planned.result is not None:
-            table, index = along_grids(self._plan.table, self._planned.result, grids)
+        if grids and index is not None:
+            table, index = along_grids(self._plan.table, index, grids)
             self._plan = replace(self._plan, table=table, index=index)
             self._planned = replace(self._planned, result=index)
 
-    def claim(self, comm: Comm, *, durable: bool = False) -> None:
+    def claim(self, comm: Comm, *, durable: bool) -> None:
         """Claim the folder, if all ranks have planned, see ``SaveFolder.claim``. Collective."""
 
         def created_names(index: Index) -> list[str]:
@@ -364,9 +374,8 @@ class SaveJob:
             refuse_shared_keys(index, self._others)
             return names
 
-        durability = self.writer.options.durability
-        before, config = self.folder.data, self._config
-        self.folder.claim(comm, self._planned, created_names, config, durability, durable=durable)
+        before = self.folder.data
+        self.folder.claim(comm, self._planned, created_names, durable=durable)
         data: Any = self.folder.data
         if data != before:
             self.writer.checkpoint_dir = data
@@ -386,31 +395,39 @@ class SaveJob:
             self._buffers.release()
             self._buffers = None
 
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """The caller's tensors that ``capture`` may copy, by key, or by path in common state."""
-        tensors: dict[str, list[torch.Tensor]] = {}
-        common, _ = flatten(self.common if self.rank == 0 else {})
-        named = [(leaf.key, leaf.data) for leaf in self.leaves.values()]
-        for name, value in [*named, *((path_text(path), v) for path, v in common.items())]:
-            if isinstance(value, torch.Tensor):
-                tensors.setdefault(name, []).append(value)
-        return tensors
-
     def capture(self) -> None:
         """Copy what this rank will write, and drop the caller's state. Not collective."""
         assert self._buffers is not None
-        with self.meter.phase("copying"):
-            self.meter.expect(self._local_plan.num_bytes)
+        num_bytes = self._local_plan.num_bytes
+        with self.meter.phase("copying", num_bytes):
             self.common = detached_copy(self.common) if self.rank == 0 else {}
             if self.objects:
                 self._nested_objects = self._parts.nested(copied_objects(self.objects))
             self.planner = self.strategy.stage(self._local_plan, self.planner, self._buffers)
             self._drop_leaves()
-            self.meter.add(self._local_plan.num_bytes)
+            self.meter.add(num_bytes)
 
     def _drop_leaves(self) -> None:
         del self._parts, self.strategy
         self.leaves, self.objects = {}, {}
+
+    def watch_state(self) -> None:
+        """Note what ``capture_behind`` will copy: this thread may still compute it on a GPU."""
+        assert self._buffers is not None
+        common, _ = flatten(self.common if self.rank == 0 else {})
+        named = [(leaf.key, leaf.data) for leaf in self.leaves.values()]
+        named += [(path_text(path), value) for path, value in common.items()]
+        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+        self._buffers.follow(tensor for _, tensor in tensors)
+        self._require_unchanged = change_check(tensors)
+
+    def capture_behind(self) -> None:
+        """``capture`` in another thread, after ``watch_state``; an error is for ``write_local``."""
+        try:
+            self.capture()
+            self._require_unchanged()
+        except Exception as error:  # noqa: BLE001 - all ranks must hear of it
+            self._outcome = Outcome(_WRITING, None, error)
 
     # Writing.
 
@@ -434,30 +451,18 @@ class SaveJob:
         """By itself: a strategy that talks to other ranks must find all of them there."""
         with comm.agreed("writing the common state"):
             self.folder.check(self.rank)
-            self._files = self._write_common()
-
-    def start_async_save(self, comm: Comm) -> AsyncRequest:
-        """Copy the state, and return what writes and commits the copies. Collective."""
-        if isinstance(self.strategy, ForeignSaveStrategy):
-            self._write_common_first(comm)
-            with comm.agreed(_WRITING):
-                request = self.strategy.request(self.folder.data)
-            self._outcome = Outcome.of(_WRITING, lambda: self._numbered(driver.Written()))
-            request.add_finalize_fn(lambda: self.finish(comm))
-            return request
-        with comm.agreed("copying the state"):
-            self.acquire_buffers(StagingBuffers(), comm)
-            self.folder.check(self.rank)
-            self.capture()
-        return AsyncRequest(self.write_behind, (), [lambda: self.finish(comm)])
+            self._common_files = self._write_common()
 
     def write_local(self) -> driver.Written:
         """Write what this rank has to write. Not collective."""
-        with self.meter.phase("writing"):
-            self.meter.expect(self._local_plan.num_bytes)
-            files = self._write_common() if self._files is None else self._files
+        if self._outcome.error is not None:
+            raise self._outcome.error  # there are no copies
+        with self.meter.phase("writing", self._local_plan.num_bytes):
+            files = self._common_files
+            if files is None:
+                files = self._write_common()
             written = driver.write_plan(self._local_plan, self.planner, self.writer, self.rank)
-        return self._numbered(replace(written, files=(*written.files, *files)))
+        return replace(written, files=(*written.files, *files), save=self._save_number())
 
     def _write_common(self) -> Sequence[SealedFile]:
         folder, files = self.folder.data, list[SealedFile]()
@@ -467,27 +472,10 @@ class SaveJob:
             files += self._common_writer.save_sharded_objects(self._nested_objects, folder) or ()
         return files
 
-    def _numbered(self, written: driver.Written) -> driver.Written:
+    def _save_number(self) -> int:
         # Ranks could mix up two saves that they finish later.
         text = f"{self.folder.claimed.attempt} {self.step}"
-        return replace(written, save=xxhash.xxh3_64_intdigest(text.encode()) >> 2)
-
-    def write_behind(self) -> None:
-        """Like ``write_local``, in a thread: an error is kept for ``finish``."""
-        if self._outcome.error is None:
-            self._outcome = Outcome.of(_WRITING, self.write_local)
-
-    def lose(self, error: Exception) -> None:
-        """Let ``finish`` raise this: there is no usable copy, and no second try would help."""
-        self._outcome, self._is_lost = Outcome(_WRITING, None, error), True
-
-    def _result_of_rank(self) -> driver.Written:
-        """What ``write_behind`` has written, or the error that kept it from that."""
-        if self._outcome.error is not None:
-            raise self._outcome.error
-        if self._outcome.result is None:
-            raise CheckpointingException("a rank stopped writing", [Finding("wrote only a part")])
-        return self._outcome.result
+        return xxhash.xxh3_64_intdigest(text.encode()) >> 2
 
     def _gather(self, write: Callable[[], driver.Written], comm: Comm) -> None:
         """Learn what all ranks have written. Collective."""
@@ -496,26 +484,72 @@ class SaveJob:
             with comm.agreed("finishing the write"):
                 finalize()
 
+    # Writing behind the training.
+
+    def start_async_save(self, comm: Comm) -> AsyncRequest:
+        """Copy the state, and return what writes and commits the copies. Collective."""
+        if isinstance(self.strategy, ForeignSaveStrategy):
+            self._write_common_first(comm)
+            with comm.agreed(_WRITING):
+                request = self.strategy.request(self.folder.data)
+            written = driver.Written(save=self._save_number())
+            self._outcome = Outcome(_WRITING, written, None)
+            request.add_finalize_fn(lambda: self.finish(comm))
+            return request
+        with comm.agreed("copying the state"):
+            self.acquire_buffers(StagingBuffers(), comm)
+            self.folder.check(self.rank)
+            self.capture()
+        return AsyncRequest(self.write_behind, (), [lambda: self.finish(comm)])
+
+    def write_behind(self) -> None:
+        """``write_local`` in a thread, from copies: its error is kept for ``finish``."""
+        self._outcome = Outcome.of(_WRITING, self.write_local)
+
+    def _written_behind(self) -> driver.Written:
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        if self._outcome.result is None:
+            raise CheckpointingException("a rank stopped writing", [Finding("wrote only a part")])
+        return self._outcome.result
+
     def finish(self, comm: Comm) -> None:
         """Commit what ``write_behind`` has written on all ranks. Collective."""
         try:
-            self._gather(self._result_of_rank, comm)
+            self._gather(self._written_behind, comm)
             self.commit(comm)
         except BaseException as error:
             self.folder.give_up(error)
             raise
 
-    def start_over(self, comm: Comm) -> None:
-        """Get ready to write the same copies once more, after ``give_up``. Collective."""
+    def write_and_finish(self, comm: Comm, retries: int) -> None:
+        """Write the copies and commit; all of it once more for every retry. Collective."""
+        for tries_left in range(retries, -1, -1):
+            try:
+                if tries_left == retries:
+                    self.folder.make_durable(comm)
+                else:
+                    self._start_over(comm)
+                self._gather(self.write_local, comm)
+                self.commit(comm)
+            except BaseException as error:
+                self.folder.give_up(error)
+                is_silent = isinstance(error, RankFailedError) and error.silent_ranks
+                if not tries_left or is_silent or not isinstance(error, CheckpointingException):
+                    raise
+                logger.warning("writing once more (%d tries left): %s", tries_left, error)
+            else:
+                return
+
+    def _start_over(self, comm: Comm) -> None:
+        """Claim the folder again, which was cleared away, and get ready to write. Collective."""
         with comm.agreed("writing once more"):
-            if self._is_lost:
-                self._result_of_rank()
-        # The folder was cleared away: claim it again, and get ready again.
-        self.claim(comm)
-        self.folder.make_durable(comm)
-        self._outcome = Outcome(_WRITING, None, None)
+            if self._outcome.error is not None:
+                raise self._outcome.error
+        self.claim(comm, durable=True)
         with comm.agreed("writing once more"):
             self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
+            self.folder.check(self.rank)
 
     # The end.
 

@@ -58,14 +58,10 @@ from dist_checkpointing.threads import paused_collector
 class Written:
     """What one rank has written.
 
-    Attributes:
-        writer_results: Results for the writer's ``finish``.
-        table: Table of the parts and objects that have a checksum; packed where it travels.
-        checksums: Their checksums, 8 bytes each.
-        high_digests: Upper halves of their 128-bit digests, likewise; empty if they are not known.
-        fingerprint_sums: Sums of each of its tensors, packed, if fingerprints are taken.
-        files: Files that the rank has made.
-        save: Number of the save, if ranks may mistake one for another.
+    ``table`` has the parts and objects that have a checksum, numbered from 0 by its ``sources``;
+    it is packed where it travels. ``checksums`` are 8 bytes each, and so are ``high_digests``, the
+    upper halves of the 128-bit digests, if they are known. ``writer_results`` are for the writer's
+    ``finish``. ``save`` is a number, if ranks may mistake one save for another.
     """
 
     writer_results: tuple[WriteResult, ...] = ()
@@ -160,19 +156,20 @@ def _write_tables(
     of_ranks: Sequence[Written], writer: StorageWriter, files: list[SealedFile]
 ) -> dict[str, tuple[str, str]]:
     """Write the checksums of all ranks, sorted by key; add to ``files``."""
-    tables_of_ranks, position = [], 0
-    for rank, written in enumerate(of_ranks):
-        table = written.table
-        table = PackedTable(table, rank).unpacked() if isinstance(table, bytes) else table
-        if table is not None:
-            sources = np.arange(position, position + len(table), dtype=np.int32)
-            tables_of_ranks.append(replace(table, sources=sources))
-            position += len(table)
+    tables_of_ranks = [
+        PackedTable(written.table, rank) if isinstance(written.table, bytes) else written.table
+        for rank, written in enumerate(of_ranks)
+        if written.table is not None
+    ]
     if not tables_of_ranks:
         return {}
     catalog = concatenate(tables_of_ranks)
-    checksums = np.frombuffer(b"".join(w.checksums for w in of_ranks), dtype="<u8")
-    high = np.frombuffer(b"".join(w.high_digests for w in of_ranks), dtype="<u8")
+    checksums, high = (
+        np.frombuffer(b"".join(of_rank), dtype="<u8")
+        for of_rank in zip(*((w.checksums, w.high_digests) for w in of_ranks), strict=True)
+    )
+    starts = np.cumsum([0, *(len(written.checksums) // 8 for written in of_ranks)])
+    rows = starts[catalog.ranks] + catalog.sources
     columns = ChecksumColumns(
         catalog.names,
         catalog.keys,
@@ -182,12 +179,12 @@ def _write_tables(
         catalog.offsets,
         catalog.shapes,
         catalog.flat,
-        checksums[catalog.sources],
+        checksums[rows],
     )
     folder, durability = writer.checkpoint_dir, writer.options.durability
     location.make_folder(folder / CHECKSUMS_NAME)
     tables = {}
-    uppers = high[catalog.sources] if len(high) == len(checksums) else None
+    uppers = high[rows] if len(high) == len(checksums) else None
     for contents, keys in make_tables(columns, uppers):
         for name, data in contents.items():
             location.write_content(folder / name, data, durability)
@@ -209,8 +206,8 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
         for_finish = (results.rest,)
     rows, table, checksums, high = results.checked_rows, None, b"", b""
     if results.checksums is not None and len(rows):
-        table = plan.table if len(rows) == len(plan.table) else plan.table.take(rows)
-        table = replace(table, ranks=np.full(len(table), rank, dtype=np.int32), holders=None)
+        ranks, sources = np.full(len(rows), rank, np.int32), np.arange(len(rows), dtype=np.int32)
+        table = replace(plan.table.take(rows), ranks=ranks, sources=sources, holders=None)
         checksums = results.checksums[rows].astype("<u8").tobytes()
         if results.uppers is not None:
             high = results.uppers[rows].astype("<u8").tobytes()
@@ -228,16 +225,7 @@ def read_plan(
     *,
     is_prepared: bool = False,
 ) -> None:
-    """Read the plans of all ranks, each rank its own. Collective.
-
-    Args:
-        plan: what this rank reads.
-        planner: answers for its destinations.
-        reader: of this rank.
-        index: what the checkpoint holds.
-        comm: the ranks that load together.
-        is_prepared: whether ``prepare_read`` has been called.
-    """
+    """Read the plans of all ranks, each rank its own, after ``prepare_read``. Collective."""
     if not is_prepared:
         with comm.agreed(_PREPARING):
             plan = prepare_read(plan, reader, index, comm)
@@ -283,15 +271,8 @@ def read(
 ) -> None:
     """Plan a load and drive a reader through it. Collective; every rank raises alike.
 
-    All that is missing is found before the first byte is read.
-
-    Args:
-        leaves: of this rank; all have memory to fill.
-        index: what the checkpoint holds.
-        planner: decides what is read and where it goes; by default DefaultLoadPlanner.
-        reader: of this rank.
-        comm: the ranks that load together.
-        plan_reader: reads what is planned.
+    All that is missing is found before the first byte is read. All ``leaves`` have memory to fill;
+    without a ``planner`` it is a DefaultLoadPlanner; ``plan_reader`` reads what is planned.
     """
     wanted = leaves if isinstance(leaves, WantedTable) else WantedTable(leaves)
     with comm.agreed("planning the load"), paused_collector():

@@ -115,15 +115,13 @@ class WriteResults:
         return np.arange(len(self.table)) if self.checked is None else np.flatnonzero(self.checked)
 
     def __iter__(self) -> Iterator[WriteResult]:
-        checked = set(self.checked_rows.tolist())
-        for row, (num_bytes, source) in enumerate(
-            zip(self.num_bytes.tolist(), self.table.sources.tolist(), strict=True)
-        ):
-            index = MetadataIndex(self.table.key(row), self.table.box(row).offset, source)
-            checksum = None
-            if self.checksums is not None and row in checked:
-                checksum = int(self.checksums[row])
-            yield WriteResult(index, num_bytes, None, checksum)
+        table, checksums = self.table, dict[int, int]()
+        if self.checksums is not None:
+            rows = self.checked_rows
+            checksums = dict(zip(rows.tolist(), self.checksums[rows].tolist(), strict=True))
+        for row, num_bytes in enumerate(self.num_bytes.tolist()):
+            index = MetadataIndex(table.key(row), table.box(row).offset, int(table.sources[row]))
+            yield WriteResult(index, num_bytes, None, checksums.get(row))
         if self.storage_data is not None or self.files:
             yield replace(self.rest, files=self.files)
 
@@ -145,16 +143,14 @@ def results_for_finish(results: Sequence[WriteResult], plan: SavePlan) -> tuple[
     stored: dict[MetadataIndex, deque[MetadataIndex]] = defaultdict(deque)
     for row, item in enumerate(plan.items if results else ()):
         key, box = table.key(row), table.box(row)
-        number = numbers[key].get((box, table.flat_range(row))) if key in numbers else None
+        number = numbers.get(key, {}).get((box, table.flat_range(row)))
         stored[item.index].append(MetadataIndex(key, box.offset, number))
-    return tuple(
-        replace(
-            result,
-            index=known.popleft() if (known := stored.get(result.index)) else result.index,
-            files=(),
-        )
-        for result in results
-    )
+
+    def stored_index(result: WriteResult) -> MetadataIndex:
+        known = stored.get(result.index)
+        return known.popleft() if known else result.index
+
+    return tuple(replace(result, index=stored_index(result), files=()) for result in results)
 
 
 T = TypeVar("T")
@@ -219,14 +215,19 @@ class StorageWriter(ABC):
     uses_object_stores: ClassVar[bool] = False
     is_opaque: ClassVar[bool] = False
     finalize_fns: Sequence[Callable[[], None]] = ()
+    takes_fingerprints: bool = False
+    base: Path | None = None
+    rank: int = 0
+    world_size: int = 1
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir
-        self.options: StorageOptions = StorageOptions()
-        self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
-        self.base: Path | None = None
-        self.rank, self.world_size = 0, 1
+
+    @cached_property
+    def options(self) -> StorageOptions:
+        """Knobs of the I/O."""
+        return StorageOptions()
 
     def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
         """Learn the folder of the checkpoint, before anything else is called."""
@@ -305,12 +306,17 @@ class StorageReader(ABC):
         report: Function to call with the number of bytes that have been read since the last call.
     """
 
+    trusted: bool = False
+    is_kept: bool = False
+
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir
-        self.options: StorageOptions = StorageOptions()
-        self.trusted = False
-        self.is_kept = False
         self.report: Callable[[int], None] = _ignore
+
+    @cached_property
+    def options(self) -> StorageOptions:
+        """Knobs of the I/O."""
+        return StorageOptions()
 
     def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
         """Learn the folder of the checkpoint, before anything else is called."""

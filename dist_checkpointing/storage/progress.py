@@ -103,11 +103,18 @@ class Meter:
         self._phase, self._done, self._total = "", 0, 0
         self._seconds: dict[str, float] = {}
 
+    @property
+    def progress(self) -> Progress:
+        """How far this rank is."""
+        with self._lock:
+            return Progress(self._phase, self._done, self._total, self._rank)
+
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Run the body as a phase."""
+    def phase(self, name: str, num_bytes: int = 0) -> Iterator[None]:
+        """Run the body as a phase that moves so many bytes, unless ``expect`` names them later."""
         start = time.perf_counter()
-        self._phase, self._done, self._total = name, 0, 0
+        with self._lock:
+            self._phase, self._done, self._total = name, 0, num_bytes
         self._report()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
@@ -132,7 +139,7 @@ class Meter:
         if self._callback is None:
             return
         try:
-            self._callback(Progress(self._phase, self._done, self._total, self._rank))
+            self._callback(self.progress)
         except Exception:
             # Raised here, on one rank, it would leave the others waiting for that rank.
             logger.exception("the progress callback failed, and is not called any more")

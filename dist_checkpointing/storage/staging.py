@@ -329,35 +329,25 @@ def copied_objects(leaves: Mapping[Any, ShardedBase]) -> dict[Any, ShardedBase]:
     return result
 
 
-class ChangeDetector:
-    """Notices tensors that change between two moments.
+def change_check(tensors: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], None]:
+    """What raises a CheckpointingException if tensors have changed since now, with their keys.
 
     In-place operations of torch count themselves, which costs nothing to read. What writes past
     torch (numpy, ``.data``, another library) is not noticed.
     """
+    before = [_version(tensor) for _, tensor in tensors]
 
-    def __init__(self, tensors: dict[str, list[torch.Tensor]]) -> None:
-        self._tensors = tensors
-        self._before = self._versions()
-
-    def _versions(self) -> dict[str, list[int]]:
-        return {
-            key: [0 if t.is_inference() else t._version for t in held]  # noqa: SLF001 - its only name
-            for key, held in self._tensors.items()
-        }
-
-    def check(self) -> None:
-        """Raise if anything has changed.
-
-        Raises:
-            CheckpointingException: naming the keys.
-        """
-        after = self._versions()
-        remedy = "Call handle.captured.wait(), or handle.fence(optimizer), before the step."
-        findings = [
-            Finding("changed while it was being captured", key, remedy=remedy)
-            for key, versions in self._before.items()
-            if versions != after[key]
-        ]
-        if findings:
+    def require_unchanged() -> None:
+        pairs = zip(tensors, before, strict=True)
+        changed = {key: None for (key, tensor), version in pairs if _version(tensor) != version}
+        if changed:
+            remedy = "Call handle.captured.wait(), or handle.fence(optimizer), before the step."
+            problem = "changed while it was being captured"
+            findings = [Finding(problem, key, remedy=remedy) for key in changed]
             raise CheckpointingException("the state changed before it was captured", findings)
+
+    return require_unchanged
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name

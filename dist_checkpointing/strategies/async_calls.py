@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dist_checkpointing.comm import Comm, default_comm
@@ -90,8 +89,7 @@ class AsyncRequest(NamedTuple):
                 finalize()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class _Call(NamedTuple):
     request: AsyncRequest
     outcome: Future[None]
 
