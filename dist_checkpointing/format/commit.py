@@ -534,12 +534,17 @@ class StoreAttempt:
 
 
 def begin_attempt(
-    folder: Location, creates: Iterable[str], durability: Durability, *, overwrite: bool
+    folder: Location,
+    creates: Iterable[str],
+    durability: Durability,
+    *,
+    overwrite: bool,
+    name: str | None = None,
 ) -> Attempt | StoreAttempt:
     """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
     if isinstance(folder, ObjectPath):
         return StoreAttempt.begin(folder, creates, overwrite=overwrite)
-    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
+    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability, name=name)
 
 
 def finish_commit(folder: Location) -> None:

@@ -366,10 +366,7 @@ class AsyncSaver:
         def finish(comm: Comm) -> None:
             try:
                 try:
-                    if background_comm is None:
-                        job.finish(comm)
-                    else:
-                        job.write_and_finish(comm, retries)
+                    job.finish(comm, None if background_comm is None else job.write_local, retries)
                 finally:
                     job.release_buffers()
                 if on_committed is not None:

@@ -91,12 +91,8 @@ class _Claim(NamedTuple):
 class SaveFolder:
     """The folder of one save, on one rank; ``config`` and ``durability`` are set before ``claim``.
 
-    Attributes:
-        path: Absolute path of the checkpoint.
-        data: Where its files are; another one in an object store, once it is claimed.
-        destination: Name that must be the same on all ranks.
-        claimed: What rank 0 has claimed, after ``claim``.
-        config: Content of the ``metadata.json`` that will be committed.
+    ``path`` is absolute. Files lie in ``data``, which is another folder in an object store, once it
+    is claimed. ``destination`` is a name that must be the same on all ranks.
     """
 
     claimed: _Claim
@@ -122,6 +118,7 @@ class SaveFolder:
 
         If not ``durable``, nobody waits for the disk here, and ``make_durable`` must follow.
         """
+        self._is_durable = durable
 
         def begin() -> _Claim:
             index = planned.result
@@ -131,8 +128,7 @@ class SaveFolder:
             check_distinct(names)
             if self.disks is not None:
                 names.append(PARTS_NAME)
-            attempt = begin_attempt(self.path, names, self.durability, overwrite=self._overwrite)
-            self._begun(attempt, durable=durable)
+            attempt = self._begin(names)
             creates = () if self.disks is None else attempt.creates
             data = relative(attempt.folder, self.path)
             return _Claim(attempt.id, str(self.path), data, self.config, creates)
@@ -143,24 +139,26 @@ class SaveFolder:
                 if self.disks.leads and comm.rank:
                     assert planned.result is not None
                     self._hooks.before_claim(planned.result)
-                    attempt = Attempt.begin(
-                        self.path,
-                        claimed.creates,
-                        overwrite=self._overwrite,
-                        durability=self.durability,
-                        name=claimed.attempt,
-                    )
-                    self._begun(attempt, durable=durable)
+                    self._begin(claimed.creates, claimed.attempt)
         self.claimed, self.data = claimed, self.path / claimed.data
 
-    def _begun(self, attempt: Attempt | StoreAttempt, *, durable: bool) -> None:
+    def _begin(self, creates: Iterable[str], name: str | None = None) -> Attempt | StoreAttempt:
+        attempt = begin_attempt(
+            self.path, creates, self.durability, overwrite=self._overwrite, name=name
+        )
         self._attempt = attempt
         self._hooks.after_claim(attempt.id)
-        if durable:
+        if self._is_durable:
             attempt.make_durable()
+        return attempt
 
     def make_durable(self, comm: Comm) -> None:
-        """Make durable what a crash must not lose, before a byte is written. Collective."""
+        """Make durable what a crash must not lose, before a byte is written. Collective.
+
+        Does nothing if ``claim`` did.
+        """
+        if self._is_durable:
+            return
         with comm.agreed("claiming the folder"):
             if self._attempt is not None:
                 self._attempt.make_durable()

@@ -151,13 +151,8 @@ def require_known(
 class SaveJob:
     """What one rank saves, with a method for each step.
 
-    Attributes:
-        folder: The folder of the checkpoint.
-        common: The common state, or a copy of it.
-        leaves: The leaves that the strategy writes, until they are copied or written.
-        objects: The leaves that the common strategy writes, likewise.
-        planner: Answers for the data of the plan, once there is one.
-        step: What the save is for.
+    The strategy writes ``leaves``, and the common strategy ``objects`` and ``common``, of which
+    there may be copies. The ``planner`` answers for the data of the plan.
     """
 
     folder: SaveFolder
@@ -513,24 +508,20 @@ class SaveJob:
             raise CheckpointingException("a rank stopped writing", [Finding("wrote only a part")])
         return self._outcome.result
 
-    def finish(self, comm: Comm) -> None:
-        """Commit what ``write_behind`` has written on all ranks. Collective."""
-        try:
-            self._gather(self._written_behind, comm)
-            self.commit(comm)
-        except BaseException as error:
-            self.folder.give_up(error)
-            raise
+    def finish(
+        self, comm: Comm, write: Callable[[], driver.Written] | None = None, retries: int = 0
+    ) -> None:
+        """Commit what all ranks have written behind, or what ``write`` writes now. Collective.
 
-    def write_and_finish(self, comm: Comm, retries: int) -> None:
-        """Write the copies and commit; all of it once more for every retry. Collective."""
+        That is done once more, with all that it takes, for every retry.
+        """
         for tries_left in range(retries, -1, -1):
             try:
                 if tries_left == retries:
                     self.folder.make_durable(comm)
                 else:
                     self._start_over(comm)
-                self._gather(self.write_local, comm)
+                self._gather(write or self._written_behind, comm)
                 self.commit(comm)
             except BaseException as error:
                 self.folder.give_up(error)

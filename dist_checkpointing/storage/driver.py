@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -217,18 +216,15 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
 
 
 def read_plan(
-    plan: LoadPlan,
-    planner: LoadPlanner,
-    reader: StorageReader,
-    index: Index,
-    comm: Comm,
-    *,
-    is_prepared: bool = False,
+    plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, index: Index, comm: Comm
 ) -> None:
-    """Read the plans of all ranks, each rank its own, after ``prepare_read``. Collective."""
-    if not is_prepared:
-        with comm.agreed(_PREPARING):
-            plan = prepare_read(plan, reader, index, comm)
+    """Read the plans of all ranks, each rank its own. Collective."""
+    with comm.agreed(_PREPARING):
+        plan = prepare_read(plan, reader, index, comm)
+    _read_prepared(plan, planner, reader, comm)
+
+
+def _read_prepared(plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, comm: Comm) -> None:
     if type(reader).prepare_global_plan is not StorageReader.prepare_global_plan:
         plans = comm.all_gather(plan)
         prepared = comm.from_rank0(_PREPARING, lambda: reader.prepare_global_plan(plans))
@@ -289,9 +285,12 @@ def read(
         if not is_global:
             plan = placed(planner.finalize_plan(plan), index, wanted.rows)
         # So that ranks wait for each other once and not twice.
-        if plan_reader is read_plan and not is_global:
+        is_prepared = plan_reader is read_plan and not is_global
+        if is_prepared:
             plan = prepare_read(plan, reader, index, comm)
-            plan_reader = partial(read_plan, is_prepared=True)
+    if is_prepared:
+        _read_prepared(plan, planner, reader, comm)
+        return
     if is_global:
         plans = comm.all_gather(plan)
         with comm.agreed("planning the load"):

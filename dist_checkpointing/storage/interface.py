@@ -74,17 +74,9 @@ class WriteResults:
     """What a writer did with all rows of a plan, as columns.
 
     It iterates over a result for each row, in order, and one more behind them if there are
-    ``storage_data`` or ``files``.
-
-    Attributes:
-        table: The rows.
-        num_bytes: ``[rows]``, bytes stored.
-        checksums: ``[rows]`` as uint64, see ``WriteResult``; None if no row has one.
-        checked: ``[rows]``, which rows have a checksum; None if all have.
-        files: Files that the writer made, with their final sizes.
-        storage_data: For the writer's own ``finish``, about all rows together.
-        uppers: ``[rows]`` as uint64, the upper halves of the 128-bit digests whose lower halves are
-            the checksums; None if the writer does not know them.
+    ``storage_data``, which are for the writer's own ``finish``, or ``files``. ``checksums`` are
+    uint64, of the rows that are ``checked``; of all rows if that is None. ``uppers`` are the upper
+    halves of the 128-bit digests whose lower halves they are, if the writer knows them.
     """
 
     table: ShardTable

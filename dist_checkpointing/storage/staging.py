@@ -38,33 +38,31 @@ def padded(num_bytes: int) -> int:
 
 
 class _TwoBlocks:
-    """Two blocks of memory, page-locked where there is a GPU, allocated when first used."""
+    """Two blocks of memory for one thread, page-locked where there is a GPU, made at first use."""
 
     def __init__(self, most_bytes: int) -> None:
         half = min(most_bytes // 2, _MOST_BLOCK_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self.block_bytes = max(ALIGNMENT_BYTES, half)
-        self._blocks: list[torch.Tensor] = []
+        self.block_bytes: int = max(ALIGNMENT_BYTES, half)
 
-    def view(self, block: int, start: int, like: torch.Tensor) -> torch.Tensor:
+    @cached_property
+    def _memory(self) -> torch.Tensor:
+        shape, pinned = (2, self.block_bytes), torch.cuda.is_available()
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+
+    def view(self, block: int, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Memory in a block for a contiguous tensor."""
-        if not self._blocks:
-            pinned = torch.cuda.is_available()
-            memory = torch.empty(2 * self.block_bytes, dtype=torch.uint8, pin_memory=pinned)
-            self._blocks = [memory[: self.block_bytes], memory[self.block_bytes :]]
-        part = self._blocks[block][start : start + like.nbytes]
-        return part.view(like.dtype).view(like.shape)
+        stop = start + shape.numel() * dtype.itemsize
+        return self._memory[block, start:stop].view(dtype).view(shape)
 
 
-class HostBlocks:
-    """Gives the values of tensors on GPUs, a block of rows at a time; used by one thread.
+class HostBlocks(_TwoBlocks):
+    """Gives the values of tensors on GPUs, a block of rows at a time.
 
-    Args:
-        most_bytes: of memory for the copies.
-        release: is called before memory of a block that was given is used again.
+    ``release`` is called before memory of a block that was given is used again.
     """
 
     def __init__(self, most_bytes: int, release: Callable[[], None]) -> None:
-        self._memory = _TwoBlocks(most_bytes)
+        super().__init__(most_bytes)
         self._release = release
 
     def of(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -72,13 +70,16 @@ class HostBlocks:
 
         Blocks of a tensor on a GPU are contiguous; other tensors are given as they are.
         """
-        batches = in_batches(self._cut(tensors), self._memory.block_bytes, _MOST_TENSORS)
-        launched = map(self._launch, batches, itertools.cycle((0, 1)))
-        ended: tuple[CopyStreams, list[Numbered]] = CopyStreams({}), []
+        before, copies = CopyStreams({}), list[Numbered]()
+        batches = in_batches(self._cut(tensors), self.block_bytes, _MOST_TENSORS)
         # The copies of one batch are launched before those of the last one are waited for.
-        for (streams, copies), _ in itertools.pairwise(itertools.chain(launched, [ended])):
-            streams.synchronize()
+        for number, batch in enumerate(batches):
+            streams = self._launch(batch, number % 2)
+            before.synchronize()
             yield from copies
+            before, copies = streams, batch
+        before.synchronize()
+        yield from copies
 
     def _cut(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[Numbered, int]]:
         """Blocks of rows of numbered tensors, on their devices, and the memory that each takes."""
@@ -86,59 +87,50 @@ class HostBlocks:
             if not is_on_gpu(tensor):
                 yield (number, tensor), 0
                 continue
-            most = self._memory.block_bytes // tensor.dtype.itemsize
+            most = self.block_bytes // tensor.dtype.itemsize
             for box in split_rows(Box.whole(tuple(tensor.shape)), most):
                 block = tensor.detach()[box.slices()]
                 yield (number, block), padded(block.nbytes)
 
-    def _launch(self, batch: list[Numbered], block: int) -> tuple[CopyStreams, list[Numbered]]:
+    def _launch(self, batch: list[Numbered], block: int) -> CopyStreams:
+        """Put copies in the place of tensors on GPUs, and begin to fill them."""
         self._release()
         streams, start = CopyStreams({}), 0
         for row, (number, source) in enumerate(batch):
             if is_on_gpu(source):
-                batch[row] = number, self._memory.view(block, start, source)
-                streams.copy(source, batch[row][1])
+                copy = self.view(block, start, source.shape, source.dtype)
+                batch[row] = number, copy
+                streams.copy(source, copy)
                 start += padded(source.nbytes)
-        return streams, batch
+        return streams
 
 
-class DeviceBlocks:
-    """Fills tensors on GPUs, a block at a time; used by one thread.
-
-    Args:
-        most_bytes: of memory for the blocks.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._memory = _TwoBlocks(most_bytes)
-        self.block_bytes: int = self._memory.block_bytes
+class DeviceBlocks(_TwoBlocks):
+    """Fills tensors on GPUs, a block at a time."""
 
     def fill(
         self,
         targets: Iterable[tuple[torch.Tensor, Callable[[torch.Tensor], None]]],
         stored: torch.dtype,
     ) -> None:
-        """Fill tensors; the next one is read while one is copied.
+        """Fill tensors of no more elements than a block has room for.
 
-        Args:
-            targets: with no more elements than a block has room for, each with what reads its
-                values into a contiguous tensor on the CPU.
-            stored: dtype of what is read.
+        Each comes with what reads its values, of dtype ``stored``, into a contiguous tensor on the
+        CPU. The next one is read while one is copied.
         """
-        copied: list[torch.cuda.Event | None] = [None, None]
+        copied: dict[int, torch.cuda.Event] = {}
         try:
             for number, (target, read) in enumerate(targets):
-                if (event := copied[number % 2]) is not None:
-                    event.synchronize()
-                like = torch.empty(target.shape, dtype=stored, device="meta")
-                block = self._memory.view(number % 2, 0, like)
+                if number % 2 in copied:
+                    copied.pop(number % 2).synchronize()
+                block = self.view(number % 2, 0, target.shape, stored)
                 read(block)
                 target.copy_(block, non_blocking=target.is_cuda)
-                copied[number % 2] = _launched_on(target.device) if target.is_cuda else None
+                if target.is_cuda:
+                    copied[number % 2] = _launched_on(target.device)
         finally:
-            for event in copied:
-                if event is not None:
-                    event.synchronize()
+            for event in copied.values():
+                event.synchronize()
 
 
 def _launched_on(device: torch.device) -> torch.cuda.Event:
@@ -151,8 +143,7 @@ def _launched_on(device: torch.device) -> torch.cuda.Event:
 class CopyStreams:
     """Copies to the CPU, those from a GPU on a stream of their own.
 
-    Args:
-        launched: On each GPU, what they wait for; by default what this thread has launched there.
+    There they wait for what was ``launched``; by default, for what this thread has launched.
     """
 
     def __init__(self, launched: Mapping[torch.device, torch.cuda.Event]) -> None:
@@ -197,7 +188,7 @@ class StagingBuffers:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sizes: list[int] = []
-        self._views: list[torch.Tensor | None] = []
+        self._views: dict[int, torch.Tensor] = {}
         self._launched: dict[torch.device, torch.cuda.Event] = {}
         self._is_taken = False
 
@@ -240,16 +231,16 @@ class StagingBuffers:
         assert self._is_taken
         sizes = list(sizes)
         if sizes != self._sizes:
-            self._sizes, self._views = sizes, [None] * len(sizes)
+            self._sizes, self._views = sizes, {}
             needed = sum(map(padded, sizes))
             if needed > self.num_bytes:
                 pinned = torch.cuda.is_available() if self._pinned is None else self._pinned
                 self._memory = torch.empty(0, dtype=torch.uint8)  # never both at once
                 self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
-        copies, streams = [], CopyStreams(self._launched)
+        streams = CopyStreams(self._launched)
         starts = itertools.accumulate(map(padded, sizes), initial=0)
         for row, (start, size, tensor) in enumerate(zip(starts, sizes, tensors, strict=False)):
-            view = self._views[row]
+            view = self._views.get(row)
             if view is None or view.shape != tensor.shape or view.dtype is not tensor.dtype:
                 if tensor.nbytes == size:
                     memory = self._memory[start : start + size]
@@ -258,18 +249,12 @@ class StagingBuffers:
                     view = torch.empty(tensor.shape, dtype=tensor.dtype)
                 self._views[row] = view
             streams.copy(tensor, view)
-            copies.append(view)
         streams.synchronize()
-        return copies
+        return list(self._views.values())
 
 
 class PlannedData(SavePlanner):
-    """Answers for the data of a plan that is already made.
-
-    Args:
-        plan: it.
-        data: of its rows, in their order.
-    """
+    """Answers for the data of a plan that is already made: ``data`` of its rows, in order."""
 
     def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
         self._plan, self._data = plan, data
@@ -305,11 +290,7 @@ def stage_plan(plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) ->
 
 
 def detached_copy(value: Any) -> Any:
-    """A copy of a nest of values that shares no memory with it.
-
-    Raises:
-        Exception: whatever a value raises that cannot be copied.
-    """
+    """A copy of a nest of values that shares no memory with it."""
     leaves, _ = flatten({"": value})
     memo: dict[int, Any] = {}
     for leaf in leaves.values():
