@@ -333,14 +333,11 @@ class AsyncSaver:
             }
             job = SaveJob(comm.rank, meter, hooks, cast("JobOptions", shared), step)
             job.plan(state, checkpoint_dir, comm)
-            is_finished_here = self._background_comm is None
             try:
                 # What is made durable in the background need not be waited for here.
-                job.claim(comm, durable=is_finished_here)
+                job.claim(comm, durable=self._background_comm is None)
                 with comm.agreed("copying the state"):
-                    job.acquire_buffers(self._buffers, comm)
-                    if is_finished_here:
-                        job.folder.check(comm.rank)
+                    job.prepare_copy(self._buffers, comm)
                     if capture == "copy":
                         job.capture()
                     else:

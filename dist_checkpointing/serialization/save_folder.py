@@ -159,15 +159,16 @@ class SaveFolder:
         """
         if self._is_durable:
             return
+        self._is_durable = True
         with comm.agreed("claiming the folder"):
             if self._attempt is not None:
                 self._attempt.make_durable()
             self.check(comm.rank)
 
     def check(self, rank: int) -> None:
-        """Refuse a rank that does not see what rank 0 has claimed, or saves otherwise."""
+        """Refuse a rank that does not see what rank 0 has durably claimed, or saves otherwise."""
         claimed = self.claimed
-        if rank == 0:
+        if rank == 0 or not self._is_durable:
             return
         if self.config != claimed.config:
             finding = Finding(

@@ -311,9 +311,12 @@ class SaveJob:
         return CommonDigests(self.common, preprocess)
 
     def _start_planning(self, comm: Comm) -> SavePlanning:
-        cache, others = self._options.get("plan_cache"), self.objects.values()
         planning = self.strategy.planning(
-            self.leaves, self.writer, comm, cache=cache, others=others
+            self.leaves,
+            self.writer,
+            comm,
+            cache=self._options.get("plan_cache"),
+            others=self.objects.values(),
         )
         planning.destination = self._destination
         return planning
@@ -340,19 +343,18 @@ class SaveJob:
         folder = self.folder.path
         require_local(folder, "an incremental save")
         path, index = as_local_folder(base).absolute(), self._planned.result
-
-        def look() -> Mapping[str, tuple[int, ...]] | None:
-            # A planner of a user may know what it has planned to the last item.
-            may_be_cut = (
-                index is not None
-                and self.planner.settings is not None
-                and not self.planner.makes_data
-                and isinstance(self.writer.layout, RowBlockLayout)
-            )
-            form = self.strategy.backend, self.strategy.version
-            return base_grids(path, folder, form, index if may_be_cut else None)
-
-        grids = comm.from_rank0("looking at the base", look)
+        form = self.strategy.backend, self.strategy.version
+        # A planner of a user may know what it has planned to the last item.
+        may_be_cut = (
+            index is not None
+            and self.planner.settings is not None
+            and not self.planner.makes_data
+            and isinstance(self.writer.layout, RowBlockLayout)
+        )
+        grids = comm.from_rank0(
+            "looking at the base",
+            lambda: base_grids(path, folder, form, index if may_be_cut else None),
+        )
         self.writer.base = None if grids is None else path
         if grids and index is not None:
             table, index = along_grids(self._plan.table, index, grids)
@@ -376,11 +378,16 @@ class SaveJob:
             self.writer.checkpoint_dir = data
             self.writer.reset(data)
 
+    def _prepare_write(self, comm: Comm) -> None:
+        """Get ready to write. The first thing in the body of an agreement."""
+        self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
+        self.folder.check(self.rank)
+
     # Copies, for a save in the background.
 
-    def acquire_buffers(self, buffers: StagingBuffers, comm: Comm) -> None:
+    def prepare_copy(self, buffers: StagingBuffers, comm: Comm) -> None:
         """Get ready to copy. The first thing in the body of an agreement."""
-        self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
+        self._prepare_write(comm)
         buffers.acquire()
         self._buffers = buffers
 
@@ -432,8 +439,7 @@ class SaveJob:
             self._write_common_first(comm)
 
         def write_local() -> driver.Written:
-            self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
-            self.folder.check(self.rank)
+            self._prepare_write(comm)
             return self.write_local()
 
         self._gather(write_local, comm)
@@ -492,8 +498,7 @@ class SaveJob:
             request.add_finalize_fn(lambda: self.finish(comm))
             return request
         with comm.agreed("copying the state"):
-            self.acquire_buffers(StagingBuffers(), comm)
-            self.folder.check(self.rank)
+            self.prepare_copy(StagingBuffers(), comm)
             self.capture()
         return AsyncRequest(self.write_behind, (), [lambda: self.finish(comm)])
 
@@ -539,8 +544,7 @@ class SaveJob:
                 raise self._outcome.error
         self.claim(comm, durable=True)
         with comm.agreed("writing once more"):
-            self._local_plan = driver.prepare_write(self._plan, self.writer, comm)
-            self.folder.check(self.rank)
+            self._prepare_write(comm)
 
     # The end.
 

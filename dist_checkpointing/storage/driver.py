@@ -163,10 +163,8 @@ def _write_tables(
     if not tables_of_ranks:
         return {}
     catalog = concatenate(tables_of_ranks)
-    checksums, high = (
-        np.frombuffer(b"".join(of_rank), dtype="<u8")
-        for of_rank in zip(*((w.checksums, w.high_digests) for w in of_ranks), strict=True)
-    )
+    checksums = np.frombuffer(b"".join(written.checksums for written in of_ranks), dtype="<u8")
+    high = np.frombuffer(b"".join(written.high_digests for written in of_ranks), dtype="<u8")
     starts = np.cumsum([0, *(len(written.checksums) // 8 for written in of_ranks)])
     rows = starts[catalog.ranks] + catalog.sources
     columns = ChecksumColumns(

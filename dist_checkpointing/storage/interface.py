@@ -191,7 +191,6 @@ class StorageWriter(ABC):
             folder is sealed. ``write_data`` may talk to the other ranks, which are all there.
         finalize_fns: Functions to call on every rank, in order, when all ranks have written.
         takes_fingerprints: Whether the values are summed as they are written.
-        options: Knobs of the I/O.
         report: Function to call with the number of bytes that have been written since the last
             call.
         base: Folder of a checkpoint of the same format, whose files may be shared where they hold
@@ -291,7 +290,6 @@ class StorageReader(ABC):
     ``prepare_local_plan``, ``prepare_global_plan`` (rank 0, and only if overridden), ``read_data``.
 
     Attributes:
-        options: Knobs of the I/O.
         trusted: Whether objects may be unpickled without an allow-list.
         is_kept: Whether many reads of single parts follow each other, from several threads, so that
             it pays to remember where parts are.

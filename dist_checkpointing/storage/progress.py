@@ -36,21 +36,6 @@ ProgressOption = ProgressCallback | Literal["bar"]
 _BAR_SECONDS: Final = 0.1
 
 
-def chosen_callback(
-    progress: ProgressOption | None, operation: str, rank: int
-) -> ProgressCallback | None:
-    """What gets the reports of a rank.
-
-    Raises:
-        TypeError: if ``progress`` is neither a function nor ``"bar"``.
-    """
-    if progress == "bar":
-        return _bar(operation) if rank == 0 else None
-    if progress is None or callable(progress):
-        return progress
-    raise TypeError(f"progress must be 'bar' or a function that takes a Progress, not {progress!r}")
-
-
 def _bar(operation: str) -> ProgressCallback:
     """One line for each phase that moves bytes; without a terminal, when the phase is done."""
     # Not at the top: few callers want a bar.
@@ -93,12 +78,20 @@ def _bar(operation: str) -> ProgressCallback:
 
 
 class Meter:
-    """Counts bytes from any thread, reports them, and logs what each phase took."""
+    """Counts bytes from any thread, reports them, and logs what each phase took.
+
+    Raises:
+        TypeError: if ``progress`` is neither a function nor ``"bar"``.
+    """
 
     def __init__(self, operation: str, rank: int, progress: ProgressOption | None) -> None:
-        self._operation = operation
-        self._rank = rank
-        self._callback = chosen_callback(progress, operation, rank)
+        if progress == "bar":
+            progress = _bar(operation) if rank == 0 else None
+        elif progress is not None and not callable(progress):
+            raise TypeError(
+                f"progress must be 'bar' or a function that takes a Progress, not {progress!r}"
+            )
+        self._operation, self._rank, self._callback = operation, rank, progress
         self._lock = threading.Lock()
         self._phase, self._done, self._total = "", 0, 0
         self._seconds: dict[str, float] = {}
@@ -115,31 +108,32 @@ class Meter:
         start = time.perf_counter()
         with self._lock:
             self._phase, self._done, self._total = name, 0, num_bytes
-        self._report()
+        if self._callback is not None:
+            self._report(self._callback)
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def expect(self, num_bytes: int) -> None:
         """Say how many bytes this phase will move."""
         self._total = num_bytes
-        self._report()
+        if self._callback is not None:
+            self._report(self._callback)
 
     def add(self, num_bytes: int) -> None:
         """Say that so many more bytes have been moved."""
         with self._lock:
             self._done += num_bytes
-        self._report()
+        if self._callback is not None:
+            self._report(self._callback)
 
     def log(self) -> None:
         """Log the time of every phase."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self._seconds.items())
         logger.info("%s on rank %d: %s", self._operation, self._rank, phases)
 
-    def _report(self) -> None:
-        if self._callback is None:
-            return
+    def _report(self, callback: ProgressCallback) -> None:
         try:
-            self._callback(self.progress)
+            callback(self.progress)
         except Exception:
             # Raised here, on one rank, it would leave the others waiting for that rank.
             logger.exception("the progress callback failed, and is not called any more")
