@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from dist_checkpointing import __version__
@@ -104,11 +105,11 @@ def options(
     *,
     version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Look into distributed checkpoints, check, compare and convert them.
 

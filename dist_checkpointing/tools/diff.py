@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import typer
+from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import in_batches, parse_bytes
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
@@ -33,17 +33,15 @@ from dist_checkpointing.tools.report import (
     Report,
     counted,
     is_narrower_than,
-    print_json,
     progress_bar,
     shape_text,
 )
-from dist_checkpointing.tools.runs import CheckpointArgument, Trusted
+from dist_checkpointing.tools.runs import CheckpointArgument, Memory, Trusted
 from dist_checkpointing.tools.values import Array
 
 _SMALL_NORM = 1e-12
 _EXIT_DIFFERENT = 1
 _MAX_LISTED = 50
-_MORE = "... {} more (--json lists all)"
 _HEADERS = ("KEY", "MOVED BY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
 _NARROW = 106
 _NUM_COLUMNS_IF_NARROW = 5
@@ -52,35 +50,29 @@ _NUM_COLUMNS_IF_NARROW = 5
 def diff(
     first: CheckpointArgument,
     second: Annotated[
-        Path, typer.Argument(parser=as_location, help="The checkpoint to compare it with.")
+        Path, Argument(parser=as_location, help="The checkpoint to compare it with.")
     ],
     pattern: Annotated[
-        str | None,
-        typer.Argument(help="Only these keys, as in dckpt ls: a glob or a part of the key."),
+        str | None, Argument(help="Only these keys, as in dckpt ls: a glob or a part of the key.")
     ] = None,
     *,
-    rtol: Annotated[float, typer.Option(help="Relative tolerance.")] = 0.0,
-    atol: Annotated[float, typer.Option(help="Absolute tolerance.")] = 0.0,
-    equal_nan: Annotated[bool, typer.Option("--equal-nan", help="NaN is the same as NaN.")] = False,
+    rtol: Annotated[float, Option(help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, Option(help="Absolute tolerance.")] = 0.0,
+    equal_nan: Annotated[bool, Option("--equal-nan", help="NaN is the same as NaN.")] = False,
     ignore_dtype: Annotated[
-        bool, typer.Option("--ignore-dtype", help="Compare the values of different dtypes.")
+        bool, Option("--ignore-dtype", help="Compare the values of different dtypes.")
     ] = False,
     regex: Regex = False,
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory that this process may take in all.")
-    ] = "2GiB",
+    memory: Memory = "2GiB",
     read_all: Annotated[
-        bool,
-        typer.Option(
-            "--read-all", help="Read also tensors that have the same fingerprint in both."
-        ),
+        bool, Option("--read-all", help="Read also tensors that have the same fingerprint in both.")
     ] = False,
     summary: Annotated[
-        bool, typer.Option("--summary", help="Print only the counts, in one line.")
+        bool, Option("--summary", help="Print only the counts, in one line.")
     ] = False,
     trusted: Trusted = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing; only set the exit code.")
+        bool, Option("--quiet", "-q", help="Print nothing; only set the exit code.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -103,13 +95,11 @@ def diff(
     """
     wanted = name_filter(pattern, regex=regex)
     tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
-    a = open_tensors(first, trusted=trusted)
-    b = open_tensors(second, trusted=trusted)
+    a, b = (open_tensors(path, trusted=trusted) for path in (first, second))
     keys = (key for one in (a, b) for key in (*one, *one.objects, *values.entries(one.common)))
     if pattern is not None and not any(map(wanted, keys)):
-        raise LookupError(
-            f"neither checkpoint has a key that matches {pattern!r}{hint(pattern, a)}"
-        )
+        near = hint(pattern, a)
+        raise LookupError(f"neither checkpoint has a key that matches {pattern!r}{near}")
     budget = budget_of(parse_bytes(memory))
     for opened in (a, b):
         if opened.backend[0] not in ("safetensors", "torch"):
@@ -127,16 +117,14 @@ def diff(
             report=bar.advance,
             read_all=read_all,
         )
-    if as_json:
-        print_json(_document(a, b, found, summary=summary))
-    elif not quiet:
-        report = Report()
-        if not summary:
-            _add_differences(report, a, b, found, with_counters=pattern is not None)
-        report.section(_verdict(found), "green" if found.is_same else "red")
-        report.print()
-    if not found.is_same:
-        raise typer.Exit(_EXIT_DIFFERENT)
+    document = _document(a, b, found, summary=summary) if as_json else {}
+    report = Report()
+    if not (quiet or summary or as_json):
+        _add_differences(report, a, b, found, with_counters=pattern is not None)
+    if not quiet:
+        report.section()
+        report.line(_verdict(found), "green" if found.is_same else "red")
+    report.finish(document, as_json=as_json, code=0 if found.is_same else _EXIT_DIFFERENT)
 
 
 # The comparison.
@@ -207,10 +195,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """A tensor that both checkpoints have. Pairs are for the first and the second.
-
-    If the shapes differ, values are not compared.
-    """
+    """A tensor that both checkpoints have, in pairs; with other shapes, values are not compared."""
 
     key: str
     shapes: tuple[Ints, Ints]
@@ -230,13 +215,9 @@ class ValueComparison:
 class Comparison:
     """Two checkpoints compared.
 
-    Attributes:
-        num_compared: Number of tensors that both have.
-        num_by_fingerprint: Number of tensors that were not read: their fingerprints are the same.
-        differing: Tensors that both have and that differ; those that changed most come first.
-        objects: Cells of sharded objects that differ or are in only one.
-        common: Entries of the common state that differ or are in only one.
-        left_out: What was not compared, because a file of tensors cannot hold it, in words.
+    ``num_by_fingerprint`` tensors were not read: their fingerprints are the same. The tensors that
+    changed most come first. Cells of objects and entries of the common state differ, or are in only
+    one. ``left_out`` says what a file of tensors cannot hold, and so was not compared.
     """
 
     num_compared: int
@@ -268,16 +249,10 @@ def compare_checkpoints(
 ) -> Comparison:
     """Compare what two checkpoints hold, however they store it.
 
-    Args:
-        first: one checkpoint.
-        second: the other checkpoint; the relative tolerance is relative to its values.
-        tolerance: for numbers.
-        wanted: tells which keys (of tensors, objects and common state) to compare.
-        ignore_dtype: treat tensors with the same values and different dtypes as equal.
-        memory_bytes: most bytes of values of both that are in memory at a time.
-        report: called with the number of bytes of the first that were compared since the last call.
-        read_all: read also tensors that have the same fingerprint in both checkpoints. Otherwise
-            they are the same bit for bit, NaN included.
+    The tolerance is relative to the values of the second. At most ``memory_bytes`` of values of
+    both are in memory at a time, and ``report`` gets the number of bytes of the first that were
+    compared since the last call. Unless ``read_all``, tensors that have the same fingerprint in
+    both are not read: they are the same bit for bit, NaN included.
     """
     common = [key for key in first if key in second and wanted(key)]
     commons, objects, left_out = _others(first, second)
@@ -303,17 +278,14 @@ def compare_checkpoints(
         share = math.nan if row.values is None else row.values.relative_change
         return math.inf if math.isnan(share) else share
 
-    rows = [
-        TensorComparison(key, (a.shape, b.shape), (a.dtype_name, b.dtype_name), found.get(key))
-        for key, a, b in ((key, first[key], second[key]) for key in common)
-    ]
-    differing = [
-        row
-        for row in rows
-        if row.values is None
-        or row.values.num_differing
-        or (row.dtypes[0] != row.dtypes[1] and not ignore_dtype)
-    ]
+    differing = []
+    for key in common:
+        a, b = first[key], second[key]
+        one = found.get(key)
+        is_cast = a.dtype_name != b.dtype_name and not ignore_dtype
+        if one is None or one.num_differing or is_cast:
+            dtypes = a.dtype_name, b.dtype_name
+            differing.append(TensorComparison(key, (a.shape, b.shape), dtypes, one))
     return Comparison(
         len(common),
         len(found) - len(to_read),
@@ -485,39 +457,40 @@ def _add_differences(
         ("-", "red", a, found.only_first),
         ("+", "green", b, found.only_second),
     ):
-        if keys:
-            report.section(f"only in {opened.path}")
-            tensors = map(opened.__getitem__, keys)
-            texts = [f"{sign} {t.key}  {shape_text(t.shape)} {t.dtype_name}" for t in tensors]
-            report.listed(texts, _MAX_LISTED, style, _MORE)
+        tensors = map(opened.__getitem__, keys)
+        texts = [f"{sign} {t.key}  {shape_text(t.shape)} {t.dtype_name}" for t in tensors]
+        report.section(f"only in {opened.path}")
+        report.lines(texts, style, _MAX_LISTED)
     kinds = [row for row in found.differing if not row.values or len(set(row.dtypes)) > 1]
-    if kinds:
-        report.section("other shape or dtype")
-        report.table(("KEY", "FIRST", "SECOND"), list(map(_kinds, kinds[:_MAX_LISTED])))
-        report.more(kinds, _MAX_LISTED, _MORE)
-    values_of = {r.key: r.values for r in found.differing if r.values and r.values.num_differing}
-    # Such as the count of the steps of an optimizer.
-    counters = {k for k, one in values_of.items() if one.num_compared == 1 and is_of_optimizer(k)}
-    shown = [key for key in values_of if with_counters or key not in counters]
-    if shown:
-        report.section("other values")
-        num_columns = _NUM_COLUMNS_IF_NARROW if is_narrower_than(_NARROW) else len(_HEADERS)
-        rows = [_cells(key, values_of[key])[:num_columns] for key in shown[:_MAX_LISTED]]
-        report.table(_HEADERS[:num_columns], rows, right=[1, 2, 3, 4])
-        report.more(shown, _MAX_LISTED, _MORE)
-    if len(shown) < len(values_of):
-        number = counted(len(counters), "optimizer counter")
-        report.section(f"not listed: {number} (a PATTERN or --json lists them)", "dim")
+    report.section("other shape or dtype")
+    report.table(("KEY", "FIRST", "SECOND"), map(_kinds, kinds[:_MAX_LISTED]))
+    report.left_out(len(kinds) - _MAX_LISTED)
+    changed = [(r.key, r.values) for r in found.differing if r.values and r.values.num_differing]
+    # Counters such as the number of steps of an optimizer are left out.
+    shown = [
+        (key, one)
+        for key, one in changed
+        if with_counters or one.num_compared > 1 or not is_of_optimizer(key)
+    ]
+    num_columns = _NUM_COLUMNS_IF_NARROW if is_narrower_than(_NARROW) else len(_HEADERS)
+    report.section("other values")
+    rows = [_cells(key, one)[:num_columns] for key, one in shown[:_MAX_LISTED]]
+    report.table(_HEADERS[:num_columns], rows, right=[1, 2, 3, 4])
+    report.left_out(len(shown) - _MAX_LISTED)
+    if number := len(changed) - len(shown):
+        counters = counted(number, "optimizer counter")
+        report.section()
+        report.line(f"not listed: {counters} (a PATTERN or --json lists them)", "dim")
     for title, entries in (("sharded objects", found.objects), ("common state", found.common)):
-        if entries:
-            report.section(title)
-            for entry in entries[:_MAX_LISTED]:
-                for sign, text, style in zip("-+", entry.texts, ("red", "green"), strict=True):
-                    if text is not None:
-                        report.line(f"{sign} {entry.name} = {text}", style)
-            report.more(entries, _MAX_LISTED, _MORE)
+        report.section(title)
+        for entry in entries[:_MAX_LISTED]:
+            for sign, text, style in zip("-+", entry.texts, ("red", "green"), strict=True):
+                if text is not None:
+                    report.line(f"{sign} {entry.name} = {text}", style)
+        report.left_out(len(entries) - _MAX_LISTED)
     if found.left_out is not None:
-        report.section(f"not compared: {found.left_out}", "dim")
+        report.section()
+        report.line(f"not compared: {found.left_out}", "dim")
 
 
 def _kinds(row: TensorComparison) -> tuple[str, ...]:
@@ -557,19 +530,16 @@ def _verdict(found: Comparison) -> str:
 
 def _document(a: Checkpoint, b: Checkpoint, found: Comparison, *, summary: bool) -> dict[str, Any]:
     rows = dataclasses.asdict(found)
-    rows["tensors"] = rows.pop("differing")
-    lists = {
-        name: rows[name] for name in ("only_first", "only_second", "tensors", "objects", "common")
-    }
-    counts = {f"num_{name}": len(listed) for name, listed in lists.items()}
+    rows["tensors"] = rows["differing"]
+    names = ("only_first", "only_second", "tensors", "objects", "common")
     return {
         "first": str(a.path),
         "second": str(b.path),
         "is_same": found.is_same,
         "num_compared": found.num_compared,
         "num_by_fingerprint": found.num_by_fingerprint,
-        "num_differing": counts.pop("num_tensors"),
-        **counts,
+        "num_differing": len(found.differing),
+        **{f"num_{name}": len(rows[name]) for name in names if name != "tensors"},
         "not_compared": found.left_out,
-        **({} if summary else lists),
+        **({} if summary else {name: rows[name] for name in names}),
     }

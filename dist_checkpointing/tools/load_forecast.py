@@ -9,10 +9,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
+from heapq import nlargest
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -67,7 +68,7 @@ MEGATRON_RULES = (
 """The layers of Megatron-Core, and of the usual Hugging Face models, by name."""
 
 
-class Reason(Enum):
+class Reason(StrEnum):
     """Why a tensor is cut, or is not."""
 
     RULE = "a rule matches"
@@ -206,18 +207,14 @@ def of_tensor_parallel(
 
     Rank ``r`` holds part ``r % parts``, as in Megatron, where tensor-parallel ranks are neighbours.
     """
-    return [
-        RankWants(
-            tuple(range(part, parts * replicas, parts)),
-            {
-                (DictKey(cut.key),): ShardedTensor.of_box(
-                    index[cut.key], part_of(index[cut.key], cut, part, parts)
-                )
-                for cut in cuts
-            },
-        )
-        for part in range(parts)
-    ]
+    wants = []
+    for part in range(parts):
+        boxes = ((index[cut.key], part_of(index[cut.key], cut, part, parts)) for cut in cuts)
+        tensors: dict[TreePath, ShardedTensor] = {
+            (DictKey(row.key),): ShardedTensor.of_box(row, box) for row, box in boxes
+        }
+        wants.append(RankWants(tuple(range(part, parts * replicas, parts)), tensors))
+    return wants
 
 
 def of_function(name: str, world_size: int) -> list[RankWants]:
@@ -255,68 +252,17 @@ def of_function(name: str, world_size: int) -> list[RankWants]:
 # What it costs.
 
 
-@dataclass(frozen=True, slots=True)
-class RankCost:
-    """What a load costs each of some ranks that want the same.
-
-    Attributes:
-        read_bytes: Bytes that storage has to deliver; see ``bytes_read``.
-        num_reads: Number of boxes to copy.
-        peak_bytes: Memory for the shards and for what is read on the way to them.
-    """
-
-    ranks: tuple[int, ...]
-    num_tensors: int
-    wanted_bytes: int
-    read_bytes: int
-    num_reads: int
-    files: frozenset[str]
-    peak_bytes: int
-
-    @property
-    def amplification(self) -> float:
-        """Bytes read for each byte wanted."""
-        return self.read_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """A load that was not done: its costs, why it would fail, and the keys that no rank wants."""
-
-    costs: tuple[RankCost, ...]
-    findings: tuple[Finding, ...]
-    unasked: tuple[str, ...]
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks that load."""
-        return sum(len(cost.ranks) for cost in self.costs)
-
-    @property
-    def wanted_bytes(self) -> int:
-        """Bytes that all ranks want."""
-        return sum(cost.wanted_bytes * len(cost.ranks) for cost in self.costs)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that all ranks read, each for itself."""
-        return sum(cost.read_bytes * len(cost.ranks) for cost in self.costs)
-
-    @property
-    def shared_read_bytes(self) -> int:
-        """Bytes that are read if ranks that want the same read it once and pass it on."""
-        return sum(cost.read_bytes for cost in self.costs)
-
-    @property
-    def files(self) -> frozenset[str]:
-        """Files that any rank opens."""
-        return frozenset().union(*(cost.files for cost in self.costs))
-
-
 def forecast_of(
     checkpoint: Checkpoint, wants: Sequence[RankWants], made: Derivation | None = None
-) -> Forecast:
-    """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes."""
+) -> dict[str, Any]:
+    """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes.
+
+    The document of ``--json``, but for the findings, which are not yet rows, and the cuts.
+    ``read_bytes_if_shared`` are read if ranks that want the same read it once and pass it on;
+    ``unasked`` are the keys that no rank wants. Of ranks that want the same: ``read_bytes`` are
+    what storage has to deliver to each, see ``bytes_read``, ``num_reads`` is the number of boxes to
+    copy, and ``peak_bytes`` the memory for the shards and for what is read on the way to them.
+    """
     reader = checkpoint.reads.set_up_reader(checkpoint.index)
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     stored = StoredTensors(index if made is None else made.index)
@@ -325,11 +271,9 @@ def forecast_of(
         objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
     # By problem and key, with all ranks that meet it.
     findings: dict[tuple[str, str | None], Finding] = {}
-    costs = []
+    rows: list[dict[str, Any]] = []
     planner = _Planner(index, reader)
-    asked: set[str] = set()
     for want in wants:
-        asked |= {leaf.key for leaf in want.tensors.values()}
         misfits: list[Finding] = []
         try:
             compare(WantedTable(want.tensors), stored, "error", planner_knows_keys=False)
@@ -355,28 +299,39 @@ def forecast_of(
             known = findings.setdefault((finding.problem, finding.key), finding)
             ranks = tuple(sorted({*known.ranks, *want.ranks}))
             findings[finding.problem, finding.key] = replace(known, ranks=ranks)
-        costs.append(_cost(want, touched, wanted_bytes, checkpoint.reads.sharded.options))
+        cost = _cost(touched, wanted_bytes, checkpoint.reads.sharded.options)
+        rows.append({"ranks": want.ranks, "num_tensors": len(want.tensors), **cost})
+    files = sorted({name for row in rows for name in row["files"]})
     lost = [
         Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
-        for name in sorted(frozenset().union(*(cost.files for cost in costs)))
+        for name in files
         if reader.files.size_of(name) is None
     ]
-    unasked = [key for key in (index if made is None else made.tensors) if key not in asked]
-    return Forecast(tuple(costs), (*findings.values(), *lost), tuple(unasked))
+    asked = {leaf.key for want in wants for leaf in want.tensors.values()}
+    return {
+        "checkpoint": str(checkpoint.path),
+        "backend": checkpoint.backend,
+        "num_ranks": sum(len(row["ranks"]) for row in rows),
+        "wanted_bytes": sum(row["wanted_bytes"] * len(row["ranks"]) for row in rows),
+        "read_bytes": sum(row["read_bytes"] * len(row["ranks"]) for row in rows),
+        "read_bytes_if_shared": sum(row["read_bytes"] for row in rows),
+        "files": files,
+        "ranks": rows,
+        "cuts": [],
+        "unasked": [key for key in (index if made is None else made.tensors) if key not in asked],
+        "findings": [*findings.values(), *lost],
+    }
 
 
 _Chunk = tuple[Ints | None, int | None]
+"""A chunk by its offset and the number of the piece."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Touch:
+class _Touch(NamedTuple):
     """What one shard reads of one chunk; a window at a time if the chunk can be read in part.
 
-    Attributes:
-        chunk: The chunk, by its offset and the number of the piece.
-        num_bytes: Bytes of the chunk in memory.
-        read_bytes: Bytes of all windows.
-        buffers: Bytes of the buffer of each window; 0 if it is read in place.
+    ``num_bytes`` is the memory of the chunk, ``read_bytes`` is for all windows, and ``buffers`` has
+    the bytes of the buffer of each window, 0 if it is read in place.
     """
 
     chunk: _Chunk
@@ -431,11 +386,8 @@ class _Planner:
 
 
 def _cost(
-    want: RankWants,
-    touched: Sequence[tuple[_Touch, ChunkPlace | None]],
-    wanted_bytes: int,
-    options: StorageOptions,
-) -> RankCost:
+    touched: Sequence[tuple[_Touch, ChunkPlace | None]], wanted_bytes: int, options: StorageOptions
+) -> dict[str, Any]:
     read_bytes = 0
     decoded: list[int] = []
     buffers: list[int] = []
@@ -446,30 +398,23 @@ def _cost(
         else:
             read_bytes += touch.read_bytes
             buffers += touch.buffers
-    at_once, copied = (
-        sum(sorted(sizes, reverse=True)[: options.threads]) for sizes in (decoded, buffers)
-    )
-    scratch = min(_SCRATCH_BYTES, wanted_bytes)
-    return RankCost(
-        want.ranks,
-        len(want.tensors),
-        wanted_bytes,
-        read_bytes,
-        sum(len(touch.buffers) for touch, _ in touched),
-        frozenset(place.file for _, place in touched if place is not None and place.file),
-        wanted_bytes + max(at_once, min(options.buffer_bytes, copied), scratch),
-    )
+    at_once, copied = (sum(nlargest(options.threads, sizes)) for sizes in (decoded, buffers))
+    on_the_way = max(at_once, min(options.buffer_bytes, copied), min(_SCRATCH_BYTES, wanted_bytes))
+    return {
+        "wanted_bytes": wanted_bytes,
+        "read_bytes": read_bytes,
+        "num_reads": sum(len(touch.buffers) for touch, _ in touched),
+        "files": sorted({place.file for _, place in touched if place and place.file}),
+        "peak_bytes": wanted_bytes + on_the_way,
+    }
 
 
 def bytes_read(window: Window, itemsize: int, limits: ReadLimits) -> tuple[int, int]:
-    """Bytes that a window of a chunk that can be read in part takes.
+    """Bytes that a window takes of storage, and of a buffer, 0 if it is read in place.
 
-    A window that is one run is read as it is. Of others a mapped file delivers whole pages of 4 KiB
-    (the read-ahead of the system not counted), and a file that is read into buffers delivers parts,
-    each from its first element to its last.
-
-    Returns:
-        Bytes that have to come from storage, and bytes of a buffer, 0 if it is read in place.
+    It is of a chunk that can be read in part. A window that is one run is read as it is. Of others
+    a mapped file delivers whole pages of 4 KiB (the read-ahead of the system not counted), and a
+    file that is read into buffers delivers parts, each from its first element to its last.
     """
     wanted = window.box.num_elements * itemsize
     if window.contiguous_range() is not None:

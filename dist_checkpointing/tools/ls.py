@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Exit, Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
@@ -37,7 +37,6 @@ from dist_checkpointing.tools.report import (
 from dist_checkpointing.tools.runs import (
     LATEST,
     CheckpointArgument,
-    Files,
     StepState,
     Trusted,
     count_files,
@@ -46,11 +45,10 @@ from dist_checkpointing.tools.runs import (
     located,
     look_at,
     print_run,
-    read_run,
     step_folders,
 )
 
-Regex = Annotated[bool, typer.Option("--regex", "-E", help="PATTERN is a regular expression.")]
+Regex = Annotated[bool, Option("--regex", "-E", help="PATTERN is a regular expression.")]
 OBJECT = "object"
 COMMON = "common"
 _NARROW = 90
@@ -65,29 +63,27 @@ def ls(
     checkpoint: CheckpointArgument,
     pattern: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="Only these keys: a glob for the whole key if it has *, ? or [, else part of it."
         ),
     ] = None,
     *,
     regex: Regex = False,
     tree: Annotated[
-        bool, typer.Option("--tree", "-t", help="As a tree of the parts of the keys.")
+        bool, Option("--tree", "-t", help="As a tree of the parts of the keys.")
     ] = False,
     depth: Annotated[
-        int | None, typer.Option("--depth", "-d", min=1, help="Levels of the tree to show.")
+        int | None, Option("--depth", "-d", min=1, help="Levels of the tree to show.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", "-a", help="Sharded objects and common state too.")
+        bool, Option("--all", "-a", help="Sharded objects and common state too.")
     ] = False,
     fingerprint: Annotated[
         bool,
-        typer.Option(
-            "--fingerprint", "-f", help="Fingerprints of the tensors; reads those without one."
-        ),
+        Option("--fingerprint", "-f", help="Fingerprints of the tensors; reads those without one."),
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Follow the saves that are going on; see below.")
+        bool, Option("--follow", help="Follow the saves that are going on; see below.")
     ] = False,
     trusted: Trusted = False,
     as_json: AsJson = False,
@@ -125,35 +121,38 @@ def ls(
         if of_one:
             raise ValueError(f"{path} is a run: name a step of it, as {path}@{LATEST}")
         if not (follow and as_json):
-            print_run(read_run(path), as_json=as_json)
+            print_run(path, as_json=as_json)
+        if not follow:
+            return
     if follow:
-        raise typer.Exit(follow_saves(path, as_json=as_json))
-    if is_run(path):
-        return
+        raise Exit(follow_saves(path, as_json=as_json))
     opened = open_tensors(path, trusted=trusted)
     with paused_collector():
         tensors = list(tensor_entries(opened.index, wanted))
-        others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else []
+        others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else None
         fingerprints = _fingerprints(opened, tensors) if fingerprint else None
         if as_json:
-            print_json(_document(opened, tensors, others if everything else None, fingerprints))
+            print_json(_document(opened, tensors, others, fingerprints))
         else:
+            entries = [*tensors, *(others or ())]
             report = Report()
             if tree or depth is not None:
-                rows = list(_branches(as_tree([*tensors, *others]), "", depth))
-                report.table(("KEY", "SIZE", ""), rows, right=[1])
-                report.section(_total(tensors, others))
+                report.table(("KEY", "SIZE", ""), _branches(as_tree(entries), "", depth), right=[1])
+                sums = []
             else:
-                _add_table(report, tensors, others, fingerprints)
-                files = Files() if pattern is not None else count_files(opened.folder)
-                if files.num_bytes_shared:
-                    report.line(f"of its own: {files.own_text()}")
+                _add_table(report, entries, fingerprints)
+                sums = subtotals(tensors)
+                own = "" if pattern is not None else count_files(opened.folder).own_text()
+                report.lines([f"of its own: {own}"] if own else [], None, 1)
+            report.section()
+            report.line(_total(entries), "bold")
+            report.table(("", "", ""), sums, right=[1, 2])
             report.print()
     if pattern is not None and not tensors and not others:
         near = hint(pattern, opened)
         more = "" if everything else "; --all looks at objects and common state too"
         fail(f"no key of {opened.path} matches {pattern!r}{near or more}")
-        raise typer.Exit(_EXIT_NO_MATCH)
+        raise Exit(_EXIT_NO_MATCH)
 
 
 # The list of the tensors.
@@ -196,25 +195,20 @@ def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], 
 def tensor_entries(index: Index, wanted: Callable[[str], bool]) -> Iterator[Entry]:
     """The tensors of an index whose keys are wanted, in the order of the index."""
     itemsizes = {row.name: row.itemsize for row in dtypes.ELEMENT_TYPES}
-    seen: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, str]] = {}
-    columns = zip(
-        index.keys_column,
-        index.dtype_column,
-        index.global_shape_column,
-        index.chunk_shape_column,
-        strict=True,
-    )
-    for key, dtype, extents, chunk in columns:
+    # The tensors of a large model have only a few different shapes.
+    seen: dict[object, tuple[int, str]] = {}
+    columns = index.dtype_column, index.global_shape_column, index.chunk_shape_column
+    for key, dtype, extents, chunk in zip(index.keys_column, *columns, strict=True):
         if not wanted(key):
             continue
         shape = tuple(extents)
-        # The tensors of a large model have only a few different shapes.
-        cut = (shape, None if chunk is None else tuple(chunk))
-        if cut not in seen:
-            seen[cut] = math.prod(shape), "" if cut[1] is None else sharding_text(shape, cut[1])
-        count, sharding = seen[cut]
-        pieces = 0 if chunk is not None else len(index.pieces[key])
-        sharding = sharding or f"{pieces} piece{'s' if pieces != 1 else ''}"
+        parts = len(index.pieces[key]) if chunk is None else tuple(chunk)
+        if (shape, parts) not in seen:
+            text = (
+                counted(parts, "piece") if isinstance(parts, int) else sharding_text(shape, parts)
+            )
+            seen[shape, parts] = math.prod(shape), text
+        count, sharding = seen[shape, parts]
         yield Entry(key, shape, dtype, count * itemsizes[dtype], sharding)
 
 
@@ -260,10 +254,12 @@ def _document(
         "num_bytes": sum(entry.num_bytes for entry in tensors),
     }
     if others is not None:
-        objects = [{"key": e.key, "shape": e.shape} for e in others if e.dtype == OBJECT]
-        common = [{"key": e.key, "type": e.sharding} for e in others if e.dtype == COMMON]
-        document |= {"objects": objects, "common": common}
-    rows = []
+        named = {OBJECT: "objects", COMMON: "common"}
+        document |= {name: [] for name in named.values()}
+        for key, shape, kind, _, type_text in others:
+            what = {"shape": shape} if kind == OBJECT else {"type": type_text}
+            document[named[kind]].append({"key": key, **what})
+    document["tensors"] = rows = []
     for key, shape, dtype, num_bytes, _ in tensors:
         chunk = opened.index.chunk_shape(key)
         row: dict[str, Any] = {"key": key, "shape": shape, "dtype": dtype, "num_bytes": num_bytes}
@@ -273,17 +269,12 @@ def _document(
         if fingerprints is not None:
             row["fingerprint"] = fingerprints[key]
         rows.append(row)
-    return document | {"tensors": rows}
+    return document
 
 
 def _add_table(
-    report: Report,
-    tensors: Sequence[Entry],
-    others: Sequence[Entry],
-    fingerprints: Mapping[str, str] | None,
+    report: Report, entries: Sequence[Entry], fingerprints: Mapping[str, str] | None
 ) -> None:
-    """Add a line for each entry, the total, and the sums for each first part of the keys."""
-    entries = [*tensors, *others]
     is_narrow = is_narrower_than(_NARROW)
     sizes = {entry.num_bytes: bytes_text(entry.num_bytes) for entry in entries}
     rows = [
@@ -293,23 +284,22 @@ def _add_table(
             dtype,
             sizes[num_bytes] if dtype not in (OBJECT, COMMON) else "",
             sharding.partition(" of ")[0] if is_narrow else sharding,
-            *(() if fingerprints is None else (fingerprints.get(key, ""),)),
+            "" if fingerprints is None else fingerprints.get(key, ""),
         )
         for key, shape, dtype, num_bytes, sharding in entries
     ]
-    headers = ["KEY", "SHAPE", "DTYPE", "SIZE", "CHUNKS" if is_narrow else "SHARDING"]
-    headers += [] if fingerprints is None else ["FINGERPRINT"]
+    last = "" if fingerprints is None else "FINGERPRINT"
+    headers = ("KEY", "SHAPE", "DTYPE", "SIZE", "CHUNKS" if is_narrow else "SHARDING", last)
     report.table(headers, rows, right=[3])
-    report.section(_total(tensors, others))
-    report.table(("", "", ""), subtotals(tensors), right=[1, 2])
 
 
-def _total(tensors: Sequence[Entry], others: Sequence[Entry]) -> str:
-    total = f"{counted(len(tensors), 'tensor')}, {bytes_text(sum(e.num_bytes for e in tensors))}"
-    for kind, word, where in ((OBJECT, "object", ""), (COMMON, "value", " of common state")):
-        number = sum(entry.dtype == kind for entry in others)
-        total += f", {counted(number, word)}{where}" if number else ""
-    return total
+def _total(entries: Sequence[Entry]) -> str:
+    num_objects, num_values = (sum(e.dtype == kind for e in entries) for kind in (OBJECT, COMMON))
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    total = counted(len(entries) - num_objects - num_values, "tensor")
+    total += f", {bytes_text(num_bytes)}"
+    total += f", {counted(num_objects, 'object')}" if num_objects else ""
+    return total + (f", {counted(num_values, 'value')} of common state" if num_values else "")
 
 
 def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
@@ -322,11 +312,9 @@ def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
     if not 1 < len(sums) < len(tensors):
         return []
     rows = sorted(sums.items(), key=lambda row: (-row[1][1], row[0]))
-    rest = [both for _, both in rows[_MAX_SUBTOTALS:]]
-    rows = rows[:_MAX_SUBTOTALS]
-    if rest:
-        total = sum(count for count, _ in rest), sum(size for _, size in rest)
-        rows.append((f"{len(rest)} more prefixes", total))
+    if rest := [both for _, both in rows[_MAX_SUBTOTALS:]]:
+        count, size = map(sum, zip(*rest, strict=True))
+        rows[_MAX_SUBTOTALS:] = [(f"{len(rest)} more prefixes", (count, size))]
     return [(f"  {name}", counted(count, "tensor"), bytes_text(n)) for name, (count, n) in rows]
 
 
@@ -390,7 +378,7 @@ def _follow_run(root: Location, *, as_json: bool) -> None:
     folders = step_folders(root)
     known = {name for name, folder in folders.items() if is_committed(folder)}
     if not as_json:
-        _print(f"{root}: waiting for saves; Ctrl-C ends")
+        Report(f"{root}: waiting for saves; Ctrl-C ends", None).print()
     while folders or not (is_committed(root) or holder_at(root) is not None):
         for name, folder in step_folders(root).items():
             if name in known and isinstance(folder, ObjectPath):
@@ -409,7 +397,8 @@ def _follow_save(name: str, folder: Location, expected_bytes: int | None, *, as_
     holder = None if is_committed(folder) else holder_at(folder)
     if holder is not None and not as_json:
         about = "" if expected_bytes is None else f", about {bytes_text(expected_bytes)}"
-        _print(f"{name}: being saved by process {holder.pid} on {holder.host}{about}")
+        text = f"{name}: being saved by process {holder.pid} on {holder.host}{about}"
+        Report(text, None).print()
     done = 0
     with progress_bar(one_line(name), expected_bytes) as bar:
         while not is_committed(folder) and holder_at(folder) is not None:
@@ -426,27 +415,23 @@ def _print_end(name: str, folder: Location, *, as_json: bool) -> bool:
     step = look_at(name, folder) if location.is_folder(folder) else None
     is_saved = step is not None and step.state.is_checkpoint
     state = "deleted" if step is None else step.state.value
+    num_bytes = None if step is None else step.files.num_bytes
     seconds = None  # not known of what another program saved
     if step is not None and is_saved and step.begun_at is not None:
         seconds = max(step.saved_at - step.begun_at, 1e-3)
-    num_bytes = None if step is None else step.files.num_bytes
-    if as_json:
-        document = {"step": name, "path": str(folder), "state": state}
-        _print(json_text(document | {"num_bytes": num_bytes, "seconds": seconds}))
-    elif num_bytes is None:
-        _print(f"{name}: {state}", "yellow")
-    elif not is_saved:
-        _print(f"{name}: {state}: its save has ended", "red")
-    else:
-        text = f"{name}: {state}, {bytes_text(num_bytes)}"
+    document: dict[str, Any] = {"step": name, "path": str(folder), "state": state}
+    document |= {"num_bytes": num_bytes, "seconds": seconds}
+    text, style = f"{name}: {state}", "yellow"
+    if num_bytes is not None and not is_saved:
+        text, style = f"{text}: its save has ended", "red"
+    elif num_bytes is not None:
+        text, style = f"{text}, {bytes_text(num_bytes)}", "green"
+        if state == StepState.DAMAGED.value:
+            style = "red"
         if seconds is not None:
             text += f", saved in {seconds:.1f} s ({bytes_text(num_bytes / seconds)}/s)"
-        _print(text, "red" if state == StepState.DAMAGED.value else "green")
+    Report(json_text(document) if as_json else text, None if as_json else style).print()
     return is_saved
-
-
-def _print(line: str, style: str | None = None) -> None:
-    Report(line, style).print()
 
 
 def _pause() -> None:

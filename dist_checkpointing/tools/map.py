@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ from dist_checkpointing.format.checksums import StoredPart, read_tables
 from dist_checkpointing.format.geometry import boxes_of_part, ravel_offset
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.tools.opening import open_named
-from dist_checkpointing.tools.report import Report, print_json
+from dist_checkpointing.tools.report import Report
 from dist_checkpointing.tools.runs import CheckpointArgument
 
 _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -34,10 +34,10 @@ Writers = tuple[int, ...]
 def map_tensors(
     *,
     checkpoint: CheckpointArgument,
-    key: Annotated[str | None, typer.Argument(help="Only this tensor, chunk by chunk.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="FILE.html.")],
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON about the file.")] = False,
+    key: Annotated[str | None, Argument(help="Only this tensor, chunk by chunk.")] = None,
+    output: Annotated[Path, Option("--output", "-o", help="FILE.html.")],
+    force: Annotated[bool, Option("--force", "-f", help="Replace the file.")] = False,
+    as_json: Annotated[bool, Option("--json", help="JSON about the file.")] = False,
 ) -> None:
     """Draw how tensors are cut into chunks, and which rank wrote each.
 
@@ -52,10 +52,8 @@ def map_tensors(
     data = page_data(open_named(checkpoint), key)
     page = render_page(data).encode(errors="backslashreplace")
     local_folder.write_atomic(output, page, local_folder.Durability.PAGE_CACHE)
-    if as_json:
-        print_json({"file": str(output), "bytes": len(page), "tensors": len(data["tensors"])})
-    else:
-        Report(f"{output}  {bytes_text(len(page))}", None).print()
+    document = {"file": str(output), "bytes": len(page), "tensors": len(data["tensors"])}
+    Report(f"{output}  {bytes_text(len(page))}", None).finish(document, as_json=as_json)
 
 
 def _check_output(output: Path, *, force: bool) -> None:

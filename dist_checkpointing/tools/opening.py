@@ -29,11 +29,7 @@ _OPENED_ELSEWHERE = (
     "dckpt ls, show, stats and diff open it; dckpt convert makes a checkpoint of it."
 )
 _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
-    (
-        "safetensors (such as a Hugging Face model)",
-        ("*.safetensors*",),
-        _OPENED_ELSEWHERE,
-    ),
+    ("safetensors (such as a Hugging Face model)", ("*.safetensors*",), _OPENED_ELSEWHERE),
     (
         "an Orbax checkpoint (JAX)",
         ("_CHECKPOINT_METADATA", "_METADATA", "[0-9]*/_CHECKPOINT_METADATA"),

@@ -7,22 +7,21 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
 from dist_checkpointing.serialization.load_recipe import shapes_of
 from dist_checkpointing.tools.load_forecast import (
-    Forecast,
     KeyCut,
-    RankCost,
     Reason,
     cut_keys,
     forecast_of,
@@ -39,7 +38,6 @@ from dist_checkpointing.tools.report import (
     Report,
     counted,
     is_narrower_than,
-    print_json,
     same_for_all_layers,
 )
 from dist_checkpointing.tools.runs import CheckpointArgument
@@ -55,15 +53,15 @@ _EXIT_FAILS = 1
 def plan(
     *,
     checkpoint: CheckpointArgument,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
-    dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
+    tp: Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
+    dp: Annotated[int, Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="Ranks for which to call the function of --template."),
+        Option("--ranks", min=1, help="Ranks for which to call the function of --template."),
     ] = None,
     shard: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--shard",
             metavar="REGEX=AXIS",
             help="Cut the keys in which REGEX is found along this axis; 'none': not at all, "
@@ -72,7 +70,7 @@ def plan(
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--template",
             metavar="MODULE:FUNCTION",
             help="What each rank wants: function(rank, world_size) returns a sharded state dict.",
@@ -80,7 +78,7 @@ def plan(
     ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--recipe",
             metavar="FILE",
             help="Load what these rules (JSON or YAML) make of the checkpoint, and show what comes "
@@ -104,12 +102,12 @@ def plan(
     """
     rules = [parse_rule(text) for text in shard or []]
     opened = open_named(checkpoint)
-    cuts: list[KeyCut] = []
     if (template is None) != (ranks is None):
         raise ValueError("--template and --ranks go together: pass both, or neither")
     if template is not None and (tp > 1 or dp > 1 or rules):
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
     rows = None if recipe is None else Recipe.read(recipe)
+    cuts: list[KeyCut] = []
     made, index = None, opened.index
     if template is None or ranks is None:
         if rows is not None:
@@ -124,17 +122,23 @@ def plan(
             cells = {leaf.key for want in wants for leaf in want.objects}
             made = derive(rows, opened.index, opened.objects, shapes_of(leaves), cells)
     found = forecast_of(opened, wants, made)
-    if as_json:
-        document = _document(opened, found, cuts)
-        print_json(document if made is None else {**document, "recipe": made.as_json()})
-    else:
-        report = Report()
-        for line in str(made or "").splitlines():
-            report.line(line)
-        _add_forecast(report, opened, index, found, cuts, tp)
-        report.print()
-    if found.findings:
-        raise typer.Exit(_EXIT_FAILS)
+    found["cuts"] = [dataclasses.asdict(cut) for cut in cuts]
+    report = Report()
+    for line in str(made or "").splitlines():
+        report.line(line)
+    _add_forecast(report, opened, index, found, cuts, tp)
+    code = _EXIT_FAILS if found["findings"] else 0
+    found["findings"] = list(map(_finding_row, found["findings"]))
+    if made is not None:
+        found["recipe"] = made.as_json()
+    report.finish(found, as_json=as_json, code=code)
+
+
+def _finding_row(finding: Finding) -> dict[str, Any]:
+    row = dataclasses.asdict(finding)
+    del row["remedy"]
+    texts = {name: str(row[name]) for name in ("expected", "found") if row[name] is not None}
+    return row | texts
 
 
 # What is printed.
@@ -144,48 +148,46 @@ def _add_forecast(
     report: Report,
     opened: Checkpoint,
     index: Index,
-    found: Forecast,
+    found: dict[str, Any],
     cuts: Sequence[KeyCut],
     tp: int,
 ) -> None:
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
     size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
-    report.words(f"{opened.path} ({backend} {version}): {size}")
-    topology = f"Load on {counted(found.num_ranks, 'rank')}"
-    if cuts and found.num_ranks > 1:
+    report.line(f"{opened.path} ({backend} {version}): {size}")
+    num_ranks = found["num_ranks"]
+    topology = f"Load on {counted(num_ranks, 'rank')}"
+    if cuts and num_ranks > 1:
         topology += f": {counted(tp, 'tensor-parallel rank')}"
-        topology += f" x {found.num_ranks // tp} replicas" if found.num_ranks > tp else ""
-    report.words(topology)
+        topology += f" x {num_ranks // tp} replicas" if num_ranks > tp else ""
+    report.line(topology)
     report.section()
-    _add_costs(report, found.costs)
+    _add_costs(report, found["ranks"])
     report.section()
     report.facts(_totals(opened, found))
     if cuts and tp > 1:
         report.section()
         _add_cuts(report, index, cuts, tp)
-    if found.unasked:
+    if unasked := found["unasked"]:
         report.section()
-        report.words(f"wanted by no rank: {counted(len(found.unasked), 'tensor')}", "yellow")
-        _add_keys(report, found.unasked)
-    if found.findings:
-        number = counted(len(found.findings), "finding")
-        report.section(f"This load would fail: {number}", "red")
-        for finding in found.findings[:_MAX_LISTED]:
-            report.words(f"  {finding}")
-        report.more(found.findings, _MAX_LISTED, "  and {} more (see --json)")
+        report.line(f"wanted by no rank: {counted(len(unasked), 'tensor')}", "yellow")
+        _add_keys(report, unasked)
+    findings = [f"  {finding}" for finding in found["findings"]]
+    report.section(f"This load would fail: {counted(len(findings), 'finding')}", "red")
+    report.lines(findings, None, _MAX_LISTED)
 
 
-_COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]], ...] = (
-    ("tensors", lambda cost: cost.num_tensors, "{:.0f}".format),
-    ("wants", lambda cost: cost.wanted_bytes, bytes_text),
-    ("reads", lambda cost: cost.read_bytes, bytes_text),
-    ("ratio", lambda cost: cost.amplification, "{:.2f}".format),
-    ("boxes", lambda cost: cost.num_reads, "{:.0f}".format),
-    ("files", lambda cost: len(cost.files), "{:.0f}".format),
-    ("peak memory", lambda cost: cost.peak_bytes, bytes_text),
+_COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("tensors", "{:.0f}".format),
+    ("wants", bytes_text),
+    ("reads", bytes_text),
+    ("ratio", "{:.2f}".format),
+    ("boxes", "{:.0f}".format),
+    ("files", "{:.0f}".format),
+    ("peak memory", bytes_text),
 )
-_CHOICES: dict[str, Callable[[list[float]], float]] = {
+_CHOICES: dict[str, Callable[[Iterable[float]], float]] = {
     "min": min,
     "median": statistics.median_low,
     "max": max,
@@ -193,18 +195,30 @@ _CHOICES: dict[str, Callable[[list[float]], float]] = {
 _LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
 
 
-def _add_costs(report: Report, costs: Sequence[RankCost]) -> None:
-    is_narrow = is_narrower_than(_NARROW)
-    columns = [c for c in _COLUMNS if not (is_narrow and c[0] in _LEFT_OUT_IF_NARROW)]
-    groups = [(_ranks_text(cost.ranks), [cost], "min") for cost in costs]
+def _numbers(cost: dict[str, Any]) -> tuple[float, ...]:
+    """A number for each of the columns."""
+    wanted, read = cost["wanted_bytes"], cost["read_bytes"]
+    copies = cost["num_reads"], len(cost["files"]), cost["peak_bytes"]
+    return cost["num_tensors"], wanted, read, _ratio(read, wanted), *copies
+
+
+def _ratio(read: int, wanted: int) -> float:
+    return read / wanted if wanted else 1.0
+
+
+def _add_costs(report: Report, costs: Sequence[dict[str, Any]]) -> None:
+    alone = _CHOICES["min"]
+    groups = [(_ranks_text(cost["ranks"]), alone, [_numbers(cost)]) for cost in costs]
     if len(costs) > _MAX_ROWS:
-        every = [cost for cost in costs for _ in cost.ranks]
-        groups = [(name, every, name) for name in _CHOICES]
-    rows = [
-        (name, *(text(_CHOICES[choice](list(map(value, group)))) for _, value, text in columns))
-        for name, group, choice in groups
-    ]
-    headers = ("rank", *(name for name, _, _ in columns))
+        every = [_numbers(cost) for cost in costs for _ in cost["ranks"]]
+        groups = [(name, choose, every) for name, choose in _CHOICES.items()]
+    left_out = _LEFT_OUT_IF_NARROW if is_narrower_than(_NARROW) else ()
+    headers, rows = ["rank"], [[name] for name, _, _ in groups]
+    for number, (header, text) in enumerate(_COLUMNS):
+        if header not in left_out:
+            headers.append(header)
+            for row, (_, choose, group) in zip(rows, groups, strict=True):
+                row.append(text(choose(numbers[number] for numbers in group)))
     report.table(headers, rows, right=range(1, len(headers)))
 
 
@@ -214,17 +228,18 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
 
 
-def _totals(opened: Checkpoint, found: Forecast) -> list[tuple[str, str]]:
-    ratio = found.read_bytes / found.wanted_bytes if found.wanted_bytes else 1.0
-    wanted, read = bytes_text(found.wanted_bytes), bytes_text(found.read_bytes)
-    rows = [("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")]
-    if found.shared_read_bytes != found.read_bytes:
-        shared = bytes_text(found.shared_read_bytes)
+def _totals(opened: Checkpoint, found: dict[str, Any]) -> list[tuple[str, str]]:
+    wanted, read, shared = (
+        found[name] for name in ("wanted_bytes", "read_bytes", "read_bytes_if_shared")
+    )
+    ratio = f"{_ratio(read, wanted):.2f} x"
+    rows = [("all ranks", f"want {bytes_text(wanted)}, read {bytes_text(read)} ({ratio})")]
+    if shared != read:
         how = "(FullyParallelLoadStrategyWrapper)"
-        rows.append(("", f"{shared} if replicas pass on what one of them reads {how}"))
-    size = sum(location.size_of(opened.folder / name) or 0 for name in found.files)
-    text = f"{len(found.files)} opened, {bytes_text(size)} in all"
-    if not found.files and found.read_bytes:
+        rows.append(("", f"{bytes_text(shared)} if replicas pass on what one of them reads {how}"))
+    size = sum(location.size_of(opened.folder / name) or 0 for name in found["files"])
+    text = f"{len(found['files'])} opened, {bytes_text(size)} in all"
+    if not found["files"] and read:
         text = "no other: the values lie with what describes the checkpoint"
     return [*rows, ("files", text)]
 
@@ -232,16 +247,16 @@ def _totals(opened: Checkpoint, found: Forecast) -> list[tuple[str, str]]:
 def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
     axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
     for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
-        how = f", {reason.value}" if reason is Reason.STORED else ""
-        report.words(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
+        how = f", {reason}" if reason is Reason.STORED else ""
+        report.line(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
     for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
             size = bytes_text(sum(index[key].num_bytes for key in keys))
             indivisible = reason is Reason.NOT_DIVISIBLE
-            why = f"{reason.value} by {tp}" if indivisible else reason.value
+            why = f"{reason} by {tp}" if indivisible else reason
             text = f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}"
-            report.words(text, "yellow" if indivisible else None)
+            report.line(text, "yellow" if indivisible else None)
             _add_keys(report, sorted(keys, key=lambda key: -index[key].num_bytes))
         if reason is Reason.STORED and (rule := _example_rule(index, cuts, tp)):
             report.line(f"To cut them, say how: --shard {rule}")
@@ -274,30 +289,4 @@ def _add_keys(report: Report, keys: Sequence[str]) -> None:
     # One line for the same tensors of all layers.
     groups = Counter(map(same_for_all_layers, keys)).items()
     texts = [f"  {name}{f'  ({count})' if count > 1 else ''}" for name, count in groups]
-    report.listed(texts, _MAX_LISTED, "dim", "  and {} more")
-
-
-def _document(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dict[str, Any]:
-    return {
-        "checkpoint": str(opened.path),
-        "backend": list(opened.backend),
-        "num_ranks": found.num_ranks,
-        "wanted_bytes": found.wanted_bytes,
-        "read_bytes": found.read_bytes,
-        "read_bytes_if_shared": found.shared_read_bytes,
-        "files": sorted(found.files),
-        "ranks": [dataclasses.asdict(cost) | {"files": sorted(cost.files)} for cost in found.costs],
-        "cuts": [{"key": c.key, "axis": c.axis, "reason": c.reason.value} for c in cuts],
-        "unasked": list(found.unasked),
-        "findings": [
-            {
-                "problem": finding.problem,
-                "key": finding.key,
-                "expected": None if finding.expected is None else str(finding.expected),
-                "found": None if finding.found is None else str(finding.found),
-                "ranks": list(finding.ranks),
-                "path": finding.path,
-            }
-            for finding in found.findings
-        ],
-    }
+    report.lines(texts, "dim", _MAX_LISTED)

@@ -7,21 +7,19 @@ import math
 import re
 import sys
 import textwrap
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.cells import cell_len
 from rich.console import Console
+from typer import Exit, Option
 
 if TYPE_CHECKING:
     from dist_checkpointing.storage.progress import Progress
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
 
 out = Console(soft_wrap=False, highlight=False)
 """The standard output. rich prints no colours for NO_COLOR and for pipes."""
@@ -37,70 +35,75 @@ _GAP = "  "
 _MIN_FIRST = 20
 _LINES_AT_ONCE = 1000
 _MIN_BYTES_FOR_BAR = 2**25
-_SECONDS_BETWEEN_UPDATES = 0.05
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 
 
 class Report:
-    """Sections of lines, tables and named facts, with an empty line between two sections."""
+    """What a command found: sections of lines, tables and named facts, an empty line between them.
+
+    Tables are formatted only when they are printed, because they may be long.
+    """
 
     def __init__(self, title: str | None = None, style: str | None = "bold") -> None:
-        self._sections: list[list[Iterable[str]]] = []
-        self.section(title, style)
-
-    def section(self, title: str | None = None, style: str | None = "bold") -> None:
-        """Begin a new section; one without lines is not printed."""
-        self._sections.append([])
+        self._sections: list[tuple[str, list[Iterable[str]]]] = []
+        self.section()
         if title is not None:
             self.line(title, style)
 
-    def line(self, text: str, style: str | None = None) -> None:
-        """Add a line; control characters in it, as in keys, are escaped."""
-        self._sections[-1].append([painted(one_line(text), style)])
+    def section(self, heading: str | None = None, style: str | None = "bold") -> None:
+        """Begin a section, which is printed, with its heading, only if lines follow."""
+        head = "" if heading is None else f"{painted(one_line(heading), style)}\n"
+        self._sections.append((head, []))
 
-    def lines(self, lines: Iterable[str]) -> None:
+    def raw(self, lines: Iterable[str]) -> None:
         """Add lines as they are."""
-        self._sections[-1].append(lines)
+        self._sections[-1][1].append(lines)
 
-    def words(self, text: str, style: str | None = None) -> None:
-        """Add a line that is wrapped at the edge of a terminal."""
-        for part in _wrapped(one_line(text), terminal_width()):
-            self.line(part, style)
+    def line(self, text: str, style: str | None = None) -> None:
+        """Add a line: control characters, as in keys, are escaped, and a terminal wraps words."""
+        self.raw(painted(part, style) for part in _wrapped(one_line(text), terminal_width()))
 
-    def listed(self, texts: Sequence[str], most: int, style: str | None, more: str) -> None:
-        """Add a line for each of the first texts; ``more`` says how many ``{}`` are left out."""
+    def lines(self, texts: Sequence[str], style: str | None, most: int) -> None:
+        """Add a line for each of the first texts, and say how many are left out."""
         for text in texts[:most]:
             self.line(text, style)
-        self.more(texts, most, more)
+        self.left_out(len(texts) - most)
 
-    def more(self, rows: Sequence[object], most: int, text: str) -> None:
-        """Say how many rows are left out if only ``most`` are shown."""
-        if len(rows) > most:
-            self.line(text.format(f"{len(rows) - most:,}"), "dim")
+    def left_out(self, number: int) -> None:
+        """Say how many lines are left out, if any."""
+        if number > 0:
+            self.line(f"  and {number:,} more (--json lists all)", "dim")
 
-    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Add named facts, in two columns."""
-        self.lines(_facts(rows))
+    def facts(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Add named facts, in two columns; none for an empty text."""
+        self.raw(_facts([(name, fact) for name, fact in rows if fact]))
 
     def table(
-        self, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()
+        self, headers: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()
     ) -> None:
         """Add a table, see ``in_columns``, with keys in the first column; none without rows."""
-        if rows:
-            cells = [(one_line(row[0]), *row[1:]) for row in rows]
-            self.lines(in_columns(headers, cells, right=right))
+        cells = ((one_line(row[0]), *row[1:]) for row in rows)
+        self.raw(in_columns(headers, cells, right))
 
     def print(self) -> None:
-        """Print all sections; tables are formatted only now, because they may be long."""
-        is_first = True
-        for section in filter(None, self._sections):
-            if not is_first:
-                sys.stdout.write("\n")
-            is_first = False
-            lines = chain.from_iterable(section)
+        """Print all sections that have lines."""
+        gap = ""
+        for heading, parts in self._sections:
+            lines = chain.from_iterable(parts)
+            before = gap + heading
             while some := list(islice(lines, _LINES_AT_ONCE)):
-                sys.stdout.write("\n".join(some) + "\n")
+                sys.stdout.write(before + "\n".join(some) + "\n")
+                before, gap = "", "\n"
         sys.stdout.flush()
+
+    def finish(self, document: Mapping[str, Any], *, as_json: bool, code: int = 0) -> None:
+        """Print this, or as JSON the document that says the same; exit if the code is not 0."""
+        if as_json:
+            print_json(document)
+        else:
+            self.print()
+        if code:
+            raise Exit(code)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -194,10 +197,10 @@ def _facts(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     available = terminal_width()
     room = None if available is None else max(_MIN_FIRST, available - width - len(_GAP))
     for name, fact in rows:
-        first, *rest = _wrapped(one_line(fact), room) or [""]
-        label = painted(f"{one_line(name):<{width}}", "dim") if name else " " * width
-        yield f"{label}{_GAP}{first}".rstrip()
-        yield from (f"{' ' * width}{_GAP}{line}" for line in rest)
+        label = painted(f"{name:<{width}}", "dim") if name else " " * width
+        for line in _wrapped(one_line(fact), room):
+            yield f"{label}{_GAP}{line}".rstrip()
+            label = " " * width
 
 
 def _wrapped(text: str, width: int | None) -> list[str]:
@@ -211,49 +214,46 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 
 def in_columns(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()
+    headers: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()
 ) -> Iterator[str]:
     """The lines of a table of any length; rich takes a minute for a table of 100,000 rows.
 
-    If the table is wider than the terminal, the first column gets narrower, and a text that is too
-    long for it gets its own line. So nothing is cut off, and keys can be copied.
-
-    Args:
-        headers: header of each column; no header line if all are empty.
-        rows: cells of each row.
-        right: numbers of the columns that are aligned to the right.
+    Columns whose numbers are in ``right`` are aligned to the right. Without rows there are no
+    lines, and if all headers are empty, no header. If the table is wider than the terminal, the
+    first column gets narrower, and a text that is too long for it gets its own line. So nothing is
+    cut off, and keys can be copied.
     """
+    rows = list(rows)
+    if not rows:
+        return
     columns = list(zip(headers, *rows, strict=True))
-    is_ascii = [all(map(str.isascii, column)) for column in columns]
-    widths = [
-        max(map(len if plain else cell_len, column))
-        for plain, column in zip(is_ascii, columns, strict=True)
-    ]
+    is_plain = all(all(map(str.isascii, column)) for column in columns)
+    width_of = len if is_plain else cell_len
+    widths = [max(map(width_of, column)) for column in columns]
     available = terminal_width()
-    rest = sum(widths[1:]) + len(_GAP) * (len(widths) - 1)
+    rest = sum(len(_GAP) + width for width in widths[1:] if width)
     if available is not None and widths[0] + rest > available:
         widths[0] = max(min(widths[0], _MIN_FIRST), available - rest)
-    to_right = set(right)
-    if any(headers):
-        yield painted(_line(headers, widths, to_right), "bold")
     # One formatting operation for each row, because there may be very many rows.
-    form = _GAP.join(
-        f"%{width}s" if number in to_right else f"%-{width}s" for number, width in enumerate(widths)
-    )
+    form = _GAP.join(f"%{w if n in right else -w}s" for n, w in enumerate(widths))
+
+    def line(row: Sequence[str]) -> str:
+        if is_plain:
+            return (form % tuple(row)).rstrip()
+        cells = []
+        for number, (text, width) in enumerate(zip(row, widths, strict=True)):
+            space = " " * (width - cell_len(text))
+            cells.append(space + text if number in right else text + space)
+        return _GAP.join(cells).rstrip()
+
+    if any(headers):
+        yield painted(line(headers), "bold")
     for row in rows:
-        is_simple = all(is_ascii) and len(row[0]) <= widths[0]
-        yield (form % tuple(row)).rstrip() if is_simple else _line(row, widths, to_right)
-
-
-def _line(row: Sequence[str], widths: Sequence[int], right: set[int]) -> str:
-    cells = []
-    for number, (text, width) in enumerate(zip(row, widths, strict=True)):
-        space = " " * (width - cell_len(text))
-        cells.append(f"{space}{text}" if number in right else f"{text}{space}")
-    if cell_len(row[0]) > widths[0]:
-        cells[0] = " " * widths[0]
-        return f"{row[0]}\n{_GAP.join(cells).rstrip()}"
-    return _GAP.join(cells).rstrip()
+        if width_of(row[0]) > widths[0]:
+            yield row[0]
+            yield line(("", *row[1:]))
+        else:
+            yield line(row)
 
 
 class Bar:
@@ -262,8 +262,6 @@ class Bar:
     def __init__(self, bar: Any = None, task: Any = None) -> None:
         self._bar = bar
         self._task = task
-        self._updated_at = 0.0
-        self._lock = threading.Lock()
 
     def advance(self, num_bytes: int) -> None:
         """Count ``num_bytes`` more bytes as done."""
@@ -271,20 +269,10 @@ class Bar:
             self._bar.advance(self._task, num_bytes)
 
     def show(self, progress: Progress) -> None:
-        """Show a report, unless the last one was shown a moment ago: many threads may report."""
-        if self._bar is None:
-            return
-        now = time.monotonic()
-        with self._lock:
-            if now - self._updated_at < _SECONDS_BETWEEN_UPDATES and progress.bytes_done:
-                return
-            self._updated_at = now
-        self._bar.update(
-            self._task,
-            description=progress.phase,
-            completed=progress.bytes_done,
-            total=progress.bytes_total or None,
-        )
+        """Show a report of this library."""
+        if self._bar is not None:
+            done, total = progress.bytes_done, progress.bytes_total or None
+            self._bar.update(self._task, description=progress.phase, completed=done, total=total)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option, confirm
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
@@ -14,13 +14,7 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
 from dist_checkpointing.tools.opening import open_named
-from dist_checkpointing.tools.report import (
-    Report,
-    counted,
-    print_json,
-    same_for_all_layers,
-    shape_text,
-)
+from dist_checkpointing.tools.report import Report, counted, same_for_all_layers, shape_text
 from dist_checkpointing.tools.runs import CheckpointArgument, count_files
 
 _MAX_LISTED = 12
@@ -30,13 +24,13 @@ _EXIT_DECLINED = 1
 def rm_prefix(
     *,
     checkpoint: CheckpointArgument,
-    prefix: Annotated[str, typer.Argument(help="Tensors whose keys begin with this are removed.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    prefix: Annotated[str, Argument(help="Tensors whose keys begin with this are removed.")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")
+        bool, Option("--dry-run", "-n", help="Only show what would be removed.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document; needs --yes or --dry-run.")
+        bool, Option("--json", help="Print one JSON document; needs --yes or --dry-run.")
     ] = False,
 ) -> None:
     """Remove the tensors below a prefix from a checkpoint, for good.
@@ -59,20 +53,31 @@ def rm_prefix(
         known = ", ".join(map(repr, tops[:8])) + (", ..." if len(tops) > 8 else "")
         near = f"; keys begin with {known}" if tops else ""
         raise LookupError(f"no tensor in {opened.path} has a key that begins with {prefix!r}{near}")
-    document = _document(opened, prefix, planned)
-    if not as_json:
-        _report(opened, planned, document).print()
-    document["removed"] = not dry_run
+    uses = location.use_below(opened.folder)
+    # Sizes of values in bytes, of files as on the disk.
+    document: dict[str, Any] = {
+        "checkpoint": str(opened.path),
+        "prefix": prefix,
+        "keys": planned.keys,
+        "num_bytes": sum(opened.index[key].num_bytes for key in planned.keys),
+        "files": planned.files,
+        "file_bytes": sum(uses[name].num_bytes_stored for name in planned.files if name in uses),
+        "bytes_not_freed": dict(planned.shared),
+        "objects_kept": [key for key in opened.objects if key.startswith(prefix)],
+        "removed": not dry_run,
+    }
+    report = _report(opened, planned, document)
     if not dry_run:
-        _make_sure(len(planned.keys), yes=yes)
+        if not as_json:
+            report.print()
+        count = counted(len(planned.keys), "tensor")
+        _make_sure(count, yes=yes)
         before = count_files(opened.path).num_bytes_on_disk
         remove_sharded_tensors(opened.path, prefix, comm=SingleProcess())
-        document["bytes_freed"] = before - count_files(opened.path).num_bytes_on_disk
-    if as_json:
-        print_json(document)
-    elif not dry_run:
-        count, freed = counted(len(planned.keys), "tensor"), bytes_text(document["bytes_freed"])
-        Report(f"Removed {count}: {freed} are free again.").print()
+        freed = before - count_files(opened.path).num_bytes_on_disk
+        document["bytes_freed"] = freed
+        report = Report(f"Removed {count}: {bytes_text(freed)} are free again.")
+    report.finish(document, as_json=as_json)
 
 
 def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any]) -> Report:
@@ -88,8 +93,7 @@ def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any
         for (key, dtype, whole), sizes in largest[:_MAX_LISTED]
     ]
     report.table(("TENSORS", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows, right=[1, 4])
-    if left := sum(len(sizes) for _, sizes in largest[_MAX_LISTED:]):
-        report.line(f"and {left} smaller ones", "dim")
+    report.left_out(sum(len(sizes) for _, sizes in largest[_MAX_LISTED:]))
     backend, version = opened.backend
     size = bytes_text(document["num_bytes"])
     files = counted(len(planned.files), "file")
@@ -97,9 +101,8 @@ def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any
         ("checkpoint", f"{opened.path} ({backend} {version})"),
         ("tensors", f"{len(planned.keys)} of {len(opened)} go: {size} of values"),
         ("disk", f"{bytes_text(document['file_bytes'])} freed by deleting {files}"),
+        ("unfinished", "an interrupted removal is completed" if planned.is_unfinished else ""),
     ]
-    if planned.is_unfinished:
-        facts.append(("unfinished", "an interrupted removal is completed"))
     if shared_bytes := sum(planned.shared.values()):
         kept_in = counted(len(planned.shared), "file")
         text = (
@@ -116,27 +119,11 @@ def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any
     return report
 
 
-def _make_sure(num_tensors: int, *, yes: bool) -> None:
+def _make_sure(count: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
         raise ValueError("cannot ask without a terminal: pass --yes to remove them")
-    question = f"Remove {counted(num_tensors, 'tensor')} for good?"
-    if not typer.confirm(question, default=False):
+    if not confirm(f"Remove {count} for good?", default=False):
         Report("Nothing was removed.").print()
-        raise typer.Exit(_EXIT_DECLINED)
-
-
-def _document(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[str, Any]:
-    """What goes: sizes of values in bytes, of files as on the disk."""
-    uses = location.use_below(opened.folder)
-    return {
-        "checkpoint": str(opened.path),
-        "prefix": prefix,
-        "keys": list(planned.keys),
-        "num_bytes": sum(opened.index[key].num_bytes for key in planned.keys),
-        "files": list(planned.files),
-        "file_bytes": sum(uses[name].num_bytes_stored for name in planned.files if name in uses),
-        "bytes_not_freed": dict(planned.shared),
-        "objects_kept": [key for key in opened.objects if key.startswith(prefix)],
-    }
+        raise Exit(_EXIT_DECLINED)

@@ -6,12 +6,12 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
+from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding, hint
@@ -29,24 +29,19 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.threads import in_threads
-from dist_checkpointing.tools.report import (
-    Report,
-    counted,
-    in_columns,
-    is_narrower_than,
-    print_json,
-)
+from dist_checkpointing.tools.report import Report, counted, in_columns, is_narrower_than, painted
 
 CheckpointArgument = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         parser=location.as_location,
         help="Folder or URL of a checkpoint; RUN@1000 or RUN@latest is a step of a run.",
     ),
 ]
 Trusted = Annotated[
-    bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
+    bool, Option("--trusted", help="Unpickle anything: lets the files run any code.")
 ]
+Memory = Annotated[str, Option(metavar="SIZE", help="Memory that this process may take in all.")]
 
 MANAGER_RECORD: Final = "manager.json"
 MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
@@ -86,7 +81,9 @@ class Files:
         )
 
     def own_text(self) -> str:
-        """How much of it is shared with nothing else."""
+        """How much of it is shared with nothing else; empty if nothing is shared."""
+        if not self.num_bytes_shared:
+            return ""
         part, whole = map(bytes_text, (self.num_bytes - self.num_bytes_shared, self.num_bytes))
         return f"{part} of {whole}, the rest is shared with other checkpoints"
 
@@ -120,8 +117,6 @@ class RunStep:
         name: Number of the step as text; "release" for a model that Megatron has converted.
         saved_at: Time of the commit (seconds since 1970), or of the begin of the save.
         begun_at: When the save began, as far as that was noted.
-        shared_with: Names of the steps that share files with it.
-        notes: What the record of the manager says about it.
         inodes: Device, inode and bytes of its files.
     """
 
@@ -131,22 +126,7 @@ class RunStep:
     saved_at: float
     files: Files
     begun_at: float | None = None
-    shared_with: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     inodes: frozenset[tuple[int, int, int]] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The steps of one run, oldest first, and the name of the one that a training resumes from.
-
-    ``remark`` says what is wrong with the pointer to it.
-    """
-
-    root: Location
-    steps: tuple[RunStep, ...]
-    latest: str | None
-    remark: str | None = None
 
 
 def located(path: Location) -> Location:
@@ -178,25 +158,6 @@ def is_run(root: Location) -> bool:
     return is_marked and not is_committed(root)
 
 
-def read_run(root: Location) -> Run:
-    """What is known about each step of a run. Reads no values."""
-    folders = step_folders(root)
-    latest, remark = _latest_of(root, folders)
-    notes = _notes_of(root)
-    uses = _uses_of_steps(root, folders)
-    steps = in_threads(lambda row: look_at(*row, uses.get(row[0])), list(folders.items()), _THREADS)
-    holders: dict[tuple[int, int, int], list[str]] = {}
-    for step in steps:
-        for inode in step.inodes:
-            holders.setdefault(inode, []).append(step.name)
-    known = []
-    for step in steps:
-        others = {name for inode in step.inodes for name in holders[inode]} - {step.name}
-        shared_with = tuple(other.name for other in steps if other.name in others)
-        known.append(replace(step, shared_with=shared_with, notes=notes.get(step.name, ())))
-    return Run(root, tuple(known), latest, remark)
-
-
 def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Uses]:
     """The files of all steps of a run in a store, which are listed at once."""
     if not isinstance(root, ObjectPath):
@@ -211,7 +172,7 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
 
 
 def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
-    """One step, without what only its run knows: what is shared, and the notes."""
+    """One step, in which these files are; without them they are listed."""
     uses = location.use_below(folder) if uses is None else uses
     begun = [path for path in uses if path.endswith(ATTEMPT_NAME)]
     begun_at = max((uses[path].modified for path in begun), default=None)
@@ -309,14 +270,14 @@ def _latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None
     return next(committed, None), remark
 
 
-def _notes_of(root: Location) -> dict[str, tuple[str, ...]]:
+def _notes_of(root: Location) -> dict[str, list[str]]:
     """What the record of a manager says about each step, by name."""
     if not location.is_file(root / MANAGER_RECORD):
         return {}
     from dist_checkpointing.manager.run_folder import read_record  # noqa: PLC0415 - imports torch
 
     return {
-        str(number): ("verified",) * known.verified + ("without optimizer",) * known.stripped
+        str(number): ["verified"] * known.verified + ["without optimizer"] * known.stripped
         for number, known in read_record(root).steps.items()
     }
 
@@ -324,58 +285,21 @@ def _notes_of(root: Location) -> dict[str, tuple[str, ...]]:
 # What is printed.
 
 
-def print_run(run: Run, *, as_json: bool) -> None:
-    """Print the steps of a run, oldest first."""
-    if as_json:
-        print_json(_run_document(run))
-        return
-    report = Report(str(run.root))
-    now = time.time()
-    rows = [_row(step, run, now) for step in run.steps]
-    headers = ("STEP", "STATE", "AGE", "SIZE", "OWN", "NOTES")
-    table = list(in_columns(headers, rows, right=[0, 2, 3, 4]))
-    # If they do not fit beside the rest, notes get lines of their own.
-    is_narrow = is_narrower_than(max(map(len, table)))
-    if is_narrow:
-        table = list(in_columns(headers[:-1], [row[:-1] for row in rows], right=[0, 2, 3, 4]))
-    report.lines(table[:1])
-    for line, row, step in zip(table[1:], rows, run.steps, strict=True):
-        is_fine = step.state in (StepState.WHOLE, StepState.COMMITTED)
-        report.line(line, None if is_fine else "yellow")
-        if is_narrow and row[-1]:
-            report.line(f"      {row[-1]}", "dim")
-    # A file that several steps share counts once.
-    unshared = sum(step.files.num_bytes - step.files.num_bytes_shared for step in run.steps)
-    shared = sum(size for _, _, size in {inode for step in run.steps for inode in step.inodes})
-    latest = "none is committed" if run.latest is None else f"latest {run.latest}"
-    report.section(f"{counted(len(run.steps), 'step')}, {bytes_text(unshared + shared)}, {latest}")
-    if run.remark is not None:
-        report.line(run.remark, "yellow")
-    report.print()
-
-
-def _row(step: RunStep, run: Run, now: float) -> tuple[str, ...]:
-    notes = ["latest"] if step.name == run.latest else []
-    notes += step.notes
-    if step.shared_with:
-        nearest = step.shared_with[::-1]
-        more = len(nearest) - _MAX_SHARING_SHOWN
-        names = ", ".join(nearest[:_MAX_SHARING_SHOWN])
-        notes.append(f"shares with {names}{f' and {more} more' if more > 0 else ''}")
-    size = step.files.num_bytes
-    unshared = bytes_text(size - step.files.num_bytes_shared)
-    seconds = max(now - step.saved_at, 0)
-    size_of, unit = next(row for row in _UNITS if seconds >= row[0] or row[1] == "s")
-    age = f"{seconds // size_of:.0f} {unit}"
-    return step.name, step.state.value, age, bytes_text(size), unshared, ", ".join(notes)
-
-
-def _run_document(run: Run) -> dict[str, Any]:
-    return {
-        "path": str(run.root),
-        "latest": run.latest,
-        "remark": run.remark,
-        "steps": [
+def print_run(root: Location, *, as_json: bool) -> None:
+    """Print what is known about the steps of a run, oldest first. Reads no values."""
+    folders = step_folders(root)
+    latest, remark = _latest_of(root, folders)
+    notes = _notes_of(root)
+    uses = _uses_of_steps(root, folders)
+    steps = in_threads(lambda row: look_at(*row, uses.get(row[0])), list(folders.items()), _THREADS)
+    holders: dict[tuple[int, int, int], list[str]] = {}
+    for step in steps:
+        for inode in step.inodes:
+            holders.setdefault(inode, []).append(step.name)
+    documents: list[dict[str, Any]] = []
+    for step in steps:
+        others = {name for inode in step.inodes for name in holders[inode]} - {step.name}
+        documents.append(
             {
                 "step": step.name,
                 "path": str(step.folder),
@@ -383,9 +307,45 @@ def _run_document(run: Run) -> dict[str, Any]:
                 "saved_at": step.saved_at,
                 "num_bytes": step.files.num_bytes,
                 "num_bytes_shared": step.files.num_bytes_shared,
-                "shared_with": step.shared_with,
-                "notes": step.notes,
+                "shared_with": [other.name for other in steps if other.name in others],
+                "notes": notes.get(step.name, []),
             }
-            for step in run.steps
-        ],
-    }
+        )
+    report = Report(str(root))
+    now = time.time()
+    rows = [_cells(document, latest, now) for document in documents]
+    headers = ("STEP", "STATE", "AGE", "SIZE", "OWN", "NOTES")
+    table = list(in_columns(headers, rows, right=[0, 2, 3, 4]))
+    # If they do not fit beside the rest, notes get lines of their own.
+    is_narrow = is_narrower_than(max(map(len, table), default=0))
+    if is_narrow:
+        table = list(in_columns(headers[:-1], [row[:-1] for row in rows], right=[0, 2, 3, 4]))
+    report.raw(table[:1])
+    for line, row, step in zip(table[1:], rows, steps, strict=True):
+        is_fine = step.state in (StepState.WHOLE, StepState.COMMITTED)
+        report.raw([painted(line, None if is_fine else "yellow")])
+        if is_narrow and row[-1]:
+            report.line(f"      {row[-1]}", "dim")
+    # A file that several steps share counts once.
+    unshared = sum(step.files.num_bytes - step.files.num_bytes_shared for step in steps)
+    size = bytes_text(unshared + sum(num_bytes for _, _, num_bytes in holders))
+    which = "none is committed" if latest is None else f"latest {latest}"
+    report.section()
+    report.line(f"{counted(len(steps), 'step')}, {size}, {which}", "bold")
+    if remark is not None:
+        report.line(remark, "yellow")
+    document = {"path": str(root), "latest": latest, "remark": remark, "steps": documents}
+    report.finish(document, as_json=as_json)
+
+
+def _cells(step: dict[str, Any], latest: str | None, now: float) -> tuple[str, ...]:
+    notes = ["latest"] * (step["step"] == latest) + step["notes"]
+    if nearest := step["shared_with"][::-1]:
+        names, more = ", ".join(nearest[:_MAX_SHARING_SHOWN]), len(nearest) - _MAX_SHARING_SHOWN
+        notes.append(f"shares with {names}{f' and {more} more' if more > 0 else ''}")
+    seconds = max(now - step["saved_at"], 0)
+    unit_seconds, unit = next(row for row in _UNITS if seconds >= row[0] or row[1] == "s")
+    age = f"{seconds // unit_seconds:.0f} {unit}"
+    size = step["num_bytes"]
+    sizes = bytes_text(size), bytes_text(size - step["num_bytes_shared"])
+    return step["step"], step["state"], age, *sizes, ", ".join(notes)

@@ -7,14 +7,14 @@ import itertools
 import math
 import pprint
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any
 
 import numpy as np
-import typer
+from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checkpoint.checkpoint import Checkpoint, StoredChunk, TensorHandle
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint, TensorHandle
 from dist_checkpointing.checkpoint.slicing import parse_slices, select
 from dist_checkpointing.errors import hint
 from dist_checkpointing.format.geometry import Box
@@ -46,19 +46,17 @@ _BINS = 20
 def show(
     checkpoint: CheckpointArgument,
     key: Annotated[
-        str,
-        typer.Argument(help="Key of a tensor, object or common state (such as args.lr)."),
+        str, Argument(help="Key of a tensor, object or common state (such as args.lr).")
     ],
     *,
     part: Annotated[
-        str | None,
-        typer.Option("--slice", "-s", help="A part of the tensor, such as 0:4,:8 or -1,..."),
+        str | None, Option("--slice", "-s", help="A part of the tensor, such as 0:4,:8 or -1,...")
     ] = None,
     statistics: Annotated[
-        bool, typer.Option(help="Read all of it (or of the slice) for its statistics.")
+        bool, Option(help="Read all of it (or of the slice) for its statistics.")
     ] = True,
     plot: Annotated[
-        bool, typer.Option("--plot", help="Draw a histogram of it (or of the slice).")
+        bool, Option("--plot", help="Draw a histogram of it (or of the slice).")
     ] = False,
     trusted: Trusted = False,
     as_json: AsJson = False,
@@ -81,28 +79,31 @@ def show(
     value = _common_value(opened, key) if handle is None else None
     if part is not None or plot:
         raise ValueError(f"{key!r} is not a tensor: only tensors have slices and histograms")
-    report = Report(key)
-    document: dict[str, Any] = {"key": key}
-    contents: Iterable[tuple[str | None, Any]] = [(None, value)]
     if handle is None:
-        document |= {"type": values.type_text(value), "value": value}
-        report.line(f"common state, {values.type_text(value)}")
+        what = values.type_text(value)
+        document = {"key": key, "type": what, "value": value}
+        title = f"common state, {what}"
+        contents: list[tuple[str | None, Any]] = [(None, value)]
     else:
-        cells = ((cell, handle[cell]) for cell in handle)
-        if as_json:
-            rows = [{"cell": cell, "value": content} for cell, content in cells]
-            document |= {"shape": handle.shape, "cells": rows}
-        cells_text = f"{counted(len(handle), 'cell')} in a grid of {shape_text(handle.shape)}"
-        report.line(f"sharded object, {cells_text}")
-        contents = ((f"Cell {shape_text(cell)}", content) for cell, content in cells)
+        rows: list[dict[str, Any]] = [{"cell": cell, "value": handle[cell]} for cell in handle]
+        document = {"key": key, "shape": handle.shape, "cells": rows}
+        cells = f"{counted(len(handle), 'cell')} in a grid of {shape_text(handle.shape)}"
+        title = f"sharded object, {cells}"
+        contents = [(f"Cell {shape_text(row['cell'])}", row["value"]) for row in rows]
     if as_json:
         print_json(document)
         return
-    for title, content in contents:
-        report.section(title)
-        text = pprint.pformat(content, width=terminal_width() or PIPE_WIDTH, compact=True)
-        report.listed(text.split("\n"), _MAX_LINES, None, "... {} more lines")
+    report = Report(key)
+    report.line(title)
+    for heading, content in contents:
+        text = pprint.pformat(content, width=_width(), compact=True)
+        report.section(heading)
+        report.lines(text.split("\n"), None, _MAX_LINES)
     report.print()
+
+
+def _width() -> int:
+    return terminal_width() or PIPE_WIDTH
 
 
 def _show_tensor(
@@ -110,9 +111,9 @@ def _show_tensor(
 ) -> None:
     slices = ... if part is None else parse_slices(part)
     selected = select(handle.shape, slices, handle.key)
+    num_bytes = sum(box.num_elements for box in selected.boxes) * handle.stored.dtype.itemsize
     found = histogram = None
     if statistics or plot:
-        num_bytes = sum(box.num_elements for box in selected.boxes) * handle.stored.dtype.itemsize
         with progress_bar("reading", num_bytes * (2 if plot else 1)) as bar:
             found = values.statistics_of_part(handle, slices, report=bar.advance)
             if plot:
@@ -123,23 +124,20 @@ def _show_tensor(
         print_json(_document(handle, part, slices, selected.shape, found, histogram))
         return
     report = Report(handle.key)
-    cut = (
-        counted(handle.num_chunks, "piece")
-        if handle.chunk_shape is None
-        else sharding_text(handle.shape, handle.chunk_shape).replace(" of ", " chunks of ")
-    )
-    facts = [shape_text(handle.shape), handle.dtype_name, bytes_text(handle.num_bytes), cut]
-    report.line("  ".join(facts))
+    cut = counted(handle.num_chunks, "piece")
+    if handle.chunk_shape is not None:
+        cut = sharding_text(handle.shape, handle.chunk_shape).replace(" of ", " chunks of ")
+    shape, size = shape_text(handle.shape), bytes_text(handle.num_bytes)
+    report.line(f"{shape}  {handle.dtype_name}  {size}  {cut}")
     title = "" if part is None else f" of [{part.strip()}], {shape_text(selected.shape)}"
     if found is not None:
         report.section(f"Statistics{title}")
-        report.lines(_statistics_lines(found))
+        report.raw(_statistics_lines(found))
     if histogram is not None:
         report.section(f"Histogram{title}")
-        width = terminal_width() or PIPE_WIDTH
-        report.lines(plot_lines(histogram, width, sys.stdout.encoding or "ascii"))
+        report.raw(plot_lines(histogram, _width(), sys.stdout.encoding or "ascii"))
     report.section(f"Values{title}")
-    report.lines([_values_text(handle, slices)])
+    report.raw([_values_text(handle, slices)])
     boxes = () if part is None else selected.boxes
     report.section(f"Chunks{' that hold a part of the slice' if boxes else ''}")
     _add_chunks(report, handle, boxes)
@@ -156,14 +154,13 @@ def _statistics_lines(found: Statistics) -> Iterator[str]:
         )
     counts = {"NaN": found.num_nan, "Inf": found.num_inf}
     texts = [painted(f"{name} {n:,}", "red" if n else None) for name, n in counts.items()]
-    texts.append(f"zero {found.num_zero:,}")
-    yield f"{'  '.join(texts)}  of {counted(found.count, 'element')}"
+    yield f"{'  '.join(texts)}  zero {found.num_zero:,}  of {counted(found.count, 'element')}"
     if found.num_finite not in (0, found.count):
         yield painted("min, max, mean and std are of the finite values", "dim")
 
 
 def _values_text(handle: TensorHandle, slices: Any) -> str:
-    width = terminal_width() or PIPE_WIDTH
+    width = _width()
     # A number takes about 12 columns, and a row shows ``edge`` numbers at both ends.
     edge = max(1, min(3, (width - 8) // 26))
     excerpt, is_whole = values.read_excerpt(handle, slices, most=_MAX_WHOLE, edge=edge)
@@ -187,19 +184,15 @@ def _add_chunks(report: Report, handle: TensorHandle, boxes: Collection[Box]) ->
     chosen = (row for row in numbered if not boxes or any(map(row[1].box.intersect, boxes)))
     rows = []
     for number, chunk in itertools.islice(chosen, _MAX_CHUNKS):
+        pairs = zip(chunk.box.offset, chunk.box.stop, strict=True)
+        text = ",".join(f"{start}:{stop}" for start, stop in pairs) or "scalar"
+        if chunk.flat_range is not None:
+            text += f" flat {chunk.flat_range[0]}:{chunk.flat_range[1]}"
         file = handle.location(number).removeprefix(f"{handle.folder}/")
-        rows.append((str(number), _box_text(chunk), bytes_text(chunk.num_bytes), one_line(file)))
+        rows.append((str(number), text, bytes_text(chunk.num_bytes), one_line(file)))
     report.table(("", "", "", ""), rows, right=[0, 2])
     if next(chosen, None):
         report.line("...")
-
-
-def _box_text(chunk: StoredChunk) -> str:
-    pairs = zip(chunk.box.offset, chunk.box.stop, strict=True)
-    text = ",".join(f"{start}:{stop}" for start, stop in pairs) or "scalar"
-    if chunk.flat_range is not None:
-        text += f" flat {chunk.flat_range[0]}:{chunk.flat_range[1]}"
-    return text
 
 
 def _document(
@@ -218,15 +211,12 @@ def _document(
         "slice": part,
         "slice_shape": shape,
     }
-    if found is not None:
-        document["statistics"] = dataclasses.asdict(found)
-    if histogram is not None:
-        document["histogram"] = dataclasses.asdict(histogram)
+    for name, one in (("statistics", found), ("histogram", histogram)):
+        if one is not None:
+            document[name] = dataclasses.asdict(one)
     if math.prod(shape) <= _MAX_JSON:
         document["values"] = values.as_numbers(handle[slices]).tolist()
-    document["chunk_shape"] = handle.chunk_shape
-    document["num_chunks"] = handle.num_chunks
-    document["chunks"] = [
+    chunks = [
         {
             "offset": chunk.box.offset,
             "shape": chunk.box.shape,
@@ -236,7 +226,8 @@ def _document(
         }
         for number, chunk in enumerate(itertools.islice(handle.iter_chunks(), _MAX_JSON))
     ]
-    return document
+    sizes = {"chunk_shape": handle.chunk_shape, "num_chunks": handle.num_chunks}
+    return {**document, **sizes, "chunks": chunks}
 
 
 def _common_value(opened: Checkpoint, key: str) -> Any:
@@ -245,10 +236,8 @@ def _common_value(opened: Checkpoint, key: str) -> Any:
         return values.below(common, key)
     except KeyError:
         near = hint(key, [*opened, *opened.objects, *common, *values.entries(common)])
-        raise KeyError(
-            f"{opened.path} holds nothing called {key!r}"
-            f"{near or '; dckpt ls --all lists everything in it'}"
-        ) from None
+        near = near or "; dckpt ls --all lists everything in it"
+        raise KeyError(f"{opened.path} holds nothing called {key!r}{near}") from None
 
 
 def plot_lines(found: Histogram, width: int, encoding: str = "utf-8") -> Iterator[str]:
@@ -258,21 +247,20 @@ def plot_lines(found: Histogram, width: int, encoding: str = "utf-8") -> Iterato
         (full + parts).encode(encoding)
     except UnicodeEncodeError:
         full, parts = "#", "       #"
-    is_whole = found.is_of_integers
-    labels = [f"{edge + 0.5:.0f}" if is_whole else f"{edge:.4g}" for edge in found.edges]
-    first = labels[0] if is_whole or not found.below else f">= {labels[0]}"
-    rows = list(zip([first, *labels[1:-1]], found.counts, strict=True))
+    form = "{:.0f}" if found.is_of_integers else "{:.4g}"
+    # The bin of an integer begins half below it.
+    labels = [form.format(edge + 0.5 * found.is_of_integers) for edge in found.edges]
+    rows = list(zip(labels, found.counts, strict=False))
     if found.below:
-        rows.insert(0, (f"< {labels[0]}", found.below))
+        rows[:1] = [(f"< {labels[0]}", found.below), (f">= {labels[0]}", found.counts[0])]
     if found.above:
         rows.append((f"> {labels[-1]}", found.above))
-    label_width = max(len(label) for label, _ in rows)
-    most = max(found.below, *found.counts, found.above)
-    count_width = len(f"{most:,}")
+    most = max(count for _, count in rows)
+    label_width, count_width = max(len(label) for label, _ in rows), len(f"{most:,}")
     room = max(8, width - label_width - count_width - 4)
     for label, count in rows:
-        eighths = round(8 * room * count / most)
-        bar = full * (eighths // 8) + parts[eighths % 8].strip()
+        whole, eighths = divmod(round(8 * room * count / most), 8)
+        bar = full * whole + parts[eighths].strip()
         if count and not bar:
             bar = parts[1].strip() or full
         yield f"{label:>{label_width}}  {bar:<{room}}  {count:>{count_width},}"

@@ -6,11 +6,10 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
-import typer
+from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
@@ -20,11 +19,8 @@ from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.tools.opening import open_tensors
-from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
+from dist_checkpointing.tools.report import AsJson, Report, counted, progress_bar
 from dist_checkpointing.tools.runs import CheckpointArgument, Files, Trusted
-
-if TYPE_CHECKING:
-    from dist_checkpointing.tools.values import Statistics
 
 _EXIT_NOT_FINITE = 1
 
@@ -33,9 +29,9 @@ def stats(
     checkpoint: CheckpointArgument,
     *,
     scan: Annotated[
-        bool, typer.Option("--scan", help="Read every tensor and look for NaN and infinity.")
+        bool, Option("--scan", help="Read every tensor and look for NaN and infinity.")
     ] = False,
-    top: Annotated[int, typer.Option("--top", "-n", min=0, help="How many to list.")] = 5,
+    top: Annotated[int, Option("--top", "-n", min=0, help="How many to list.")] = 5,
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
@@ -47,17 +43,14 @@ def stats(
     """
     opened = open_tensors(checkpoint, trusted=trusted)
     found = count_contents(opened, most_listed=top)
-    not_finite = _scan(opened) if scan else None
-    if as_json:
-        print_json(_document(opened, found, not_finite))
-    else:
-        _report(opened, found, not_finite).print()
-    if not_finite:
-        raise typer.Exit(_EXIT_NOT_FINITE)
+    if scan:
+        found["not_finite"] = _not_finite(opened)
+    code = _EXIT_NOT_FINITE if found.get("not_finite") else 0
+    _report(found).finish(found, as_json=as_json, code=code)
 
 
-def _scan(opened: Checkpoint) -> dict[str, Statistics]:
-    """The statistics of the tensors that hold NaN or infinity."""
+def _not_finite(opened: Checkpoint) -> dict[str, dict[str, int]]:
+    """The tensors that hold NaN or infinity, and how many."""
     # Imports torch, which counting files does not need.
     from dist_checkpointing.tools.values import stream_statistics  # noqa: PLC0415
 
@@ -69,55 +62,19 @@ def _scan(opened: Checkpoint) -> dict[str, Statistics]:
     }
     with progress_bar("scanning", sum(sizes.values())) as bar:
         found = stream_statistics(opened, sizes, report=bar.advance)
-    return {key: one for key, one in found.items() if one.num_nan or one.num_inf}
+    return {
+        key: {"num_nan": one.num_nan, "num_inf": one.num_inf, "num_elements": one.count}
+        for key, one in found.items()
+        if one.num_nan or one.num_inf
+    }
 
 
-# What it consists of.
+def count_contents(checkpoint: Checkpoint, *, most_listed: int = 10) -> dict[str, Any]:
+    """The document of ``--json``: what the index and the names and sizes of the files show.
 
-
-@dataclass(frozen=True, slots=True)
-class TensorTotal:
-    """The number of some tensors, and their bytes."""
-
-    num_tensors: int
-    num_bytes: int
-
-    @classmethod
-    def of(cls, tensors: Collection[StoredTensor]) -> TensorTotal:
-        """What some tensors take together, before compression."""
-        return cls(len(tensors), sum(tensor.num_bytes for tensor in tensors))
-
-
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """What a checkpoint consists of.
-
-    Attributes:
-        largest_files: Relative names and bytes of the largest files, largest first.
-        by_dtype: Tensors of each element type, largest share first.
-        model: Tensors of the model: all but ``optimizer``.
-        optimizer: Tensors of an optimizer, see ``is_of_optimizer``.
-        largest: Keys and bytes of the largest tensors.
-        num_chunks: Number of stored chunks and pieces of all tensors.
-        largest_chunk_bytes: Bytes of the largest chunk, before compression.
-        facts: Facts about this backend, as text.
+    No values are read. Tensors of the model are all but those of an optimizer, see
+    ``is_of_optimizer``. Sizes of chunks are those before compression.
     """
-
-    files: Files
-    largest_files: tuple[tuple[str, int], ...]
-    tensors: TensorTotal
-    by_dtype: Mapping[str, TensorTotal]
-    model: TensorTotal
-    optimizer: TensorTotal
-    largest: tuple[tuple[str, int], ...]
-    num_elements: int
-    num_chunks: int
-    largest_chunk_bytes: int
-    facts: Mapping[str, str]
-
-
-def count_contents(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventory:
-    """Count what the index and the names and sizes of the files show; no values are read."""
     tensors = [checkpoint.index[key] for key in checkpoint.index]
     uses = location.use_below(checkpoint.folder)
     sizes = {name: use.num_bytes for name, use in uses.items()}
@@ -125,25 +82,31 @@ def count_contents(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     for tensor in tensors:
         groups[tensor.dtype.name].append(tensor)
         groups[is_of_optimizer(tensor.key)].append(tensor)
-    model, optimizer = (TensorTotal.of(groups.pop(key, ())) for key in (False, True))
-    totals = {str(name): TensorTotal.of(group) for name, group in groups.items()}
-    return Inventory(
-        Files.of(uses.values()),
-        _largest(sizes, most_listed),
-        TensorTotal.of(tensors),
-        dict(sorted(totals.items(), key=lambda row: (-row[1].num_bytes, row[0]))),
-        model,
-        optimizer,
-        _largest({tensor.key: tensor.num_bytes for tensor in tensors}, most_listed),
-        sum(tensor.num_bytes // tensor.dtype.itemsize for tensor in tensors),
-        sum(tensor.num_parts for tensor in tensors),
-        max(map(_chunk_bytes, tensors), default=0),
-        _facts(checkpoint, sizes),
-    )
+    model, optimizer = (_total(groups.pop(key, ())) for key in (False, True))
+    by_dtype = [(str(name), _total(group)) for name, group in groups.items()]
+    return {
+        "path": str(checkpoint.path),
+        "backend": checkpoint.backend,
+        "files": dataclasses.asdict(Files.of(uses.values())),
+        "largest_files": _largest(sizes, most_listed),
+        "tensors": _total(tensors),
+        "by_dtype": dict(sorted(by_dtype, key=lambda row: (-row[1]["num_bytes"], row[0]))),
+        "model": model,
+        "optimizer": optimizer,
+        "largest": _largest({tensor.key: tensor.num_bytes for tensor in tensors}, most_listed),
+        "num_elements": sum(tensor.num_bytes // tensor.dtype.itemsize for tensor in tensors),
+        "num_chunks": sum(tensor.num_parts for tensor in tensors),
+        "largest_chunk_bytes": max(map(_chunk_bytes, tensors), default=0),
+        "facts": _facts(checkpoint, sizes),
+    }
 
 
-def _largest(sizes: Mapping[str, int], most: int) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(sizes.items(), key=lambda row: (-row[1], row[0]))[:most])
+def _total(tensors: Collection[StoredTensor]) -> dict[str, int]:
+    return {"num_tensors": len(tensors), "num_bytes": sum(one.num_bytes for one in tensors)}
+
+
+def _largest(sizes: Mapping[str, int], most: int) -> list[tuple[str, int]]:
+    return sorted(sizes.items(), key=lambda row: (-row[1], row[0]))[:most]
 
 
 def _chunk_bytes(stored: StoredTensor) -> int:
@@ -184,63 +147,45 @@ def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
     return facts
 
 
-# What is printed.
-
-
-def _report(
-    opened: Checkpoint, found: Inventory, not_finite: Mapping[str, Statistics] | None
-) -> Report:
-    report = Report(str(opened.path))
-    name, version = opened.backend
-    tensors, files = found.tensors, found.files
-    share = tensors.num_bytes and files.num_bytes / tensors.num_bytes
+def _report(found: dict[str, Any]) -> Report:
+    report = Report(found["path"])
+    name, version = found["backend"]
+    files, tensors = Files(**found["files"]), found["tensors"]
+    num_bytes = tensors["num_bytes"]
+    share = num_bytes and files.num_bytes / num_bytes
     size = f"{bytes_text(files.num_bytes)} ({share:.2f} of the tensors)"
-    number = counted(tensors.num_tensors, "tensor")
-    elements = f"{found.num_elements:,} elements, {bytes_text(tensors.num_bytes)}"
-    chunks = f"{found.num_chunks:,}, the largest has {bytes_text(found.largest_chunk_bytes)}"
     on_disk = f"{bytes_text(files.num_bytes_on_disk)} on disk"
-    facts = [
-        ("backend", f"{name} {version}"),
-        ("tensors", f"{number}, {elements}"),
-        ("files", f"{counted(files.num_files, 'file')}, {size}, {on_disk}"),
-        *([("of its own", files.own_text())] if files.num_bytes_shared else []),
-        ("chunks", chunks if found.num_chunks else "none"),
-        *found.facts.items(),
-    ]
-    report.facts(facts)
-    uses = {"model": found.model, "optimizer": found.optimizer}
-    shares = {"SHARE": {key: one for key, one in uses.items() if one.num_tensors}}
-    for title, totals in {**shares, "DTYPE": found.by_dtype}.items():
-        whole = sum(one.num_bytes for one in totals.values())
+    number = counted(tensors["num_tensors"], "tensor")
+    largest_chunk = bytes_text(found["largest_chunk_bytes"])
+    chunks = f"{found['num_chunks']:,}, the largest has {largest_chunk}"
+    facts = {
+        "backend": f"{name} {version}",
+        "tensors": f"{number}, {found['num_elements']:,} elements, {bytes_text(num_bytes)}",
+        "files": f"{counted(files.num_files, 'file')}, {size}, {on_disk}",
+        "of its own": files.own_text(),
+        "chunks": chunks if found["num_chunks"] else "none",
+        **found["facts"],
+    }
+    report.facts(facts.items())
+    shares = {key: found[key] for key in ("model", "optimizer") if found[key]["num_tensors"]}
+    for title, totals in (("SHARE", shares), ("DTYPE", found["by_dtype"])):
+        whole = sum(one["num_bytes"] for one in totals.values())
         rows = []
         for key, one in totals.items():
-            part = f"{one.num_bytes / whole:.1%}" if whole else ""
-            rows.append((key, f"{one.num_tensors:,}", bytes_text(one.num_bytes), part))
+            part = f"{one['num_bytes'] / whole:.1%}" if whole else ""
+            rows.append((key, f"{one['num_tensors']:,}", bytes_text(one["num_bytes"]), part))
         report.section()
         report.table((title, "TENSORS", "SIZE", ""), rows, right=[1, 2, 3])
-    largest = {"LARGEST TENSORS": found.largest, "LARGEST FILES": found.largest_files}
-    for title, sizes in largest.items():
+    for title, name in (("LARGEST TENSORS", "largest"), ("LARGEST FILES", "largest_files")):
         report.section()
-        report.table((title, "SIZE"), [(key, bytes_text(size)) for key, size in sizes], right=[1])
-    if not_finite:
+        largest = [(key, bytes_text(size)) for key, size in found[name]]
+        report.table((title, "SIZE"), largest, right=[1])
+    not_finite = found.get("not_finite")
+    if not_finite == {}:
+        report.section()
+        report.line(f"no NaN and no infinity in {number}", "green")
+    elif not_finite:
         report.section(f"{counted(len(not_finite), 'tensor')} with NaN or infinity", "red")
-        counts = [
-            (key, f"{one.num_nan:,}", f"{one.num_inf:,}", f"{one.count:,}")
-            for key, one in not_finite.items()
-        ]
+        counts = [(key, *map("{:,}".format, one.values())) for key, one in not_finite.items()]
         report.table(("KEY", "NAN", "INF", "ELEMENTS"), counts, right=[1, 2, 3])
-    elif not_finite is not None:
-        report.section(f"no NaN and no infinity in {number}", "green")
     return report
-
-
-def _document(
-    opened: Checkpoint, found: Inventory, not_finite: Mapping[str, Statistics] | None
-) -> dict[str, Any]:
-    document = {"path": str(opened.path), "backend": opened.backend, **dataclasses.asdict(found)}
-    if not_finite is not None:
-        document["not_finite"] = {
-            key: {"num_nan": one.num_nan, "num_inf": one.num_inf, "num_elements": one.count}
-            for key, one in not_finite.items()
-        }
-    return document

@@ -9,7 +9,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -58,28 +58,23 @@ class Statistics:
 
     def with_more(self, other: Statistics) -> Statistics:
         """The statistics of both parts together."""
-        known = [part for part in (self, other) if part.num_finite]
-        mean, std = (known[0].mean, known[0].std) if known else (None, None)
-        if len(known) == 2:
-            # Chan, Golub and LeVeque (1979): means and sums of squares of two parts, without
-            # cancellation.
-            assert self.mean is not None and other.mean is not None  # noqa: PT018
-            assert self.std is not None and other.std is not None  # noqa: PT018
-            weight = other.num_finite / (self.num_finite + other.num_finite)
-            delta = other.mean - self.mean
-            mean = self.mean + delta * weight
-            between = abs(delta) * math.sqrt(weight * (1 - weight))
-            within = math.sqrt(1 - weight) * self.std, math.sqrt(weight) * other.std
-            std = math.hypot(*within, between)
+        names = ("count", "num_nan", "num_inf", "num_zero")
+        counts = {name: getattr(self, name) + getattr(other, name) for name in names}
+        if not (self.num_finite and other.num_finite):
+            return replace(self if self.num_finite else other, **counts)
+        a: Any = self
+        b: Any = other
+        # Chan, Golub and LeVeque (1979): means and sums of squares of two parts, without
+        # cancellation.
+        weight = b.num_finite / (a.num_finite + b.num_finite)
+        delta = b.mean - a.mean
+        between = abs(delta) * math.sqrt(weight * (1 - weight))
         return Statistics(
-            self.count + other.count,
-            min((part.minimum for part in known if part.minimum is not None), default=None),
-            max((part.maximum for part in known if part.maximum is not None), default=None),
-            mean,
-            std,
-            self.num_nan + other.num_nan,
-            self.num_inf + other.num_inf,
-            self.num_zero + other.num_zero,
+            minimum=None if a.minimum is None else min(a.minimum, b.minimum),
+            maximum=None if a.maximum is None else max(a.maximum, b.maximum),
+            mean=a.mean + delta * weight,
+            std=math.hypot(math.sqrt(1 - weight) * a.std, math.sqrt(weight) * b.std, between),
+            **counts,
         )
 
 
@@ -106,11 +101,7 @@ def slabs(values: torch.Tensor | Array) -> Iterator[Array]:
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
-    return _added_up(slabs(tensor))
-
-
-def _added_up(parts: Iterable[Array]) -> Statistics:
-    return reduce(Statistics.with_more, map(_of_slab, parts), Statistics())
+    return reduce(Statistics.with_more, map(_of_slab, slabs(tensor)), Statistics())
 
 
 def _of_slab(values: Array) -> Statistics:
@@ -139,13 +130,9 @@ def stream_statistics(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Statistics]:
-    """The statistics of tensors by key, read block by block.
+    """The statistics of tensors by key, read block by block, ``memory_bytes`` at a time.
 
-    Args:
-        checkpoint: the checkpoint.
-        keys: the tensors to read.
-        memory_bytes: most bytes of values that are in memory at a time.
-        report: called with the number of bytes that were read since the last call.
+    ``report`` is called with the number of bytes that were read since the last call.
     """
     found = {key: Statistics() for key in keys}
 
@@ -166,7 +153,8 @@ def statistics_of_part(
     report: Callable[[int], None] = lambda _: None,
 ) -> Statistics:
     """The statistics of ``handle[slices]``, which need not fit into memory."""
-    return _added_up(_slabs_of_part(handle, slices, memory_bytes, report))
+    parts = map(_of_slab, _slabs_of_part(handle, slices, memory_bytes, report))
+    return reduce(Statistics.with_more, parts, Statistics())
 
 
 def _slabs_of_part(
@@ -223,10 +211,8 @@ def histogram_of_part(
     """The histogram of the finite values of ``handle[slices]``, which need not fit into memory.
 
     It reaches as far as four standard deviations from the mean, so that a few outliers do not
-    leave all the rest in one bin. A few integers have a bin each.
-
-    Raises:
-        ValueError: if the values have no order: complex numbers, or no finite value.
+    leave all the rest in one bin. A few integers have a bin each. Values without an order, such as
+    complex numbers, raise a ValueError.
     """
     if known.minimum is None or known.maximum is None or known.std is None:
         raise ValueError(f"{handle.key!r} has no finite real numbers to draw")
@@ -254,17 +240,10 @@ def histogram_of_part(
 def read_excerpt(
     handle: TensorHandle, slices: Any = ..., *, most: int, edge: int
 ) -> tuple[torch.Tensor, bool]:
-    """Read a part of a tensor, or its corners if it is large.
+    """Read a part of a tensor, see ``TensorHandle``; returns also whether these are all its values.
 
-    Args:
-        handle: the tensor.
-        slices: the part to read, see ``TensorHandle``.
-        most: largest number of elements of which all are read.
-        edge: number of values to read at each end of an axis otherwise.
-
-    Returns:
-        The values, and whether these are all. If not, they are the first and last ``edge`` of every
-        long axis, and one more between them, in place of the values that were left out.
+    If it has more than ``most`` elements, they are the first and last ``edge`` of every long axis,
+    and one more between them, in place of the values that were left out.
     """
     chosen = positions(handle.shape, slices, handle.key)
     if math.prod(len(part) for part in chosen if isinstance(part, range)) <= most:
@@ -303,16 +282,14 @@ def entries(value: Any, name: str = "") -> dict[str, Any]:
         children = None if id(node) in above else list(_children(node))
         if not children:
             # The keys 1 and "1" of one dict have the same text.
-            names = (f"{path} ({number})" for number in itertools.count(2))
-            found[next(n for n in itertools.chain([path], names) if n not in found)] = node
+            names = itertools.chain([path], (f"{path} ({n})" for n in itertools.count(2)))
+            found[next(name for name in names if name not in found)] = node
             continue
         if len(found) + len(waiting) > _MAX_ENTRIES:
             raise ValueError(f"more than {_MAX_ENTRIES} values are nested in {name or 'the state'}")
         inside = above | {id(node)}
-        waiting += [
-            (f"{path}.{step}" if path else str(step), child, inside)
-            for step, child in reversed(children)
-        ]
+        prefix = f"{path}." if path else ""
+        waiting += [(f"{prefix}{step}", child, inside) for step, child in reversed(children)]
     return found
 
 

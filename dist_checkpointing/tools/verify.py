@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
+from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.verify_checkpoint import Examination, examine_checkpoint
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.tools.opening import explaining, open_named
-from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
+from dist_checkpointing.tools.report import AsJson, Report, counted, progress_bar
 from dist_checkpointing.tools.runs import CheckpointArgument, Trusted, located
 
 _EXIT_DAMAGED = 1
@@ -26,15 +26,13 @@ def verify(
     *,
     against: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Compare with the fingerprints in this file: of dckpt ls --fingerprint --json, or"
             " a JSON object of keys and fingerprints."
         ),
     ] = None,
     trusted: Trusted = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing if all is well.")
-    ] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print nothing if all is well.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read all of a checkpoint and name everything that is damaged.
@@ -54,19 +52,38 @@ def verify(
     path = located(checkpoint)
     with progress_bar("verifying", None) as bar, explaining(path):
         found = examine_checkpoint(path, trusted=trusted, progress=bar.show)
-    bad = "damaged"
+    verdict = "sound" if found.is_sound else "damaged"
     # Fingerprints are compared only where nothing is damaged.
     if against is not None and expected is not None and found.is_sound:
         opened = open_named(checkpoint, trusted=trusted)
-        others = other_fingerprints(opened.fingerprints(stored=False), expected, against)
-        found, bad = dataclasses.replace(found, findings=tuple(others)), "not what the file says"
-    verdict = "sound" if found.is_sound else bad
-    if as_json:
-        print_json(_document(checkpoint, found))
-    elif not (quiet and found.is_sound):
-        _report(checkpoint, found, expected, verdict).print()
-    if not found.is_sound:
-        raise typer.Exit(_EXIT_DAMAGED)
+        others = tuple(other_fingerprints(opened.fingerprints(stored=False), expected, against))
+        found = dataclasses.replace(found, findings=others)
+        verdict = "not what the file says" if others else verdict
+    report = Report()
+    if not (quiet and found.is_sound):
+        report.line(str(checkpoint), "bold")
+        if found.num_tensors or not found.findings:
+            for text in _coverage(found):
+                report.line(text)
+        if expected is not None and found.is_sound:
+            number = counted(len(expected), "tensor")
+            report.line(f"all fingerprints are those of the file: {number}")
+        for title, style, findings in (
+            (counted(len(found.findings), "finding"), "red", found.findings),
+            ("not read, because it holds more than plain data types", "yellow", found.refused),
+            ("worth a look", "yellow", found.remarks),
+        ):
+            report.section(title, style)
+            report.lines([f"  - {finding}" for finding in findings], None, len(findings))
+        report.section()
+        report.line(verdict, "green" if found.is_sound else "red")
+    document = {"path": str(checkpoint), "is_sound": found.is_sound, **dataclasses.asdict(found)}
+    for name in ("findings", "refused", "remarks"):
+        document[name] = [
+            {field: value for field, value in row.items() if value or field == "key"}
+            for row in document[name]
+        ]
+    report.finish(document, as_json=as_json, code=0 if found.is_sound else _EXIT_DAMAGED)
 
 
 def read_fingerprints(path: Path) -> dict[str, str]:
@@ -95,27 +112,6 @@ def other_fingerprints(
             yield Finding(problem, key, expected=expected[key], found=found[key])
 
 
-def _report(
-    checkpoint: Path, found: Examination, expected: Mapping[str, str] | None, verdict: str
-) -> Report:
-    report = Report(str(checkpoint))
-    if found.num_tensors or not found.findings:
-        report.lines(_coverage(found))
-    if expected is not None and not found.findings:
-        report.line(f"all fingerprints are those of the file: {counted(len(expected), 'tensor')}")
-    for title, style, findings in (
-        (counted(len(found.findings), "finding"), "red", found.findings),
-        ("not read, because it holds more than plain data types", "yellow", found.refused),
-        ("worth a look", "yellow", found.remarks),
-    ):
-        if findings:
-            report.section(title, style)
-            for finding in findings:
-                report.line(f"  - {finding}")
-    report.section(verdict, "red" if found.findings else "green")
-    return report
-
-
 def _coverage(found: Examination) -> Iterator[str]:
     parts = f"{counted(found.num_parts, 'part')}, {bytes_text(found.num_bytes)}"
     yield f"{counted(found.num_tensors, 'tensor')} in {parts}"
@@ -135,17 +131,3 @@ def _coverage(found: Examination) -> Iterator[str]:
         yield f"{counted(found.num_objects, 'cell')} of sharded objects, and the common state"
     else:
         yield "the common state"
-
-
-def _document(checkpoint: Path, found: Examination) -> dict[str, Any]:
-    return {
-        "path": str(checkpoint),
-        "is_sound": found.is_sound,
-        **dataclasses.asdict(found),
-        **{name: _findings(getattr(found, name)) for name in ("findings", "refused", "remarks")},
-    }
-
-
-def _findings(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    rows = map(dataclasses.asdict, findings)
-    return [{name: value for name, value in row.items() if value or name == "key"} for row in rows]

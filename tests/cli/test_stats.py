@@ -116,23 +116,23 @@ def test_the_counts_add_up(any_sample: Sample) -> None:
     found = stats.count_contents(checkpoint, most_listed=3)
     tensors = any_sample.tensors
     files = [path for path in any_sample.folder.rglob("*") if path.is_file()]
-    assert (found.files.num_files, found.files.num_bytes) == (
+    assert (found["files"]["num_files"], found["files"]["num_bytes"]) == (
         len(files),
         sum(path.stat().st_size for path in files),
     )
-    assert found.tensors.num_tensors == len(tensors)
-    assert found.tensors.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
-    assert found.num_elements == sum(tensor.numel() for tensor in tensors.values())
-    for name, share in found.by_dtype.items():
+    assert found["tensors"]["num_tensors"] == len(tensors)
+    assert found["tensors"]["num_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert found["num_elements"] == sum(tensor.numel() for tensor in tensors.values())
+    for name, share in found["by_dtype"].items():
         own = [t for t in tensors.values() if str(t.dtype) == f"torch.{name}"]
-        assert (share.num_tensors, share.num_bytes) == (len(own), sum(t.nbytes for t in own))
+        assert (share["num_tensors"], share["num_bytes"]) == (len(own), sum(t.nbytes for t in own))
     optimizer = [t for key, t in tensors.items() if key.startswith("optim")]
-    assert found.optimizer.num_tensors == len(optimizer) > 0
-    assert found.optimizer.num_bytes == sum(t.nbytes for t in optimizer)
-    assert found.model.num_tensors + found.optimizer.num_tensors == len(tensors)
+    assert found["optimizer"]["num_tensors"] == len(optimizer) > 0
+    assert found["optimizer"]["num_bytes"] == sum(t.nbytes for t in optimizer)
+    assert found["model"]["num_tensors"] + found["optimizer"]["num_tensors"] == len(tensors)
     sizes = sorted((tensor.nbytes for tensor in tensors.values()), reverse=True)
-    assert [size for _, size in found.largest] == sizes[:3]
-    assert len(found.largest_files) == min(3, len(files))
-    assert found.num_chunks == sum(len(handle.chunks) for handle in checkpoint.values())
+    assert [size for _, size in found["largest"]] == sizes[:3]
+    assert len(found["largest_files"]) == min(3, len(files))
+    assert found["num_chunks"] == sum(len(handle.chunks) for handle in checkpoint.values())
     largest = max(c.num_bytes for handle in checkpoint.values() for c in handle.chunks)
-    assert found.largest_chunk_bytes == largest
+    assert found["largest_chunk_bytes"] == largest

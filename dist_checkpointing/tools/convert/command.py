@@ -12,7 +12,7 @@ from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.tools.opening import explaining
 from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
-from dist_checkpointing.tools.runs import located
+from dist_checkpointing.tools.runs import Memory, located
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
@@ -93,9 +93,7 @@ def convert(
     shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder.")
     ] = "5GB",
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory that this process may take in all.")
-    ] = "2GiB",
+    memory: Memory = "2GiB",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads that read and write.", show_default="auto")
     ] = None,
