@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Exit, Option
@@ -25,6 +26,7 @@ from dist_checkpointing.tools.opening import explaining, open_tensors
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
+    Total,
     counted,
     fail,
     is_narrower_than,
@@ -33,6 +35,7 @@ from dist_checkpointing.tools.report import (
     print_json,
     progress_bar,
     shape_text,
+    totals,
 )
 from dist_checkpointing.tools.runs import (
     LATEST,
@@ -161,15 +164,16 @@ def ls(
 class Entry(NamedTuple):
     """A line of the list. A named tuple, because there may be hundreds of thousands.
 
-    The dtype of a sharded object is ``OBJECT``, and its shape is that of its grid; common state
-    has no shape, and ``COMMON`` for a dtype.
+    The parts of a tensor are the shape of its chunks, or the number of its pieces; those of an
+    object or value a text. The dtype of a sharded object is ``OBJECT``, and its shape is that of
+    its grid; common state has no shape, and ``COMMON`` for a dtype.
     """
 
     key: str
     shape: tuple[int, ...] | None
     dtype: str
     num_bytes: int
-    sharding: str
+    parts: tuple[int, ...] | int | str
 
 
 def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], bool]:
@@ -195,30 +199,23 @@ def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], 
 def tensor_entries(index: Index, wanted: Callable[[str], bool]) -> Iterator[Entry]:
     """The tensors of an index whose keys are wanted, in the order of the index."""
     itemsizes = {row.name: row.itemsize for row in dtypes.ELEMENT_TYPES}
-    # The tensors of a large model have only a few different shapes.
-    seen: dict[object, tuple[int, str]] = {}
     columns = index.dtype_column, index.global_shape_column, index.chunk_shape_column
     for key, dtype, extents, chunk in zip(index.keys_column, *columns, strict=True):
-        if not wanted(key):
-            continue
-        shape = tuple(extents)
-        parts = len(index.pieces[key]) if chunk is None else tuple(chunk)
-        if (shape, parts) not in seen:
-            text = (
-                counted(parts, "piece") if isinstance(parts, int) else sharding_text(shape, parts)
-            )
-            seen[shape, parts] = math.prod(shape), text
-        count, sharding = seen[shape, parts]
-        yield Entry(key, shape, dtype, count * itemsizes[dtype], sharding)
+        if wanted(key):
+            parts = len(index.pieces[key]) if chunk is None else tuple(chunk)
+            yield Entry(key, tuple(extents), dtype, math.prod(extents) * itemsizes[dtype], parts)
 
 
-def sharding_text(shape: tuple[int, ...], chunk: tuple[int, ...]) -> str:
-    """``8x1 of 512x4096``: chunks along each axis, and the shape of a chunk."""
-    counts = [-(-extent // part) for extent, part in zip(shape, chunk, strict=True)]
+@cache  # because the tensors of a large model have only a few different shapes
+def sharding_text(shape: tuple[int, ...], parts: tuple[int, ...] | int | str) -> str:
+    """``8x1 of 512x4096``: chunks along each axis, and the shape of a chunk; or ``2 pieces``."""
+    if not isinstance(parts, tuple):
+        return counted(parts, "piece") if isinstance(parts, int) else parts
+    counts = [-(-extent // part) for extent, part in zip(shape, parts, strict=True)]
     number = math.prod(counts)
     if number <= 1:
         return "1 chunk" if number else "empty"
-    return f"{shape_text(counts)} of {shape_text(chunk)}"
+    return f"{shape_text(counts)} of {shape_text(parts)}"
 
 
 def _fingerprints(opened: Checkpoint, tensors: Sequence[Entry]) -> dict[str, str]:
@@ -254,22 +251,20 @@ def _document(
         "num_bytes": sum(entry.num_bytes for entry in tensors),
     }
     if others is not None:
-        named = {OBJECT: "objects", COMMON: "common"}
-        document |= {name: [] for name in named.values()}
-        for key, shape, kind, _, type_text in others:
-            what = {"shape": shape} if kind == OBJECT else {"type": type_text}
-            document[named[kind]].append({"key": key, **what})
-    document["tensors"] = rows = []
-    for key, shape, dtype, num_bytes, _ in tensors:
-        chunk = opened.index.chunk_shape(key)
-        row: dict[str, Any] = {"key": key, "shape": shape, "dtype": dtype, "num_bytes": num_bytes}
-        row["chunk_shape"] = chunk
-        if chunk is None:
-            row["num_pieces"] = len(opened.index.pieces[key])
+        objects = [{"key": e.key, "shape": e.shape} for e in others if e.dtype == OBJECT]
+        common = [{"key": e.key, "type": e.parts} for e in others if e.dtype == COMMON]
+        document |= {"objects": objects, "common": common}
+    rows = []
+    for key, shape, dtype, num_bytes, parts in tensors:
+        row = {"key": key, "shape": shape, "dtype": dtype, "num_bytes": num_bytes}
+        if isinstance(parts, tuple):
+            row["chunk_shape"] = parts
+        else:
+            row |= {"chunk_shape": None, "num_pieces": parts}
         if fingerprints is not None:
             row["fingerprint"] = fingerprints[key]
         rows.append(row)
-    return document
+    return {**document, "tensors": rows}
 
 
 def _add_table(
@@ -277,18 +272,13 @@ def _add_table(
 ) -> None:
     is_narrow = is_narrower_than(_NARROW)
     sizes = {entry.num_bytes: bytes_text(entry.num_bytes) for entry in entries}
-    rows = [
-        (
-            key,
-            shape_text(shape),
-            dtype,
-            sizes[num_bytes] if dtype not in (OBJECT, COMMON) else "",
-            sharding.partition(" of ")[0] if is_narrow else sharding,
-            "" if fingerprints is None else fingerprints.get(key, ""),
-        )
-        for key, shape, dtype, num_bytes, sharding in entries
-    ]
-    last = "" if fingerprints is None else "FINGERPRINT"
+    last, known = ("", {}) if fingerprints is None else ("FINGERPRINT", fingerprints)
+    rows = []
+    for key, shape, dtype, num_bytes, parts in entries:
+        size = "" if dtype in (OBJECT, COMMON) else sizes[num_bytes]
+        text = sharding_text(shape or (), parts)
+        text = text.partition(" of ")[0] if is_narrow else text
+        rows.append((key, shape_text(shape), dtype, size, text, known.get(key, "")))
     headers = ("KEY", "SHAPE", "DTYPE", "SIZE", "CHUNKS" if is_narrow else "SHARDING", last)
     report.table(headers, rows, right=[3])
 
@@ -304,17 +294,13 @@ def _total(entries: Sequence[Entry]) -> str:
 
 def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
     """The sums for each first part of the keys, largest first; none if they say nothing new."""
-    sums: dict[str, tuple[int, int]] = {}
-    for entry in tensors:
-        prefix = entry.key.replace("/", ".").partition(".")[0]
-        count, size = sums.get(prefix, (0, 0))
-        sums[prefix] = count + 1, size + entry.num_bytes
+    sums = totals((e.key.replace("/", ".").partition(".")[0], e.num_bytes) for e in tensors)
     if not 1 < len(sums) < len(tensors):
         return []
-    rows = sorted(sums.items(), key=lambda row: (-row[1][1], row[0]))
+    rows = list(sums.items())
     if rest := [both for _, both in rows[_MAX_SUBTOTALS:]]:
-        count, size = map(sum, zip(*rest, strict=True))
-        rows[_MAX_SUBTOTALS:] = [(f"{len(rest)} more prefixes", (count, size))]
+        total = Total(*map(sum, zip(*rest, strict=True)))
+        rows[_MAX_SUBTOTALS:] = [(f"{len(rest)} more prefixes", total)]
     return [(f"  {name}", counted(count, "tensor"), bytes_text(n)) for name, (count, n) in rows]
 
 
@@ -329,7 +315,7 @@ def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[
         entry = child.entry
         if entry is not None and not child.below:
             if entry.shape is None:
-                yield text, "", entry.sharding
+                yield text, "", entry.parts
             else:
                 size = "" if entry.dtype == OBJECT else bytes_text(entry.num_bytes)
                 yield text, size, f"{entry.dtype} {shape_text(entry.shape)}"

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -168,6 +168,22 @@ def counted(number: int, word: str) -> str:
 def shape_text(shape: Iterable[int] | None) -> str:
     """``512x4096``: a shape without spaces, so that ``awk`` sees one column."""
     return "-" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+class Total(NamedTuple):
+    """The number of some tensors, and their bytes."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+
+def totals(sizes: Iterable[tuple[Any, int]]) -> dict[Any, Total]:
+    """What the tensors of each group take, given the group and bytes of each; largest first."""
+    found: dict[Any, Total] = {}
+    for group, num_bytes in sizes:
+        count, total = found.get(group, (0, 0))
+        found[group] = Total(count + 1, total + num_bytes)
+    return dict(sorted(found.items(), key=lambda row: (-row[1].num_bytes, row[0])))
 
 
 def same_for_all_layers(key: str) -> str:

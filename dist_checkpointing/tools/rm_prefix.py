@@ -14,7 +14,13 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
 from dist_checkpointing.tools.opening import open_named
-from dist_checkpointing.tools.report import Report, counted, same_for_all_layers, shape_text
+from dist_checkpointing.tools.report import (
+    Report,
+    counted,
+    same_for_all_layers,
+    shape_text,
+    totals,
+)
 from dist_checkpointing.tools.runs import CheckpointArgument, count_files
 
 _MAX_LISTED = 12
@@ -82,18 +88,17 @@ def rm_prefix(
 
 def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any]) -> Report:
     report = Report()
-    groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
-    for key in planned.keys:
-        stored = opened.index[key]
-        group = (same_for_all_layers(key), stored.dtype.name, stored.global_shape)
-        groups.setdefault(group, []).append(stored.num_bytes)
-    largest = sorted(groups.items(), key=lambda group: (-sum(group[1]), group[0]))
+    removed = [opened.index[key] for key in planned.keys]
+    groups = totals(
+        ((same_for_all_layers(one.key), one.dtype.name, one.global_shape), one.num_bytes)
+        for one in removed
+    )
     rows = [
-        (key, f"{len(sizes):,}", dtype, shape_text(whole), bytes_text(sum(sizes)))
-        for (key, dtype, whole), sizes in largest[:_MAX_LISTED]
+        (key, f"{count:,}", dtype, shape_text(shape), bytes_text(size))
+        for (key, dtype, shape), (count, size) in groups.items()
     ]
-    report.table(("TENSORS", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows, right=[1, 4])
-    report.left_out(sum(len(sizes) for _, sizes in largest[_MAX_LISTED:]))
+    report.table(("TENSORS", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows[:_MAX_LISTED], right=[1, 4])
+    report.left_out(len(rows) - _MAX_LISTED)
     backend, version = opened.backend
     size = bytes_text(document["num_bytes"])
     files = counted(len(planned.files), "file")

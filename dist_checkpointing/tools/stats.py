@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.tools.opening import open_tensors
-from dist_checkpointing.tools.report import AsJson, Report, counted, progress_bar
+from dist_checkpointing.tools.report import AsJson, Report, Total, counted, progress_bar, totals
 from dist_checkpointing.tools.runs import CheckpointArgument, Files, Trusted
 
 _EXIT_NOT_FINITE = 1
@@ -78,31 +78,23 @@ def count_contents(checkpoint: Checkpoint, *, most_listed: int = 10) -> dict[str
     tensors = [checkpoint.index[key] for key in checkpoint.index]
     uses = location.use_below(checkpoint.folder)
     sizes = {name: use.num_bytes for name, use in uses.items()}
-    groups: defaultdict[str | bool, list[StoredTensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor.dtype.name].append(tensor)
-        groups[is_of_optimizer(tensor.key)].append(tensor)
-    model, optimizer = (_total(groups.pop(key, ())) for key in (False, True))
-    by_dtype = [(str(name), _total(group)) for name, group in groups.items()]
+    by_use = totals((is_of_optimizer(one.key), one.num_bytes) for one in tensors)
+    by_dtype = totals((one.dtype.name, one.num_bytes) for one in tensors)
     return {
         "path": str(checkpoint.path),
         "backend": checkpoint.backend,
         "files": dataclasses.asdict(Files.of(uses.values())),
         "largest_files": _largest(sizes, most_listed),
-        "tensors": _total(tensors),
-        "by_dtype": dict(sorted(by_dtype, key=lambda row: (-row[1]["num_bytes"], row[0]))),
-        "model": model,
-        "optimizer": optimizer,
+        "tensors": Total(len(tensors), sum(one.num_bytes for one in tensors))._asdict(),
+        "by_dtype": {name: one._asdict() for name, one in by_dtype.items()},
+        "model": by_use.get(False, Total())._asdict(),
+        "optimizer": by_use.get(True, Total())._asdict(),
         "largest": _largest({tensor.key: tensor.num_bytes for tensor in tensors}, most_listed),
         "num_elements": sum(tensor.num_bytes // tensor.dtype.itemsize for tensor in tensors),
         "num_chunks": sum(tensor.num_parts for tensor in tensors),
         "largest_chunk_bytes": max(map(_chunk_bytes, tensors), default=0),
         "facts": _facts(checkpoint, sizes),
     }
-
-
-def _total(tensors: Collection[StoredTensor]) -> dict[str, int]:
-    return {"num_tensors": len(tensors), "num_bytes": sum(one.num_bytes for one in tensors)}
 
 
 def _largest(sizes: Mapping[str, int], most: int) -> list[tuple[str, int]]:
@@ -168,10 +160,10 @@ def _report(found: dict[str, Any]) -> Report:
     }
     report.facts(facts.items())
     shares = {key: found[key] for key in ("model", "optimizer") if found[key]["num_tensors"]}
-    for title, totals in (("SHARE", shares), ("DTYPE", found["by_dtype"])):
-        whole = sum(one["num_bytes"] for one in totals.values())
+    for title, groups in (("SHARE", shares), ("DTYPE", found["by_dtype"])):
+        whole = sum(one["num_bytes"] for one in groups.values())
         rows = []
-        for key, one in totals.items():
+        for key, one in groups.items():
             part = f"{one['num_bytes'] / whole:.1%}" if whole else ""
             rows.append((key, f"{one['num_tensors']:,}", bytes_text(one["num_bytes"]), part))
         report.section()

@@ -70,10 +70,12 @@ def index() -> Index:
 def test_entries() -> None:
     entries = list(tensor_entries(index(), lambda _: True))
     assert entries == [
-        Entry("m.a", (4, 6), "float32", 96, "2x1 of 2x6"),
-        Entry("m.b", (7,), "float32", 28, "2 pieces"),
-        Entry("o/s", (), "bfloat16", 2, "1 chunk"),
+        Entry("m.a", (4, 6), "float32", 96, (2, 6)),
+        Entry("m.b", (7,), "float32", 28, 2),
+        Entry("o/s", (), "bfloat16", 2, ()),
     ]
+    texts = [sharding_text(entry.shape or (), entry.parts) for entry in entries]
+    assert texts == ["2x1 of 2x6", "2 pieces", "1 chunk"]
     assert [shape_text(entry.shape) for entry in entries] == ["4x6", "7", "scalar"]
     assert subtotals(entries) == [("  m", "2 tensors", "124 B"), ("  o", "1 tensor", "2 B")]
 
