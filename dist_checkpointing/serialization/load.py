@@ -33,8 +33,7 @@ from dist_checkpointing.serialization.fingerprint_of_state import verify_restore
 from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, derived_state
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.opened_checkpoint import OpenedCheckpoint, replaced
-from dist_checkpointing.strategies.selection import Selection
+from dist_checkpointing.strategies.selection import OpenedCheckpoint, Selection, replaced
 from dist_checkpointing.strategies.verification import Verifier
 from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.load_errors import (

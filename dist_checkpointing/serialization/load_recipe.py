@@ -28,8 +28,7 @@ from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
-from dist_checkpointing.strategies.opened_checkpoint import OpenedCheckpoint
-from dist_checkpointing.strategies.selection import open_checkpoint
+from dist_checkpointing.strategies.selection import OpenedCheckpoint, open_checkpoint
 from dist_checkpointing.threads import paused_collector
 
 _REMEDY_OF_OBJECTS = (

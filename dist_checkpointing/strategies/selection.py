@@ -1,15 +1,28 @@
-"""Which strategy a caller means with a name, a (name, version), an object, or nothing."""
+"""Which strategy a caller means, and a checkpoint as the strategies that read it open it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, TypeAlias, TypeVar, Union
 
+import torch
+
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
-from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.leftovers import number_of_save
+from dist_checkpointing.mapping import CommonStateDict, ShardedObject
+from dist_checkpointing.mapping.nested_dicts import AtPaths, Path as TreePath, value_at
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts
+from dist_checkpointing.planning.load_plan import WantedTable
+from dist_checkpointing.storage.driver import read
+from dist_checkpointing.storage.interface import StorageReader
+from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -18,6 +31,7 @@ from dist_checkpointing.strategies.base import (
     SaveStrategyBase,
     handles_objects,
     lacks,
+    share_index,
 )
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
@@ -26,6 +40,7 @@ from dist_checkpointing.strategies.registry import (
     newest_version,
 )
 from dist_checkpointing.strategies.unplanned_strategies import as_planned
+from dist_checkpointing.validation.load_errors import StoredTensors
 
 S = TypeVar("S")
 
@@ -37,9 +52,7 @@ DEFAULT_COMMON = ("torch", 1)
 
 
 def select_strategy(
-    action: StrategyAction,
-    selection: Any,
-    default: tuple[str, int] | None = None,
+    action: StrategyAction, selection: Any, default: tuple[str, int] | None = None
 ) -> Any:
     """The strategy for what a caller passed.
 
@@ -115,15 +128,11 @@ def open_checkpoint(
         UnsupportedFormatError: if the strategy that the caller chose does not read it.
     """
     config = read_config(checkpoint_dir)
-    backend, version = config.sharded_backend, config.sharded_backend_version
-    sharded: LoadShardedStrategy = select_strategy(
-        StrategyAction.LOAD_SHARDED, sharded_strategy, (backend, version)
-    )
-    sharded.check_backend_compatibility(backend)
-    sharded.check_version_compatibility(version)
-    planned = as_planned(sharded.for_format(backend, version))
+    form = config.sharded_backend, config.sharded_backend_version
+    chosen = _reading(StrategyAction.LOAD_SHARDED, sharded_strategy, form)
+    sharded = as_planned(chosen.for_format(*form))
     common = common_reader(config, common_strategy, trusted=trusted)
-    return LoadStrategies(config, planned.trusting() if trusted else planned, common)
+    return LoadStrategies(config, sharded.trusting() if trusted else sharded, common)
 
 
 def common_reader(
@@ -133,10 +142,110 @@ def common_reader(
     trusted: bool = False,
 ) -> LoadCommonStrategy:
     """The strategy for the common state alone, which needs no sharded backend."""
-    backend, version = config.common_backend, config.common_backend_version
-    common: LoadCommonStrategy = select_strategy(
-        StrategyAction.LOAD_COMMON, common_strategy, (backend, version)
-    )
-    common.check_backend_compatibility(backend)
-    common.check_version_compatibility(version)
+    form = config.common_backend, config.common_backend_version
+    common: LoadCommonStrategy = _reading(StrategyAction.LOAD_COMMON, common_strategy, form)
     return common.trusting() if trusted else common
+
+
+def _reading(action: StrategyAction, selection: Any, form: tuple[str, int]) -> Any:
+    """The strategy that was chosen, or that of the format, which it must be able to read."""
+    strategy = select_strategy(action, selection, form)
+    strategy.check_backend_compatibility(form[0])
+    strategy.check_version_compatibility(form[1])
+    return strategy
+
+
+@dataclass(slots=True, eq=False)
+class OpenedCheckpoint:
+    """A checkpoint that ranks load together; methods are collective.
+
+    ``index`` and ``shapes`` (by key) hold what was asked for, ``stored_keys()`` the keys of all
+    stored tensors; ``read_index`` sets them, and the reader.
+    """
+
+    folder: Location
+    save_number: int
+    strategies: LoadStrategies
+    common: CommonStateDict
+    comm: Comm
+    reader: StorageReader = field(init=False)
+    index: Index = field(init=False)
+    shapes: Mapping[str, tuple[Ints, torch.dtype]] = field(init=False)
+    stored_keys: Callable[[], Iterable[str]] = field(init=False)
+
+    @classmethod
+    def open(
+        cls,
+        folder: Location,
+        sharded_strategy: Selection[LoadShardedStrategy],
+        common_strategy: Selection[LoadCommonStrategy],
+        comm: Comm,
+        *,
+        trusted: bool,
+    ) -> OpenedCheckpoint:
+        """Find the strategies, and read the common state. Not collective."""
+        # First: what another save begins to write afterwards must not pass for this checkpoint.
+        save_number = number_of_save(folder)
+        strategies = open_checkpoint(folder, sharded_strategy, common_strategy, trusted=trusted)
+        return cls(folder, save_number, strategies, strategies.common.load_common(folder), comm)
+
+    def read_index(self, parts: StateDictParts, *, is_kept: bool, is_whole: bool) -> None:
+        """Read the index: at least of what this rank asks for, all of it if ``is_whole``.
+
+        ``is_kept`` says that the reader is used more than once.
+        """
+        strategy = self.strategies.sharded
+        self.reader = strategy.make_reader(self.folder)
+        self.reader.is_kept = is_kept
+        shared = share_index(self.reader, self.comm)
+        index = shared.whole
+        if index is None:
+            asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
+            index = shared.index(None if is_whole else strategy.needed_keys(asked))
+        self.index, self.stored_keys = index, shared.keys
+        self.shapes = StoredTensors(self.index)
+
+    def stored_shapes(self) -> dict[str, tuple[Ints, torch.dtype]]:
+        """Global shape and dtype of each stored tensor, read by rank 0."""
+        metadata = self.comm.from_rank0(
+            "reading the index",
+            lambda: self.strategies.sharded.load_tensors_metadata(self.folder),
+        )
+        return {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in metadata.items()}
+
+    def object_keys(self) -> set[str]:
+        """Keys of the sharded objects, listed by rank 0."""
+        return self.comm.from_rank0(
+            "listing the sharded objects", lambda: self.strategies.object_keys(self.folder)
+        )
+
+    def read_objects(
+        self, objects: Mapping[TreePath, ShardedObject], parts: StateDictParts
+    ) -> tuple[Mapping[TreePath, ShardedObject], Mapping[TreePath, Any]]:
+        """The objects to read with the tensors; or the values of all, if they lie apart."""
+        if handles_objects(self.strategies.sharded):
+            return replaced(objects, [leaf.without_data() for leaf in objects.values()]), {}
+        with self.comm.agreed("reading the sharded objects"):
+            nested = parts.nested(objects)
+            values = self.strategies.common.load_sharded_objects(nested, self.folder)
+            return {}, {path: value_at(values, path) for path in objects}
+
+    def read(
+        self, wanted: WantedTable, cells: Mapping[TreePath, ShardedObject], meter: Meter
+    ) -> tuple[Mapping[TreePath, Any], Mapping[TreePath, Any]]:
+        """Read tensors, and the objects that lie among them; the values of both."""
+        self.reader.report = meter.add
+        meter.expect(int(wanted.num_bytes.sum()))
+        strategy, rows = self.strategies.sharded, wanted.with_objects(cells)
+        read(rows, self.index, strategy.planner, self.reader, self.comm, strategy.plan_reader)
+        return (
+            replaced(wanted.leaves, [leaf.data for leaf in wanted.tensors]),
+            replaced(cells, [leaf.data for leaf in cells.values()]),
+        )
+
+
+def replaced(leaves: Mapping[TreePath, Any], others: Sequence[Any]) -> Mapping[TreePath, Any]:
+    """Other values at the same paths."""
+    if isinstance(leaves, AtPaths):
+        return leaves.replaced(others)
+    return dict(zip(leaves, others, strict=True))

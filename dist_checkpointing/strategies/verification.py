@@ -49,7 +49,7 @@ from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.base import handles_objects
 from dist_checkpointing.strategies.chunk_reads import SMALL_BYTES
-from dist_checkpointing.strategies.opened_checkpoint import OpenedCheckpoint
+from dist_checkpointing.strategies.selection import OpenedCheckpoint
 from dist_checkpointing.strategies.unplanned_strategies import ForeignReader
 from dist_checkpointing.threads import in_threads, paused_collector
 
