@@ -11,10 +11,9 @@ import numpy as np
 import tensorstore as ts
 
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
-from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import (
     ABSENT,
-    INLINE,
     Tree,
     Values,
     encode_tree,
@@ -40,26 +39,24 @@ def write(folder: Path, values: Mapping[bytes, bytes], num_files: int = 1) -> No
         content = contents[row % num_files]
         rows.append((row % num_files, len(content), len(values[key])))
         content += values[key]
-    file, offset, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    extents = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     (folder / "data").mkdir(parents=True, exist_ok=True)
     (folder / NODES).parent.mkdir(exist_ok=True)
     for name, content in zip(files, contents, strict=True):
         (folder / name).write_bytes(content)
-    nodes, root = encode_tree(keys, files, Extents(file, offset, length), NODES, offset=3)
+    nodes, root = encode_tree(keys, files, extents, NODES, offset=3)
     (folder / NODES).write_bytes(b"gap" + b"".join(nodes))
     (folder / ocdbt_nodes.MANIFEST_NAME).write_bytes(ocdbt_nodes.encode_manifest(root))
 
 
 def contents(folder: Path, found: Values) -> list[bytes | None]:
     """The values that were found."""
-    extents = found.extents
-    columns = (extents.file.tolist(), extents.offset.tolist(), extents.length.tolist())
     values: list[bytes | None] = []
-    for row, (file, offset, length) in enumerate(zip(*columns, strict=True)):
+    for file, offset, length in found.extents.T.tolist():
         if file == ABSENT:
             values.append(None)
         elif file == INLINE:
-            values.append(found.inline[row])
+            values.append(found.inline[offset])
         else:
             values.append((folder / found.files[file]).read_bytes()[offset : offset + length])
             assert len(values[-1] or b"") == length

@@ -19,10 +19,7 @@ from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes, ocdbt_tree
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
     MANIFEST_NAME,
-    Extents,
-    FileRef,
-    Root,
-    TreeStatistics,
+    NodeRef,
     encode_node,
     encoded,
     files_table,
@@ -124,8 +121,8 @@ def test_a_wrong_body_below_a_right_checksum(small: Path, data: st.DataObject) -
     else:
         leaf = len(nodes)
         (folder / NODES).write_bytes(nodes + forged)
-        below = TreeStatistics(len(VALUES), 1, 1)
-        forged_root = Root(int(name == "root"), FileRef(NODES, ""), leaf, len(forged), below)
+        numbers = (int(name == "root"), leaf, len(forged), len(VALUES), 1, 1)
+        forged_root = NodeRef(NODES, "", *numbers)
         (folder / MANIFEST_NAME).write_bytes(ocdbt_nodes.encode_manifest(forged_root))
     for ask in WAYS:
         with suppress(CorruptCheckpointError):
@@ -146,7 +143,7 @@ def put_nodes(
 ) -> None:
     (folder / "n").write_bytes(b"".join(nodes))
     place = (sum(map(len, nodes[:-1])), len(nodes[-1]))
-    root = Root(height, FileRef(path, ""), *place, TreeStatistics(num_keys, 1, 1))
+    root = NodeRef(path, "", height, *place, num_keys, 1, 1)
     (folder / MANIFEST_NAME).write_bytes(ocdbt_nodes.encode_manifest(root))
 
 
@@ -237,15 +234,13 @@ def test_records_that_are_not_what_they_say(tmp_path: Path) -> None:
 def interior(
     height: int, keys: list[bytes], prefixes: list[int], at: list[tuple[int, int]], held: list[int]
 ) -> bytes:
-    offsets, lengths = np.array(at, dtype=np.int64).T
-    extents = Extents(np.zeros(len(keys), dtype=np.int64), offsets, lengths)
-    below, shared = [(count, 1, 1) for count in held], shared_lengths(keys)
-    return encode_node(keys, shared, 0, ["n"], extents, height, np.array(prefixes), below)
+    rows = [(0, *place, count, 1, 1) for place, count in zip(at, held, strict=True)]
+    return encode_node(keys, shared_lengths(keys), 0, ["n"], np.array(rows).T, height, prefixes)
 
 
 def one_leaf(keys: list[bytes], cut: int = 0) -> bytes:
-    zeros = np.zeros(len(keys), dtype=np.int64)
-    return encode_node(keys, shared_lengths(keys), cut, ["v"], Extents(zeros, zeros, zeros))
+    extents = np.zeros((3, len(keys)), dtype=np.int64)
+    return encode_node(keys, shared_lengths(keys), cut, ["v"], extents)
 
 
 def test_a_node_that_is_its_own_child(tmp_path: Path) -> None:
@@ -277,7 +272,7 @@ def test_nodes_that_are_reached_many_times(tmp_path: Path) -> None:
         Tree(tmp_path).all()
     # To look for one key takes one way down.
     tree = Tree(tmp_path, keeps_nodes=True)
-    assert tree.find([b"ab" * 20 + b"key"]).extents.file.tolist() == [0]
+    assert tree.find([b"ab" * 20 + b"key"]).extents[0].tolist() == [0]
 
 
 @pytest.mark.parametrize(

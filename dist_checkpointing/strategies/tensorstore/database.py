@@ -11,13 +11,13 @@ import itertools
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import compress, islice
 from operator import eq
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import local_folder, location
@@ -31,12 +31,9 @@ from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
-from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import I64, MANIFEST_NAME, Extents
-from dist_checkpointing.strategies.tensorstore.ocdbt_tree import INLINE, Tree, Values, encode_tree
-from dist_checkpointing.strategies.zarr_metadata import (
-    chunk_keys,
-    node_texts,
-)
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree, Values, encode_tree
+from dist_checkpointing.strategies.zarr_metadata import chunk_keys, node_texts
 
 NODES_FOLDER: Final = "d"
 DATA_FOLDER: Final = "data"
@@ -59,103 +56,83 @@ def object_key(key: str, cell: Sequence[int], shape: Sequence[int]) -> bytes:
 
 def row_keys(table: ShardTable | ReadTable, index: Index) -> list[bytes]:
     """The keys of the chunks, pieces and cells of all rows of a plan."""
-    names = map(str.encode, chunk_keys(table.take(~table.is_object), index))
+    chunks = map(str.encode, chunk_keys(table.take(~table.is_object), index))
     if not table.is_object.any():
-        return list(names)
+        return list(chunks)
     cells = table.offsets if isinstance(table, ShardTable) else table.chunk_offsets
-    rows = zip(table.is_object.tolist(), table.keys.tolist(), cells.tolist(), strict=True)
-    keys = []
-    for is_object, key, cell in rows:
-        shape = index.objects[table.names[key]] if is_object else ()
-        own = object_key(table.names[key], cell[: len(shape)], shape) if is_object else next(names)
-        keys.append(own)
-    return keys
+    names = [table.names[key] for key in table.keys.tolist()]
+    shapes = index.objects
+    return [
+        object_key(name, cell[: len(shapes[name])], shapes[name]) if is_object else next(chunks)
+        for is_object, name, cell in zip(
+            table.is_object.tolist(), names, cells.tolist(), strict=True
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredValues:
-    """Where values are, as columns: data files, some of which are shared with the base, and
-    extents.
+    """What a rank has stored: the keys, joined by zero bytes, which none has, and the values.
 
-    Their keys in the database are joined, with the bytes of each.
+    Files that are ``shared`` with the base are among those of the values.
     """
 
-    files: tuple[str, ...]
     keys: bytes
-    key_lengths: npt.NDArray[np.uint16]
-    extents: Extents
+    values: Values
     shared: tuple[SealedFile, ...] = ()
-
-    def key_list(self) -> list[bytes]:
-        stops = np.cumsum(self.key_lengths, dtype=np.int64).tolist()
-        starts = [0, *stops[:-1]]
-        return [self.keys[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 def write_tree(
     folder: Location,
     keys: Sequence[bytes],
-    files: Sequence[str],
-    extents: Extents,
-    texts: Sequence[bytes],
+    values: Values,
     durability: Durability = Durability.FSYNC,
 ) -> list[SealedFile]:
     """Make the database in ``folder`` hold these values, and no others; the files of the tree.
 
-    They last once ``folder`` is synced too.
-
-    Args:
-        folder: the checkpoint, in which all files are, durably.
-        keys: sorted, each once.
-        files: paths relative to the checkpoint.
-        extents: of the values; ``file`` is a position in ``files``, or ``INLINE`` for a value whose
-            position in ``texts`` is its ``offset``.
-        texts: values that are not in a file yet. They are written before the nodes, each once,
-            whatever the number of keys: in the tree they would be there once a key.
-        durability: of what is written.
+    They last once ``folder`` is synced too. Keys are sorted, each once; all files are in the
+    folder, durably. What is not in a file yet is written before the nodes, once, whatever the
+    number of its keys: in the tree it would be there once a key.
     """
     name = f"{NODES_FOLDER}/{uuid.uuid4().hex}"
-    sizes = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    starts = np.cumsum(sizes) - sizes
-    is_text = extents.file == INLINE
-    number = extents.offset[is_text]
-    file, offset, length = extents.file + 1, extents.offset.copy(), extents.length.copy()
-    offset[is_text], length[is_text] = starts[number], sizes[number]
-    places = Extents(file, offset, length)
-    nodes, root = encode_tree(keys, [name, *files], places, name, int(sizes.sum()))
+    sizes = np.fromiter(map(len, values.inline), dtype=np.int64)
+    extents = values.extents.copy()
+    is_inline = extents[0] == INLINE
+    number = extents[1, is_inline]
+    # The first of the files is the one with the nodes.
+    extents[0] += 1
+    extents[1:, is_inline] = (np.cumsum(sizes) - sizes)[number], sizes[number]
+    nodes, root = encode_tree(keys, [name, *values.files], extents, name, int(sizes.sum()))
     location.make_folder(folder / NODES_FOLDER)
-    tree, top = b"".join([*texts, *nodes]), ocdbt_nodes.encode_manifest(root)
+    tree, top = b"".join([*values.inline, *nodes]), ocdbt_nodes.encode_manifest(root)
     location.write(folder / name, tree, durability)
-    location.write_content(folder / ocdbt_nodes.MANIFEST_NAME, top, durability)
-    return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(ocdbt_nodes.MANIFEST_NAME, top)]
+    location.write_content(folder / MANIFEST_NAME, top, durability)
+    return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(MANIFEST_NAME, top)]
 
 
-def merged_values(
-    parts: Sequence[StoredValues], index: Index
-) -> tuple[list[bytes], list[str], Extents, list[bytes]]:
-    """The values of all ranks and the descriptions of all arrays, see ``write_tree``."""
+def merged_values(parts: Sequence[StoredValues], index: Index) -> tuple[list[bytes], Values]:
+    """The values of all ranks and the descriptions of all arrays, sorted by their keys."""
     texts: dict[str, int] = {}
-    nodes = list(node_texts(index))
-    names = [path.encode() for path, _ in nodes]
-    numbers = [texts.setdefault(text, len(texts)) for _, text in nodes]
-    number = np.array(numbers, dtype=np.int64)
-    columns = [(np.full_like(number, INLINE), number, np.zeros_like(number))]
-    number_of: dict[str, int] = {}
+    names, numbers = [], []
+    for path, text in node_texts(index):
+        names.append(path.encode())
+        numbers.append(texts.setdefault(text, len(texts)))
+    described = np.zeros((3, len(names)), dtype=np.int64)
+    described[0], described[1] = INLINE, numbers
+    columns, number_of = [described], dict[str, int]()
     for part in parts:
-        names += part.key_list()
+        names += part.keys.split(b"\0")
         # Ranks may share the same file of a base.
-        numbers = [number_of.setdefault(name, len(number_of)) for name in part.files]
-        extents = part.extents
-        file = np.array(numbers, dtype=np.int64)[extents.file]
-        columns.append((file, extents.offset, extents.length))
+        files = [number_of.setdefault(name, len(number_of)) for name in part.values.files]
+        file, *places = part.values.extents
+        columns.append(np.stack([np.array(files, dtype=np.int64)[file], *places]))
     order = sorted(range(len(names)), key=names.__getitem__)
-    ordered = [names[row] for row in order]
-    for twice in compress(ordered, map(eq, ordered, islice(ordered, 1, None))):
+    keys = [names[row] for row in order]
+    for twice in compress(keys, map(eq, keys, islice(keys, 1, None))):
         finding = Finding("it would be stored twice", twice.decode())
         raise InvalidShardingError("two values have one place", [finding])
-    joined = Extents(*map(np.concatenate, zip(*columns, strict=True)))
-    rows = np.array(order, dtype=np.int64)
-    return ordered, list(number_of), joined.rows(rows), [text.encode() for text in texts]
+    extents = np.concatenate(columns, axis=1)[:, np.array(order, dtype=np.int64)]
+    return keys, Values(list(number_of), extents, [text.encode() for text in texts])
 
 
 _MOST_TEXT_BYTES = 2**16
@@ -180,10 +157,9 @@ def drop_all_but(root: Path, kept: Index) -> None:
     local_folder.remove_all([root / name for name in unused], root)
 
 
-_Rest = tuple[list[bytes], Sequence[str], Extents, list[bytes]]
-
-
-def _split(root: Path, kept: Index) -> tuple[_Rest | None, tuple[str, ...], dict[str, int]]:
+def _split(
+    root: Path, kept: Index
+) -> tuple[tuple[list[bytes], Values] | None, tuple[str, ...], dict[str, int]]:
     """What ``write_tree`` needs for the values that stay (None if all do, or nothing is there), the
     files that are free without the others, and bytes of the others in files that stay.
     """
@@ -200,42 +176,36 @@ def _split(root: Path, kept: Index) -> tuple[_Rest | None, tuple[str, ...], dict
     is_kept = np.array(
         [key.partition(b"/")[0] in tensors or key in cells for key in keys], dtype=np.bool_
     )
-    rows, all_in_files = np.flatnonzero(is_kept), values.extents.file != INLINE
-    texts = _texts(root, values, rows)
-    is_in_use = is_kept & all_in_files
-    is_in_use[rows[list(texts)]] = False
-    in_use = {values.files[number] for number in np.unique(values.extents.file[is_in_use]).tolist()}
-    rest = None
-    if is_kept.all():
-        in_use |= tree.files
-    else:
-        extents = values.extents.rows(rows)
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts.values()))}
-        for row, text in texts.items():
-            extents.file[row], extents.offset[row] = INLINE, numbers[text]
-        rest = [keys[row] for row in rows.tolist()], values.files, extents, list(numbers)
-    gone = values.extents.rows(np.flatnonzero(~is_kept & all_in_files))
-    sizes = np.bincount(gone.file, gone.length, len(values.files)).astype(np.int64).tolist()
+    rest, staying, in_use = None, values, set(tree.files)
+    if not is_kept.all():
+        staying, in_use = _with_texts(root, values.rows(np.flatnonzero(is_kept))), set()
+        rest = list(compress(keys, is_kept.tolist())), staying
+    used = np.unique(staying.extents[0]).tolist()
+    in_use |= {values.files[number] for number in used if number != INLINE}
+    file, _, length = values.extents[:, ~is_kept & (values.extents[0] != INLINE)]
+    sizes = np.bincount(file, length, len(values.files)).astype(np.int64).tolist()
     sizes_of = zip(values.files, sizes, strict=True)
     shared = {name: size for name, size in sizes_of if size and name in in_use}
     return rest, tuple(name for name in _files(root) if name not in in_use), shared
 
 
-def _texts(root: Path, values: Values, rows: I64) -> dict[int, bytes]:
-    """The small values of these rows that are in the tree or in the files of its nodes."""
-    texts = {}
-    known: dict[tuple[str, int, int], bytes] = {}
-    columns = (column.tolist() for column in values.extents.rows(rows))
-    for row, (file, offset, length) in enumerate(zip(*columns, strict=True)):
+def _with_texts(root: Path, values: Values) -> Values:
+    """These values, with small ones that lie in files of nodes taken out of them."""
+
+    @cache
+    def content(file: int, offset: int, length: int) -> bytes:
         if file == INLINE:
-            texts[row] = values.inline[int(rows[row])]
-        elif length <= _MOST_TEXT_BYTES and values.files[file].startswith(f"{NODES_FOLDER}/"):
-            place = (values.files[file], offset, length)
-            if place not in known:
-                extent = Extent(root, *place)
-                known[place] = read_extent(extent, place[0])
-            texts[row] = known[place]
-    return texts
+            return values.inline[offset]
+        return read_extent(Extent(root, values.files[file], offset, length), values.files[file])
+
+    extents, texts = values.extents.copy(), dict[bytes, int]()
+    # The last is that of a value in the tree.
+    in_nodes = [*(name.startswith(f"{NODES_FOLDER}/") for name in values.files), True]
+    is_text = np.array(in_nodes)[extents[0]] & (extents[2] <= _MOST_TEXT_BYTES)
+    for row in np.flatnonzero(is_text | (extents[0] == INLINE)).tolist():
+        text = content(*extents[:, row].tolist())
+        extents[:2, row] = INLINE, texts.setdefault(text, len(texts))
+    return Values(values.files, extents, list(texts))
 
 
 def _files(root: Path) -> list[str]:

@@ -27,8 +27,7 @@ from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.incremental import BaseParts, Candidates
 from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.database import DATA_FOLDER
-from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
-from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree, Values
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -83,49 +82,41 @@ def _place(base: BaseParts, table: ShardTable, index: Index, row: int) -> tuple[
 _COPIED_BYTES: Final = 2**24
 
 
-def settle(
-    folder: Path,
-    files: list[str],
-    extents: Extents,
-    shared: Mapping[str, SealedFile],
-    options: StorageOptions,
-) -> list[SealedFile]:
+def keep_shared(
+    folder: Path, values: Values, shared: Mapping[str, SealedFile], options: StorageOptions
+) -> tuple[Values, list[SealedFile]]:
     """Decide which shared files stay, and make these durable.
 
-    What is used of the others is copied to new files, which take their places in ``files`` and
-    ``extents``, those of all values.
-
-    Returns:
-        The shared files that stay, and the new ones.
+    What is used of the others is copied to new files. Returns all values, some of which lie
+    elsewhere now, and the shared files that stay and the new ones.
     """
+    files, (file, offset, length) = list(values.files), values.extents
     for path, names in local_folder.walked(folder / DATA_FOLDER):
         for name in names:
             # A rank shared it, and then found that it could not use it.
             if (path / name).relative_to(folder).as_posix() not in files:
                 (path / name).unlink()
-    is_outside, is_durable = extents.file >= 0, options.durability is Durability.FSYNC
-    sums = np.bincount(extents.file[is_outside], extents.length[is_outside], len(files))
-    used = dict(zip(files, sums.astype(np.int64).tolist(), strict=True))
-    kept, copied = [], []
-    for name, file in sorted(shared.items()):
-        if used[name] >= options.least_shared * file.num_bytes:
-            kept.append(file)
+    is_outside, is_durable = file >= 0, options.durability is Durability.FSYNC
+    used = np.bincount(file[is_outside], length[is_outside], len(files)).astype(np.int64)
+    kept, copied, num_bytes = [], [], 0
+    for name, sealed in sorted(shared.items()):
+        number = files.index(name)
+        if used[number] >= options.least_shared * sealed.num_bytes:
+            kept.append(sealed)
+            num_bytes += int(used[number])
             # The base may have been saved with less care.
             if is_durable:
                 local_folder.fsync_file(folder / name)
             continue
-        number = files.index(name)
-        rows = np.flatnonzero(extents.file == number)
-        rows = rows[np.argsort(extents.offset[rows], kind="stable")]
-        offsets, lengths = extents.offset[rows], extents.length[rows]
+        rows = np.flatnonzero(file == number)
+        rows = rows[np.argsort(offset[rows], kind="stable")]
         files[number] = fresh = f"{name.rpartition('/')[0]}/used-{uuid.uuid4().hex}"
-        _copy(folder / name, folder / fresh, offsets, lengths, is_durable=is_durable)
+        _copy(folder / name, folder / fresh, offset[rows], length[rows], is_durable=is_durable)
         (folder / name).unlink()
-        extents.offset[rows] = np.cumsum(lengths) - lengths
-        copied.append(SealedFile(fresh, int(lengths.sum())))
-    num_bytes = sum(used[file.name] for file in kept)
+        offset[rows] = np.cumsum(length[rows]) - length[rows]
+        copied.append(SealedFile(fresh, int(used[number])))
     logger.info("%d bytes in %d files are shared with the base", num_bytes, len(kept))
-    return [*kept, *copied]
+    return Values(files, values.extents, values.inline), [*kept, *copied]
 
 
 def _copy(

@@ -1,7 +1,8 @@
 """OCDBT, bytes: manifest, nodes and their columns, encoded and decoded.
 
 A B+tree says in which file, and at which byte, the value of each key lies. All numbers below are
-those of the format; nothing here knows what the keys and values mean.
+those of the format; nothing here knows what the keys and values mean. Columns of integers that
+follow each other in a record are read and written together, as rows of one array.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import google_crc32c
 import numpy as np
@@ -44,7 +45,6 @@ class Body:
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.position = 0
-        self._bytes = np.frombuffer(data, dtype=np.uint8)
 
     def varint(self, most: int) -> int:
         """One unsigned integer of variable length."""
@@ -60,35 +60,32 @@ class Body:
                 return value
         raise Malformed("an integer has no end")
 
-    def varints(self, count: int, most: int = MOST_I64) -> I64:
-        """A column of unsigned integers of at most 63 bits."""
-        return self.wide_varints(count, most).astype(np.int64)
-
-    def wide_varints(self, count: int, most: int = MOST_U64) -> U64:
-        """A column of unsigned integers."""
+    def varints(self, count: int, *most: int) -> U64:
+        """Columns of so many unsigned integers, each with its own limit: ``[columns, count]``."""
+        total = max(0, count) * len(most)
         # Before anything of this size is made.
-        if count > len(self.data) - self.position:
+        if total > len(self.data) - self.position:
             raise Malformed(f"a column of {count} integers runs over the end")
-        if count <= 0:
-            return np.zeros(0, dtype=np.uint64)
-        begin = self.position
+        if total == 0:
+            return np.zeros((len(most), 0), dtype=np.uint64)
         for width in (1, 3, _MOST_VARINT_BYTES):
-            window = self._bytes[begin : begin + width * count]
-            stops = np.flatnonzero(window < 0x80)[:count]
-            if len(stops) == count:
+            window = self.data[self.position : self.position + width * total]
+            digits = np.frombuffer(window, dtype=np.uint8)
+            stops = np.flatnonzero(digits < 0x80)[:total]
+            if len(stops) == total:
                 break
         else:
-            raise Malformed(f"{count} integers have no end, or more than 64 bits")
-        self.position = begin + int(stops[-1]) + 1
-        values = window.astype(np.uint64) if width == 1 else _joined_digits(window, stops)
-        if most < MOST_U64 and int(values.max()) > most:
-            raise Malformed(f"the integer {values.max()} is above {most}")
-        return values
-
-    def fixed(self, count: int, dtype: str) -> npt.NDArray[Any]:
-        """A column of integers of fixed size."""
-        kind = np.dtype(dtype)
-        return np.frombuffer(self.take(count * kind.itemsize), dtype=kind)
+            raise Malformed(f"{total} integers have no end, or more than 64 bits")
+        end = int(stops[-1]) + 1
+        self.position += end
+        values = digits[:end].astype(np.uint64)
+        if end > total:
+            values = _joined_digits(values, stops)
+        columns = values.reshape(len(most), count)
+        for largest, limit in zip(columns.max(axis=1).tolist(), most, strict=True):
+            if largest > limit:
+                raise Malformed(f"the integer {largest} is above {limit}")
+        return columns
 
     def take(self, num_bytes: int) -> bytes:
         stop = self.position + num_bytes
@@ -104,52 +101,33 @@ class Body:
         _require(left == 0, f"{left} bytes are left")
 
 
-def _joined_digits(data: npt.NDArray[np.uint8], stops: I64) -> U64:
+def _joined_digits(digits: U64, stops: I64) -> U64:
     """The integers whose last bytes are at ``stops``."""
     sizes = np.diff(stops, prepend=-1)
+    starts = stops - sizes + 1
     longest = int(sizes.max())
     # The tenth byte of an integer has one bit of its 64.
     if longest > _MOST_VARINT_BYTES or (
-        longest == _MOST_VARINT_BYTES and (data[stops[sizes == longest]] > 1).any()
+        longest == _MOST_VARINT_BYTES and (digits[stops[sizes == longest]] > 1).any()
     ):
         raise Malformed("an integer has more than 64 bits")
-    starts = stops - sizes + 1
-    values = np.zeros(len(stops), dtype=np.uint64)
-    shortest = int(sizes.min())
-    for place in range(longest):
-        has = slice(None) if place < shortest else np.flatnonzero(sizes > place)
-        digits = (data[starts[has] + place] & 0x7F).astype(np.uint64)
-        values[has] |= digits << np.uint64(7 * place)
-    return values
-
-
-def total(lengths: I64, most: int, what: str) -> int:
-    """The sum of lengths, each of at most 32 bits or with a sum that cannot overflow."""
-    if len(lengths) and (int(lengths.max()) > most or int(lengths.sum()) > most):
-        raise Malformed(f"{what} take more than {most} bytes")
-    return int(lengths.sum())
+    shifts = 7 * (np.arange(len(digits)) - np.repeat(starts, sizes))
+    return np.add.reduceat((digits & np.uint64(0x7F)) << shifts.view(np.uint64), starts)
 
 
 def encoded(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
     """Unsigned integers of variable length, one after the other."""
-    column = np.asarray(values, dtype=np.uint64)
-    if not len(column) or int(column.max()) < 0x80:
+    column = np.asarray(values, dtype=np.uint64).reshape(-1, 1)
+    most = int(column.max(initial=0))
+    if most < 0x80:
         return column.astype(np.uint8).tobytes()
-    sizes = np.ones(len(column), dtype=np.int64)
-    for place in range(1, _MOST_VARINT_BYTES):
-        longer = column >> np.uint64(7 * place) != 0
-        if not longer.any():
-            break
-        sizes += longer
-    ends = np.cumsum(sizes)
-    data = np.empty(int(ends[-1]), dtype=np.uint8)
-    starts = ends - sizes
-    for place in range(int(sizes.max())):
-        has = np.flatnonzero(sizes > place)
-        digits = column[has] >> np.uint64(7 * place) & np.uint64(0x7F)
-        more = (sizes[has] > place + 1).astype(np.uint64) << np.uint64(7)
-        data[starts[has] + place] = digits | more
-    return data.tobytes()
+    # What is left of each integer at each of its bytes.
+    rest = column >> np.arange(0, most.bit_length(), 7, dtype=np.uint64)
+    is_used = rest != 0
+    is_used[:, 0] = True
+    more = (rest > 0x7F).astype(np.uint8) << 7
+    data: bytes = ((rest & np.uint64(0x7F)).astype(np.uint8) | more)[is_used].tobytes()
+    return data
 
 
 def shared_lengths(strings: Sequence[bytes]) -> I64:
@@ -259,66 +237,106 @@ def _check_frame(frame: bytes) -> None:
 
 MOST_HEIGHT: Final = 255
 MOST_ENTRIES: Final = 1 << 20
+INLINE: Final = -1
 _MOST_INLINE_BYTES: Final = 1 << 20
 _OUTSIDE: Final = 1
 _OBJECT_BYTES: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class FileRef:
-    """A file that a record refers to, and the folder that paths in its nodes are relative to."""
+@dataclass(slots=True)
+class NodeRef:
+    """Where a node lies, and what the manifest or the node above says of it.
+
+    Attributes:
+        folder: Paths in the node are relative to it.
+        num_keys: Keys of values below the node.
+        num_tree_bytes: Bytes of it and of all nodes below.
+        num_value_bytes: Bytes of all values outside of the tree.
+        prefix: All its keys begin with this; none is below ``low``, and all are below ``high``.
+        node: The node itself, where it is remembered.
+    """
 
     path: str
     folder: str
-
-
-class Extents(NamedTuple):
-    """Where values or nodes lie, as columns; ``file`` is a position in a list of files."""
-
-    file: I64
-    offset: I64
-    length: I64
-
-    def rows(self, rows: slice | I64) -> Extents:
-        return Extents(self.file[rows], self.offset[rows], self.length[rows])
-
-
-class TreeStatistics(NamedTuple):
-    """What lies below a node, and in it: keys, encoded nodes, and values outside of the tree."""
-
+    height: int
+    offset: int
+    length: int
     num_keys: int
     num_tree_bytes: int
     num_value_bytes: int
+    prefix: bytes = b""
+    low: bytes = b""
+    high: bytes | None = None
+    node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node: keys, whole and sorted, and the extents of their values, or of the nodes below.
+    """A node: keys, whole and sorted, and where their values lie, or the nodes below.
 
     Attributes:
         keys: Of values, or lower bounds of those below each child.
-        files: Files of the extents. That of a value in the node itself is -1, and its offset counts
-            from the first byte of ``inline``.
-        extents: ``[keys]``.
-        num_keys: ``[keys]``, keys of values below each child; None of a leaf.
-        prefixes: ``[keys]``, with how many bytes of its lower bound all keys below a child begin;
-            None of a leaf.
+        files: Paths of the files of the values.
+        extents: ``[3, keys]``, of a leaf: position in ``files``, first byte, number of bytes. Of a
+            value in the node itself the first is ``INLINE``, and the second a position in
+            ``inline``.
         inline: Values in the node.
+        children: A node for each key; empty for a leaf.
         num_bytes: About the memory that it takes.
     """
 
     keys: Sequence[bytes]
-    files: Sequence[FileRef]
-    extents: Extents
-    num_keys: I64 | None
-    prefixes: I64 | None
-    inline: bytes
+    files: Sequence[str]
+    extents: I64
+    inline: Sequence[bytes]
+    children: Sequence[NodeRef]
     num_bytes: int
 
 
-def read_files(body: Body, folder: str) -> list[FileRef]:
-    """The data file table of a record whose paths are relative to ``folder``, and lie below it."""
-    names, shared, lengths, bases = _read_strings(body, body.varint(MOST_ENTRIES), b"", "paths")
+def _read_strings(
+    body: Body, count: int, first: bytes, what: str, num_columns: int
+) -> tuple[list[bytes], I64, I64]:
+    """So many strings of which each says what it shares with the one before; all begin alike.
+
+    Returns:
+        The strings, how many bytes each has, and the columns that stand before the rests: how many
+        bytes each shares, how many it adds, and others that the caller knows.
+    """
+    columns = np.zeros((num_columns, count), dtype=np.int64)
+    # All but the first share something.
+    columns.reshape(-1)[1:] = body.varints(columns.size - 1, MOST_U16)
+    columns[0] += len(first)
+    shared, rest = columns[:2]
+    lengths = shared + rest
+    _require((shared[1:] <= lengths[:-1]).all(), f"{what} share more than there is")
+    is_small = int(lengths.sum()) <= MOST_BODY_BYTES
+    _require(is_small, f"{what} take more than {MOST_BODY_BYTES} bytes")
+    _require(int(lengths.max(initial=0)) <= MOST_U16, f"{what} are longer than {MOST_U16} bytes")
+    rests, string, start = body.take(int(rest.sum())), first, 0
+    strings = []
+    for kept, length in zip(shared.tolist(), rest.tolist(), strict=True):
+        string = string[:kept] + rests[start : start + length]
+        strings.append(string)
+        start += length
+    return strings, lengths, columns
+
+
+def _encoded_strings(strings: Sequence[bytes], shared: I64, cut: int, *others: I64) -> bytes:
+    """Their number, see ``_read_strings``; the reader knows the first ``cut`` bytes of all."""
+    starts = shared.copy()
+    starts[:1] = cut
+    rests = [string[start:] for string, start in zip(strings, starts.tolist(), strict=True)]
+    columns = np.concatenate([[len(rests)], starts[1:] - cut, [*map(len, rests)], *others])
+    return b"".join([encoded(columns), *rests])
+
+
+def read_files(body: Body, folder: str) -> list[tuple[str, str]]:
+    """The data file table of a record whose paths are relative to ``folder``, and lie below it.
+
+    Each path with the folder that paths in a node there are relative to.
+    """
+    names, lengths, columns = _read_strings(body, body.varint(MOST_ENTRIES), b"", "paths", 3)
+    shared, _, bases = columns
     # Where a path shares more than the base of its neighbour, it must have the same base.
     if (bases > lengths).any() or (
         (shared[1:] > np.minimum(bases[1:], bases[:-1])) & (bases[1:] != bases[:-1])
@@ -336,116 +354,82 @@ def read_files(body: Body, folder: str) -> list[FileRef]:
             raise Malformed(f"the path {path!r} leads out of the database")
         if "\0" in path or path.endswith(".__lock"):
             raise Malformed(f"the path {path!r} cannot be that of a file")
-        files.append(FileRef(path, base))
+        files.append((path, base))
     return files
 
 
 def files_table(paths: Sequence[str]) -> bytes:
     """The data file table of these paths, with no base path."""
     names = [path.encode() for path in paths]
-    lengths, rests = _split_strings(names, shared_lengths(names), 0)
-    return b"".join([*lengths, bytes(len(names)), *rests])
+    return _encoded_strings(names, shared_lengths(names), 0, np.zeros(len(names), dtype=np.int64))
 
 
-def _split_strings(
-    strings: Sequence[bytes], shared: I64, cut: int
-) -> tuple[list[bytes], list[bytes]]:
-    """Their number and lengths, and the part of each that the one before does not have.
-
-    The reader knows the first ``cut`` bytes of all.
-    """
-    starts = shared.copy()
-    starts[:1] = cut
-    rests = [string[start:] for string, start in zip(strings, starts.tolist(), strict=True)]
-    columns: list[Sequence[int] | I64] = [[len(rests)], starts[1:] - cut, [*map(len, rests)]]
-    return [*map(encoded, columns)], rests
-
-
-def _read_strings(
-    body: Body, count: int, first: bytes, what: str, *, has_column: bool = True
-) -> tuple[list[bytes], I64, I64, I64]:
-    """So many strings of which each says what it shares with the one before; all begin alike.
-
-    Returns:
-        The strings, how many bytes each shares, how many it has, and the column that stands
-        between these lengths and the rests, if any.
-    """
-    shared = np.zeros(count, dtype=np.int64)
-    shared[1:] = body.varints(count - 1, MOST_U16)
-    shared += len(first)
-    rest = body.varints(count, MOST_U16)
-    column = body.varints(count, MOST_U16) if has_column else rest
-    lengths = shared + rest
-    _require((shared[1:] <= lengths[:-1]).all(), f"{what} share more than there is")
-    total(lengths, MOST_BODY_BYTES, what)
-    _require(int(lengths.max(initial=0)) <= MOST_U16, f"{what} are longer than {MOST_U16} bytes")
-    rests, string, start = body.take(int(rest.sum())), first, 0
-    strings = []
-    for kept, length in zip(shared.tolist(), rest.tolist(), strict=True):
-        string = string[:kept] + rests[start : start + length]
-        strings.append(string)
-        start += length
-    return strings, shared, lengths, column
-
-
-def decode_node(record: bytes, height: int, folder: str, prefix: bytes) -> Node:
-    """The node of this height that a record says.
-
-    Paths in it are relative to ``folder``, and all its keys begin with ``prefix``.
-    """
+def decode_node(record: bytes, ref: NodeRef) -> Node:
+    """The node that a record says, which must be the one that ``ref`` tells of."""
     body = Body(opened(NODE, record))
-    _require(body.take(1) == bytes([height]), f"its height is {body.data[0]} and not {height}")
-    files = read_files(body, folder)
+    (height,) = body.take(1)
+    _require(height == ref.height, f"its height is {height} and not {ref.height}")
+    files = read_files(body, ref.folder)
+    paths = [path for path, _ in files]
     count = body.varint(MOST_ENTRIES)
     _require(count > 0, "it has no entries")
     # Keys are whole: what the first has of the prefix, all have.
-    keys, _, lengths, column = _read_strings(body, count, prefix, "keys", has_column=height > 0)
-    prefixes = column + len(prefix) if height else None
-    if prefixes is not None and (prefixes > lengths).any():
-        raise Malformed("the keys below a child share more than its lower bound")
+    keys, lengths, columns = _read_strings(body, count, ref.prefix, "keys", 3 if height else 2)
     _require(all(map(operator.lt, keys, islice(keys, 1, None))), "its keys do not rise")
-    num_bytes = len(body.data) + int(lengths.sum()) + sum(len(file.path) for file in files)
+    num_bytes = len(body.data) + int(lengths.sum()) + sum(map(len, paths))
     num_bytes += _OBJECT_BYTES * (count + len(files))
-    num_keys, inline = None, b""
-    if prefixes is not None:
-        extents = _extents(body, count, files)
-        num_keys = body.varints(count)
-        body.wide_varints(2 * count)
+    inline: list[bytes] = []
+    children: list[NodeRef] = []
+    if height:
+        prefixes = columns[2] + len(ref.prefix)
+        is_common = (prefixes <= lengths).all()
+        _require(is_common, "the keys below a child share more than its lower bound")
+        entries = body.varints(count, *[MOST_I64] * 4, MOST_U64, MOST_U64)
+        extents = entries[:3].astype(np.int64)
+        _check_extents(extents, paths)
+        bounds = zip(prefixes.tolist(), keys, [*keys[1:], ref.high], strict=True)
+        for (file, *numbers), (cut, low, high) in zip(entries.T.tolist(), bounds, strict=True):
+            place = NodeRef(*files[int(file)], height - 1, *numbers)
+            place.prefix, place.low, place.high = low[:cut], low, high
+            children.append(place)
+        num_keys = sum(child.num_keys for child in children)
     else:
-        lengths = body.varints(count)
-        kinds = body.fixed(count, "u1")
-        _require(kinds.max() <= _OUTSIDE, f"a value of kind {kinds.max()}")
-        outside, inside = np.flatnonzero(kinds), lengths[kinds != _OUTSIDE]
-        extents = Extents(np.full(count, -1), np.zeros(count, dtype=np.int64), lengths)
-        extents.file[outside], extents.offset[outside], _ = _extents(
-            body, len(outside), files, lengths[outside]
-        )
-        if int(inside.max(initial=0)) > _MOST_INLINE_BYTES:
-            raise Malformed(f"a value in the tree has more than {_MOST_INLINE_BYTES} bytes")
-        extents.offset[kinds != _OUTSIDE] = np.cumsum(inside) - inside
-        inline = body.take(total(inside, MOST_BODY_BYTES, "values in the tree"))
+        extents, inline = _read_values(body, count, paths)
+        num_keys = count
     body.finish()
-    return Node(keys, files, extents, num_keys, prefixes, inline, num_bytes)
+    is_held = num_keys == ref.num_keys
+    _require(is_held, f"it has {num_keys} keys below it and not {ref.num_keys}")
+    is_within = keys[0] >= ref.low and (ref.high is None or keys[-1] < ref.high)
+    _require(is_within, "its keys are not those that the node above tells")
+    return Node(keys, paths, extents, inline, children, num_bytes)
 
 
-def _file_numbers(body: Body, count: int, num_files: int) -> I64:
-    file = body.varints(count)
-    last = int(file.max(initial=-1))
-    _require(last < num_files, f"file {last} of {num_files}")
-    return file
+def _read_values(body: Body, count: int, paths: Sequence[str]) -> tuple[I64, list[bytes]]:
+    """The extents of the values of a leaf, and those that are in the leaf itself."""
+    extents = np.full((3, count), INLINE, dtype=np.int64)
+    extents[2] = body.varints(count, MOST_I64)
+    kinds = np.frombuffer(body.take(count), dtype=np.uint8)
+    _require(kinds.max() <= _OUTSIDE, f"a value of kind {kinds.max()}")
+    outside, inside = np.flatnonzero(kinds), np.flatnonzero(kinds != _OUTSIDE)
+    extents[:2, outside] = body.varints(len(outside), MOST_I64, MOST_I64)
+    _check_extents(extents[:, outside], paths)
+    extents[1, inside] = np.arange(len(inside))
+    sizes = extents[2, inside]
+    is_small = int(sizes.max(initial=0)) <= _MOST_INLINE_BYTES
+    _require(is_small, f"a value in the tree has more than {_MOST_INLINE_BYTES} bytes")
+    return extents, [body.take(size) for size in sizes.tolist()]
 
 
-def _extents(
-    body: Body, count: int, files: Sequence[FileRef], lengths: I64 | None = None
-) -> Extents:
-    file = _file_numbers(body, count, len(files))
-    used = np.unique(file).tolist()
-    _require(all(files[number].path for number in used), "a file without a path")
-    offset = body.varints(count)
-    if lengths is None:
-        lengths = body.varints(count)
-    _require((offset <= MOST_I64 - lengths).all(), "a place behind the end of any file")
-    return Extents(file, offset, lengths)
+def _check_extents(extents: I64, paths: Sequence[str]) -> None:
+    file, offset, length = extents
+    _check_files(file, len(paths))
+    _require(all(paths[number] for number in np.unique(file).tolist()), "a file without a path")
+    _require((offset <= MOST_I64 - length).all(), "a place behind the end of any file")
+
+
+def _check_files(file: I64 | U64, num_files: int) -> None:
+    if (file >= num_files).any():
+        raise Malformed(f"file {file.max()} of {num_files}")
 
 
 def encode_node(
@@ -453,10 +437,9 @@ def encode_node(
     shared: I64,
     cut: int,
     files: Sequence[str],
-    extents: Extents,
+    entries: I64,
     height: int = 0,
-    prefixes: I64 | None = None,
-    below: Sequence[Sequence[int]] | I64 = (),
+    prefixes: I64 | Sequence[int] = (),
 ) -> bytes:
     """The record of a leaf whose values are all outside of the tree, or of a node above others.
 
@@ -464,22 +447,23 @@ def encode_node(
         keys: whole and sorted; of a node above others lower bounds.
         shared: bytes that each has in common with the one before it.
         cut: the node above knows so many bytes of all of them.
-        files: of the extents.
-        extents: of values or children.
+        files: of the values or children.
+        entries: for each key position in ``files``, first byte and number of bytes; of a child also
+            what a NodeRef says is below it.
         height: of the node.
-        prefixes: with how many bytes of its lower bound all keys below a child begin.
-        below: ``[keys, 3]``, the statistics of each child.
+        prefixes: of a node above others: with how many bytes of its lower bound all keys below a
+            child begin.
     """
-    used, file = np.unique(extents.file, return_inverse=True)
-    lengths, rests = _split_strings(keys, shared, cut)
-    if prefixes is not None:
-        places = [*map(encoded, [file, extents.offset, extents.length, *np.transpose(below)])]
-        lengths.append(encoded(prefixes - cut))
+    used, file = np.unique(entries[0], return_inverse=True)
+    others = [np.subtract(prefixes, cut)] if height else []
+    strings = _encoded_strings(keys, shared, cut, *others)
+    if height:
+        columns = [encoded(np.stack([file, *entries[1:]]))]
     else:
-        places = [encoded(extents.length), bytes([_OUTSIDE]) * len(keys)]
-        places += [encoded(file), encoded(extents.offset)]
+        columns = [encoded(entries[2]), bytes([_OUTSIDE]) * len(keys)]
+        columns.append(encoded(np.stack([file, entries[1]])))
     table = files_table([files[number] for number in used.tolist()])
-    body = b"".join([bytes([height]), table, *lengths, *rests, *places])
+    body = b"".join([bytes([height]), table, strings, *columns])
     return sealed(NODE, body, compressed=True)
 
 
@@ -493,17 +477,6 @@ _LEVEL_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
-    """The node where a tree begins, and the statistics of the whole tree."""
-
-    height: int
-    file: FileRef
-    offset: int
-    length: int
-    statistics: TreeStatistics
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """What a manifest says: its settings, encoded, and the root of its newest version, if any.
 
@@ -512,20 +485,18 @@ class Manifest:
 
     config: bytes
     generation: int
-    root: Root | None
+    root: NodeRef | None
 
 
-def encode_manifest(root: Root | None) -> bytes:
+def encode_manifest(root: NodeRef | None) -> bytes:
     """The manifest of a database with one version, whose root lies in a file without base path."""
-    path, height, numbers = "", 0, [0, MOST_U64, MOST_U64, 0, 0, 0]
-    if root is not None:
-        path, height = root.file.path, root.height
-        numbers = [0, root.offset, root.length, *root.statistics]
+    root = root or NodeRef("", "", 0, MOST_U64, MOST_U64, 0, 0, 0)
+    numbers = (0, root.offset, root.length, root.num_keys, root.num_tree_bytes)
     config = uuid.uuid4().bytes + bytes([_SINGLE]) + encoded([_INLINE_BYTES, NODE_BYTES])
-    config += bytes([_ARITY_LOG2]) + encoded([_ZSTD]) + bytes(_LEVEL_BYTES)
-    version = encoded([1, 1]) + bytes([height]) + encoded(np.array(numbers, dtype=np.uint64))
+    config += bytes([_ARITY_LOG2, _ZSTD]) + bytes(_LEVEL_BYTES)
+    version = b"\x01\x01" + bytes([root.height]) + encoded([*numbers, root.num_value_bytes])
     version += time.time_ns().to_bytes(8, "little")
-    body = config + files_table([path]) + version + encoded([0])
+    body = config + files_table([root.path]) + version + b"\x00"
     return sealed(MANIFEST, body, compressed=False)
 
 
@@ -533,11 +504,11 @@ def decode_manifest(record: bytes) -> Manifest:
     """What the bytes of a manifest say."""
     body = Body(opened(MANIFEST, record))
     identity = body.take(16)
-    kind = body.take(1)[0]
+    (kind,) = body.take(1)
     start = body.position
     body.varint(MOST_U32)
     body.varint(MOST_U32)
-    arity = body.take(1)[0]
+    (arity,) = body.take(1)
     method = body.varint(MOST_U32)
     if method == _ZSTD:
         body.take(_LEVEL_BYTES)
@@ -548,49 +519,50 @@ def decode_manifest(record: bytes) -> Manifest:
         body.finish()
         return Manifest(config, 0, None)
     files = read_files(body, "")
-    manifest = Manifest(config, *_newest(body, files, arity))
+    generation, root = _read_newest(body, files, arity)
     _check_older(body, len(files), arity)
     body.finish()
-    return manifest
+    return Manifest(config, generation, root)
 
 
-def _rise(generations: I64) -> bool:
-    return int(generations[0]) >= 1 and bool((np.diff(generations) > 0).all())
+def _rise(generations: U64) -> bool:
+    return int(generations[0]) >= 1 and bool((generations[1:] > generations[:-1]).all())
 
 
-def _newest(body: Body, files: list[FileRef], arity: int) -> tuple[int, Root | None]:
+def _read_newest(
+    body: Body, files: Sequence[tuple[str, str]], arity: int
+) -> tuple[int, NodeRef | None]:
     """The last of the versions that stand in the manifest itself."""
     count = body.varint(1 << arity)
     _require(count > 0, "it has no version")
-    generations = body.varints(count)
-    heights = body.fixed(count, "u1")
-    file = _file_numbers(body, count, len(files))
-    numbers = [int(body.wide_varints(count)[-1]) for _ in range(5)]
-    body.fixed(count, "<u8")
-    same = generations - 1 >> arity
+    (generations,) = body.varints(count, MOST_I64)
+    height = body.take(count)[-1]
+    entries = body.varints(count, MOST_I64, *[MOST_U64] * 5)
+    body.take(8 * count)  # the times of the commits
+    _check_files(entries[0], len(files))
+    same = generations - np.uint64(1) >> np.uint64(arity)
     _require(_rise(generations) and (same == same[-1]).all(), "its versions are not in order")
-    newest, height = files[int(file[-1])], int(heights[-1])
-    offset, length, below = numbers[0], numbers[1], TreeStatistics(*numbers[2:])
-    if (offset, length) == (MOST_U64, MOST_U64):
-        _require(not (newest.path or height or any(below)), "its empty tree is not empty")
-        return int(generations[-1]), None
-    is_here = newest.path and length <= MOST_BODY_BYTES and offset + length <= MOST_I64
-    _require(bool(is_here), "its tree is nowhere")
-    return int(generations[-1]), Root(height, newest, offset, length, below)
+    file, *numbers = entries[:, -1].tolist()
+    root = NodeRef(*files[int(file)], height, *numbers)
+    generation = int(generations[-1])
+    if (root.offset, root.length) == (MOST_U64, MOST_U64):
+        _require(not (root.path or height or any(numbers[2:])), "its empty tree is not empty")
+        return generation, None
+    is_small = root.length <= MOST_BODY_BYTES and root.offset + root.length <= MOST_I64
+    _require(bool(root.path) and is_small, "its tree is nowhere")
+    return generation, root
 
 
 def _check_older(body: Body, num_files: int, arity: int) -> None:
     """Check the references to nodes of older versions; their content is not read."""
     count = body.varint(MOST_HEIGHT)
-    generations = body.varints(count)
-    _file_numbers(body, count, num_files)
-    for _ in range(3):
-        body.wide_varints(count)
-    body.fixed(count, "<u8")
-    heights = body.fixed(count, "u1").astype(np.int64)
+    generations, file, *_ = body.varints(count, MOST_I64, MOST_I64, MOST_U64, MOST_U64, MOST_U64)
+    _check_files(file, num_files)
+    body.take(8 * count)
+    heights = np.frombuffer(body.take(count), dtype=np.uint8)
     if count and (
         not _rise(generations)
-        or (np.diff(heights) >= 0).any()
+        or (heights[1:] >= heights[:-1]).any()
         or int(heights[-1]) < 1
         or int(heights[0]) > min(MOST_HEIGHT, 63 // arity - 1)
     ):

@@ -33,8 +33,8 @@ from dist_checkpointing.strategies.chunk_reads import (
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import database
-from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import MANIFEST_NAME
-from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, INLINE, Tree, Values
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, Tree, Values
 from dist_checkpointing.strategies.zarr_metadata import chunk_name
 from dist_checkpointing.threads import paused_collector
 
@@ -100,7 +100,7 @@ class TensorStoreReader(StorageReader):
     def object_bytes(self, key: str, cell: Ints) -> bytes:
         name = database.object_key(key, cell, self._index.objects[key])
         values = self._find([name])
-        if values.extents.file[0] == ABSENT:
+        if values.extents[0, 0] == ABSENT:
             raise damaged(f"{self.checkpoint_dir}: {name.decode()}", key, "an object is missing")
         return self._bytes(values, 0, key)
 
@@ -131,7 +131,7 @@ class TensorStoreReader(StorageReader):
     def location(self, chunk: MetadataIndex) -> str:
         (key,) = self._keys_of([chunk])
         values = self._find([key])
-        if values.extents.file[0] < 0:
+        if values.extents[0, 0] < 0:
             return f"{self.checkpoint_dir} (OCDBT), {key.decode()}"
         extent = self._extent(values, 0)
         return f"{extent.path}, {extent.num_bytes} bytes from {extent.offset}"
@@ -139,7 +139,7 @@ class TensorStoreReader(StorageReader):
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
         values = self._find(self._keys_of(chunks))
         places: list[ChunkPlace | None] = []
-        for file, _, length in zip(*(column.tolist() for column in values.extents), strict=True):
+        for file, _, length in values.extents.T.tolist():
             if file == ABSENT:
                 places.append(None)
             elif file == INLINE:
@@ -161,27 +161,28 @@ class TensorStoreReader(StorageReader):
             data = self._bytes(values, row, table.key(row))
             where = f"{self.checkpoint_dir}: {row_keys[row].decode()}"
             destinations.apply_bytes(row, deserialize(data, where, trusted=self.trusted))
-        extents = values.extents
-        for row in np.flatnonzero((extents.file == INLINE) & ~table.is_object).tolist():
-            self.report(filler.fill(row, np.frombuffer(values.inline[row], dtype=np.uint8)))
-        rows = np.flatnonzero((extents.file >= 0) & ~table.is_object)
-        reads = ChunkReads(rows, values.files, *extents.rows(rows))
+        file, offset, length = values.extents
+        for row in np.flatnonzero((file == INLINE) & ~table.is_object).tolist():
+            value = np.frombuffer(values.inline[offset[row]], dtype=np.uint8)
+            self.report(filler.fill(row, value))
+        rows = np.flatnonzero((file >= 0) & ~table.is_object)
+        reads = ChunkReads(rows, values.files, file[rows], offset[rows], length[rows])
         read_chunks(reads, filler, self.files, report=self.report)
         return done(None)
 
     def _require_found(self, table: ReadTable, row_keys: Sequence[bytes], values: Values) -> None:
         """Make sure that all values are there, and the chunks as large as they must be."""
-        extents, sizes = values.extents, stored_bytes(table, self._index)
-        is_absent = extents.file == ABSENT
-        is_wrong = is_absent | ~table.is_object & (extents.length != sizes)
+        (file, _, length), sizes = values.extents, stored_bytes(table, self._index)
+        is_absent = file == ABSENT
+        is_wrong = is_absent | ~table.is_object & (length != sizes)
         findings = []
         for row in np.flatnonzero(is_wrong).tolist():
             key, path = table.key(row), f"{self.checkpoint_dir}: {row_keys[row].decode()}"
             if is_absent[row]:
                 findings.append(Finding("a chunk is missing", key, path=path))
                 continue
-            path = path if extents.file[row] < 0 else self._extent(values, row).path
-            expected, stored = f"{sizes[row]} bytes", int(extents.length[row])
+            path = path if file[row] < 0 else self._extent(values, row).path
+            expected, stored = f"{sizes[row]} bytes", int(length[row])
             problem = "a chunk has the wrong size"
             findings.append(Finding(problem, key, expected=expected, found=stored, path=path))
         if findings:
@@ -202,9 +203,11 @@ class TensorStoreReader(StorageReader):
         return self._newest(keeps_nodes=self.is_kept).find(wanted)
 
     def _extent(self, values: Values, row: int) -> Extent:
-        file, offset, length = (int(column[row]) for column in values.extents)
+        file, offset, length = values.extents[:, row].tolist()
         return Extent(self.checkpoint_dir, values.files[file], offset, length)
 
     def _bytes(self, values: Values, row: int, key: str) -> bytes:
-        inline = values.inline.get(row)
-        return read_extent(self._extent(values, row), key) if inline is None else inline
+        file, offset, _ = values.extents[:, row].tolist()
+        return (
+            values.inline[offset] if file == INLINE else read_extent(self._extent(values, row), key)
+        )

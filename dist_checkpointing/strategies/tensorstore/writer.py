@@ -46,8 +46,8 @@ from dist_checkpointing.strategies.tensorstore.database import (
     merged_values,
     write_tree,
 )
-from dist_checkpointing.strategies.tensorstore.incremental import settle, values_in_base
-from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import Extents
+from dist_checkpointing.strategies.tensorstore.incremental import keep_shared, values_in_base
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Values
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.threads import paused_collector
 
@@ -275,10 +275,7 @@ class TensorStoreWriter(StorageWriter):
             is_alone=self.world_size == 1,
         )
         with paused_collector():
-            row_keys = database.row_keys(table, index)
-            key_lengths = np.fromiter(map(len, row_keys), dtype=np.uint16)
-            joined_keys = b"".join(row_keys)
-            del row_keys
+            keys = b"\0".join(database.row_keys(table, index))
             shares = list(self._shares(table, reused.rows, steady))
         most_pending = max(1, self.options.buffer_bytes // max(1, len(shares)))
         has_checksums = self.options.checksum is Checksum.XXH3
@@ -295,21 +292,20 @@ class TensorStoreWriter(StorageWriter):
             self.report,
             min(_MOST_THREADS, self.options.threads),
         )
-        places, names = np.empty((3, len(table)), dtype=np.int64), list[str]()
+        extents, names = np.empty((3, len(table)), dtype=np.int64), list[str]()
         for (_, own), (files, _) in zip(shares, written, strict=True):
-            places[:, own] = np.array(files.file) + len(names), files.offset, files.length
+            extents[:, own] = np.array(files.file) + len(names), files.offset, files.length
             names += files.names
-        places[:, reused.rows] = reused.extents.T
-        places[0, reused.rows] += len(names)
+        extents[:, reused.rows] = reused.extents.T
+        extents[0, reused.rows] += len(names)
         names += [file.name for file in reused.files]
-        extents = Extents(*places)
         results = WriteResults(
             table,
-            extents.length,
+            extents[2],
             rows.digests[:, 1],
             None if rows.has_checksums else table.is_object,
             tuple(file for _, sealed in written for file in sealed),
-            StoredValues(tuple(names), joined_keys, key_lengths, extents, reused.files),
+            StoredValues(keys, Values(names, extents), reused.files),
             rows.digests[:, 0] if rows.has_checksums else None,
         )
         return done(results)  # type: ignore[arg-type]
@@ -346,12 +342,12 @@ class TensorStoreWriter(StorageWriter):
         parts = [values for values in stored if isinstance(values, StoredValues)]
         durability, folder = self.options.durability, self.checkpoint_dir
         with paused_collector():
-            keys, files, extents, texts = merged_values(parts, metadata)
+            keys, values = merged_values(parts, metadata)
             files_of_base: list[SealedFile] = []
             if self.base is not None:
-                shared = {file.name: file for values in parts for file in values.shared}
-                files_of_base = settle(folder, files, extents, shared, self.options)
+                shared = {file.name: file for part in parts for file in part.shared}
+                values, files_of_base = keep_shared(folder, values, shared, self.options)
             if durability is Durability.FSYNC:
-                location.fsync_folders([folder / name for name in files], folder)
-            tree = write_tree(folder, keys, files, extents, texts, durability)
+                location.fsync_folders([folder / name for name in values.files], folder)
+            tree = write_tree(folder, keys, values, durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]
