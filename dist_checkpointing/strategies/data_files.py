@@ -26,12 +26,8 @@ Share = TypeVar("Share")
 class DataFiles:
     """A row of files, each begun when the one before it is full; used by one thread.
 
-    Args:
-        root: the checkpoint.
-        stem: relative path of the files, but for the end of their names; its folder exists.
-        options: how large files may be, and whether they must be durable.
-        most_pending: bytes that may wait to be written together.
-        report: called with the bytes of tensors that were written since the last call.
+    Their names begin with ``stem``, in a folder that exists. At most ``most_pending`` bytes wait to
+    be written together. ``report`` gets the bytes of tensors written since the last call.
 
     Attributes:
         names: Relative paths of the files.
@@ -39,6 +35,7 @@ class DataFiles:
         offset: For each value its first byte.
         length: For each value its bytes.
         end: Bytes of the file that is open.
+        sealed: The files that are complete.
         stays: Whether the memory of what waits stays as it is until its file is complete.
     """
 
@@ -59,7 +56,7 @@ class DataFiles:
         self._report = report
         self._open_file: file_writer.NewFile | None = None
         self.end = 0
-        self._sealed: list[SealedFile] = []
+        self.sealed: list[SealedFile] = []
         self.stays = False
         self._pending: list[Any] = []
         self._pending_bytes = self._unreported = 0
@@ -79,10 +76,8 @@ class DataFiles:
         self._pending.append(value)
         self._pending_bytes += num_bytes
         self._unreported += reported
-        if (
-            self._pending_bytes >= self._most_pending
-            or len(self._pending) >= file_writer.MOST_PARTS
-        ):
+        is_full = self._pending_bytes >= self._most_pending
+        if is_full or len(self._pending) >= file_writer.MOST_PARTS:
             self.flush()
 
     def put_memory(self, addresses: Int64s, lengths: Int64s) -> None:
@@ -132,9 +127,8 @@ class DataFiles:
 
     def finish(self) -> list[SealedFile]:
         """Write what is left; the files are durable then, but not their names."""
-        self.flush()
-        self._close(is_durable=self._is_durable)
-        return self._sealed
+        self._close()
+        return self.sealed
 
     def give_up(self) -> None:
         """Let go of the file that is open."""
@@ -155,8 +149,7 @@ class DataFiles:
     def _required_file(self) -> file_writer.NewFile:
         """The file that is open; begins one if there is none, or it is full."""
         if self._open_file is None or self.end >= self.most_bytes:
-            self.flush()
-            self._close(is_durable=self._is_durable)
+            self._close()
             self.names.append(self.next_name())
             self._open_file = file_writer.create(self._root / self.names[-1])
             self.end = 0
@@ -176,11 +169,12 @@ class DataFiles:
                 self._report(self._unreported)
             self._pending_bytes = self._unreported = 0
 
-    def _close(self, *, is_durable: bool) -> None:
+    def _close(self) -> None:
+        self.flush()
         file, self._open_file = self._open_file, None
         if file is not None:
-            etag = file.close(is_durable=is_durable)
-            self._sealed.append(SealedFile(self.names[-1], self.end, etag=etag))
+            etag = file.close(is_durable=self._is_durable)
+            self.sealed.append(SealedFile(self.names[-1], self.end, etag=etag))
 
 
 def balanced(rows: Int64s, sizes: Int64s, count: int) -> list[Int64s]:
@@ -203,7 +197,7 @@ def write_shares(
     fill: Callable[[Share, Files], None],
     report: Callable[[int], None],
     threads: int,
-) -> list[tuple[Files, list[SealedFile]]]:
+) -> list[Files]:
     """Write each share to files of its own, on a thread; all stop when one has failed.
 
     ``open_files`` makes the files of a share, which report what is written.
@@ -215,14 +209,15 @@ def write_shares(
             raise InterruptedError("the save was cancelled")
         report(num_bytes)
 
-    def write(share: Share) -> tuple[Files, list[SealedFile]]:
+    def write(share: Share) -> Files:
         files = open_files(share, report_or_stop)
         try:
             fill(share, files)
-            return files, files.finish()
+            files.finish()
         except BaseException:
             files.give_up()
             raise
+        return files
 
     with ThreadPoolExecutor(threads, "data-files") as pool:
         try:

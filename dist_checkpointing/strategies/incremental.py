@@ -69,12 +69,7 @@ _READ_BYTES: Final = 2**22
 
 
 def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: Location) -> None:
-    """Refuse a strategy whose checkpoints cannot share files, and a place where files cannot.
-
-    Raises:
-        UnsupportedFormatError: naming the strategy, or the place.
-        StrategyNotFoundError: if there is no such strategy.
-    """
+    """Refuse a strategy whose checkpoints cannot share files, and a place where files cannot."""
     require_local(folder, "an incremental save")
     strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
     writer = strategy.make_writer(Path()) if isinstance(strategy, PlannedSaveStrategy) else None
@@ -84,62 +79,42 @@ def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: 
 def require_sharing(writer: StorageWriter | None, form: str, split: str | None = None) -> None:
     """Refuse a base for a strategy that cannot share files with it, or that is not on one disk.
 
-    Args:
-        writer: of the save, if its strategy has one.
-        form: backend and version, for messages.
-        split: name of a checkpoint whose ranks do not share a disk; None for others.
-
-    Raises:
-        UnsupportedFormatError: naming the strategy.
+    ``form`` is the backend and version, for messages; ``split`` the name of a checkpoint whose
+    ranks do not share a disk.
     """
-    message, finding = "the checkpoint cannot be incremental", None
+    message, details = "the checkpoint cannot be incremental", dict[str, Any]()
     if split is not None:
         message = "each machine has a disk of its own"
-        finding = Finding(
-            "files are shared with a base that is whole on one disk",
-            path=split,
-            remedy="Save without a base, or to a disk that all ranks share.",
-        )
+        problem = "files are shared with a base that is whole on one disk"
+        details = {"path": split}
+        remedy = "Save without a base, or to a disk that all ranks share."
     elif writer is None or not writer.shares_files:
-        finding = Finding(
-            "checkpoints of this format do not share files",
-            expected="the backend tensorstore or zarr",
-            found=form,
-            remedy="Save without a base, or with one of these backends.",
-        )
+        problem = "checkpoints of this format do not share files"
+        details = {"expected": "the backend tensorstore or zarr", "found": form}
+        remedy = "Save without a base, or with one of these backends."
     elif writer.options.checksum is Checksum.NONE:
-        finding = Finding(
-            "parts are compared by their digests, and none are made",
-            remedy="Save with StorageOptions(checksum=Checksum.XXH3).",
-        )
-    if finding is not None:
-        raise UnsupportedFormatError(message, [finding])
+        problem = "parts are compared by their digests, and none are made"
+        remedy = "Save with StorageOptions(checksum=Checksum.XXH3)."
+    else:
+        return
+    raise UnsupportedFormatError(message, [Finding(problem, remedy=remedy, **details)])
 
 
 def base_grids(
     base: Path, folder: Location, saved: tuple[str, int], index: Index | None
 ) -> dict[str, Ints] | None:
-    """Chunk shapes of a base that a save should take over, by key.
+    """Chunk shapes of a base that a save should take over, by key; None if its format is another.
 
-    Args:
-        base: it.
-        folder: of the save.
-        saved: backend and version of the save.
-        index: what the save will hold; None if it cannot be cut in another way.
-
-    Returns:
-        None if the base is of another format.
+    ``saved`` is the backend and version of the save, and ``index`` what it will hold; None if it
+    cannot be cut in another way.
 
     Raises:
         CheckpointNotFoundError: if the base is no checkpoint.
         CheckpointingException: if it is the folder that is written.
     """
     if base.resolve() == Path(folder).resolve():
-        finding = Finding(
-            "the base is the folder of the save itself",
-            path=str(folder),
-            remedy="Save into another folder.",
-        )
+        problem, remedy = "the base is the folder of the save itself", "Save into another folder."
+        finding = Finding(problem, path=str(folder), remedy=remedy)
         raise CheckpointingException("a checkpoint cannot be its own base", [finding])
     config = read_config(base)
     stored = (config.sharded_backend, config.sharded_backend_version)
@@ -341,17 +316,12 @@ def share_parts(
 ) -> tuple[Candidates, Int64s]:
     """Share the files of the base, if any, that hold values of a plan. Not collective.
 
-    Nothing is shared if the base is damaged or gone, which is logged.
+    Nothing is shared if the base is damaged or gone, which is logged. ``digests`` gets those of the
+    rows that are needed.
 
-    Args:
-        writer: of the plan.
-        reader_type: what reads the base.
-        plan: what this rank writes.
-        digests: of the rows of the plan; gets those that are needed.
-        candidates_in: finds the values in the base.
-        is_alone: whether no other rank shares the same files.
-        reuses_names: whether files of another save have the same names.
-        unpack: if the files are compressed.
+    ``candidates_in`` finds the values in the base. No other rank shares the same files if this one
+    ``is_alone``; files of another save may have the same names if it ``reuses_names``. Compressed
+    files need ``unpack``.
 
     Returns:
         The rows that lie in shared files; and those that have not changed either, but lie in files
@@ -423,38 +393,26 @@ def _are_same(
     read = np.flatnonzero(is_read).tolist()
 
     def stored_digest(at: int) -> bytes:
-        row, values = int(rows[at]), (int(sizes[at]), int(itemsizes[at]))
-        return _digest_in_base(base, table, row, *values, extent(at), unpack)
+        """The digest of a candidate, as it is now."""
+        place, row, itemsize = extent(at), int(rows[at]), int(itemsizes[at])
+        num_bytes, key = int(sizes[at]), table.key(row)
+        if unpack is None and not place.num_bytes > num_bytes > 0:
+            digest, end = Digest(), place.offset + place.num_bytes
+            for begin in range(place.offset, end, _READ_BYTES):
+                part = place._replace(offset=begin, num_bytes=min(_READ_BYTES, end - begin))
+                digest.update(memoryview(read_extent(part, key)))
+            return digest.digest()
+        chunk = base.index.chunk_shape(key)
+        whole = num_bytes if chunk is None else math.prod(chunk) * itemsize
+        data = read_extent(place, key) if unpack is None else unpack(Path(place.path), whole, key)
+        values = np.frombuffer(data, dtype=f"V{itemsize}")
+        if chunk is not None and values.nbytes == whole > num_bytes:  # padding is no part of them
+            values = values.reshape(tuple(chunk))[tuple(map(slice, table.box(row).shape))].copy()
+        return digest_of_array(values)
 
     stored = in_threads(stored_digest, read, options.threads)
     is_same[read] = (columns_of(stored) == wanted[read]).all(axis=1)
     return is_same
-
-
-def _digest_in_base(
-    base: BaseParts,
-    table: ShardTable,
-    row: int,
-    num_bytes: int,
-    itemsize: int,
-    extent: Extent,
-    unpack: Unpack | None,
-) -> bytes:
-    """The digest of the values in an extent of the base, as they are now."""
-    key = table.key(row)
-    if unpack is None and not extent.num_bytes > num_bytes > 0:
-        digest, end = Digest(), extent.offset + extent.num_bytes
-        for begin in range(extent.offset, end, _READ_BYTES):
-            part = extent._replace(offset=begin, num_bytes=min(_READ_BYTES, end - begin))
-            digest.update(memoryview(read_extent(part, key)))
-        return digest.digest()
-    chunk = base.index.chunk_shape(key)
-    whole = num_bytes if chunk is None else math.prod(chunk) * itemsize
-    data = read_extent(extent, key) if unpack is None else unpack(Path(extent.path), whole, key)
-    values = np.frombuffer(data, dtype=f"V{itemsize}")
-    if chunk is not None and values.nbytes == whole > num_bytes:  # padding is no part of the values
-        values = values.reshape(tuple(chunk))[tuple(map(slice, table.box(row).shape))].copy()
-    return digest_of_array(values)
 
 
 def _share_files(

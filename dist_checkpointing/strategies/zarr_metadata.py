@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
+import numpy.typing as npt
 
 from dist_checkpointing.format.file_names import disk_name, disk_names
 from dist_checkpointing.format.geometry import Ints, Pieces, padded_rows
@@ -35,6 +36,13 @@ def piece_name(offset: Sequence[int], start: int) -> str:
     return name if start < 0 else f"{name}-{start}"
 
 
+def padded_chunk(array: npt.NDArray[Any], shape: Ints) -> npt.NDArray[Any]:
+    """A chunk at the edge of a tensor in its full size, with zeros behind the edge."""
+    whole = np.zeros(shape, dtype=array.dtype)
+    whole[tuple(map(slice, array.shape))] = array
+    return whole
+
+
 class ChunkNames(NamedTuple):
     """How the files of chunks are named: folders of keys, and the name of a chunk in its folder."""
 
@@ -52,16 +60,13 @@ def chunk_keys(
         offsets, flat_starts = table.offsets, table.flat[:, 0]
     else:
         offsets, flat_starts = table.chunk_offsets, stored_ranges(table, index)[:, 0]
-    keys, names, width = table.keys, table.names, offsets.shape[1]
-    used = np.flatnonzero(np.bincount(keys, minlength=len(names)))
-    used_names = [names[number] for number in used.tolist()]
-    _, chunk_shapes = index.shapes_of(used_names)
-    chunks = np.ones((len(names), width), dtype=np.int64)
-    chunks[used] = padded_rows([shape or () for shape in chunk_shapes], 1, width)[:, :width]
-    has_grid = np.zeros(len(names), dtype=np.bool_)
-    has_grid[used] = [shape is not None for shape in chunk_shapes]
-    folders = dict(zip(used.tolist(), naming.folders(used_names), strict=True))
-    on_grid, numbers = has_grid[keys], offsets // chunks[keys]
+    is_used, width = np.bincount(table.keys, minlength=len(table.names)) > 0, offsets.shape[1]
+    keys = (np.cumsum(is_used) - 1)[table.keys]
+    names = [table.names[number] for number in np.flatnonzero(is_used).tolist()]
+    _, shapes = index.shapes_of(names)
+    chunks = padded_rows([shape or () for shape in shapes], 1, width)[:, :width]
+    has_grid = np.array([shape is not None for shape in shapes], dtype=np.bool_)
+    folders, on_grid, numbers = naming.folders(names), has_grid[keys], offsets // chunks[keys]
     is_first = on_grid & ~numbers.any(axis=1)
     ends = ["/" + naming.chunk((0,) * axes) for axes in range(int(table.ndim.max(initial=0)) + 1)]
     rows = zip(keys.tolist(), table.ndim.tolist(), strict=True)
@@ -122,15 +127,6 @@ def array_json(
     }
 
 
-def nodes_of(tensor: StoredTensor, codec: str | None = None) -> dict[str, Node]:
-    """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
-    name = disk_name(tensor.key)
-    nodes = {name: top_node(tensor, codec)}
-    for own_name, shape in piece_arrays(tensor):
-        nodes[f"{name}/{own_name}"] = array_json(shape, shape, tensor.dtype, codec)
-    return nodes
-
-
 def node_texts(
     index: Index, codec: str | None = None, indent: int | None = None, rows: slice = slice(None)
 ) -> Iterator[tuple[str, str]]:
@@ -188,7 +184,7 @@ def group_json(attributes: Mapping[str, Any]) -> Node:
 
 
 def parse(name: str, node: Mapping[str, Any]) -> StoredTensor:
-    """The tensor that the top node ``name`` describes; the inverse of ``nodes_of``."""
+    """The tensor that the top node ``name`` describes; the inverse of ``node_texts``."""
     ours = node["attributes"].get(_ATTRIBUTE, {})
     key = ours.get("key", unquote(name))
     if node["node_type"] == "array":

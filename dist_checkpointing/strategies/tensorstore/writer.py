@@ -41,14 +41,10 @@ from dist_checkpointing.strategies.data_files import (
 from dist_checkpointing.strategies.incremental import PlanDigests, share_parts
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database
-from dist_checkpointing.strategies.tensorstore.database import (
-    StoredValues,
-    merged_values,
-    write_tree,
-)
-from dist_checkpointing.strategies.tensorstore.incremental import keep_shared, values_in_base
+from dist_checkpointing.strategies.tensorstore.database import StoredValues
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Values
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
+from dist_checkpointing.strategies.zarr_metadata import padded_chunk
 from dist_checkpointing.threads import paused_collector
 
 LARGE_BYTES: Final = 2**20
@@ -133,22 +129,46 @@ class RowWriter:
         """Write rows one by one, the first of which have given their data already."""
         digests: list[bytes] = []
         given = chain(data, map(self._data_of, rows[len(data) :].tolist()))
-        left = zip(rows.tolist(), given, strict=True)
-        for row, own in left:
+        numbered = zip(rows.tolist(), given, strict=True)
+        for row, own, blocks in self._with_blocks(numbered, files, most_bytes):
             if self._is_object[row]:
-                digests.append(self._put_object(row, own, files))
+                value = serialize(own, f"the ShardedObject {self._table.key(row)!r}")
+                files.put(value, len(value), 0)
+                digests.append(digest_of(value, len(value)))
                 continue
             assert isinstance(own, torch.Tensor)
-            if is_on_gpu(own):
-                self._write_copies(row, own, left, files, digests, most_bytes)
-                break
-            digests.append(self._put(row, _contiguous(own), files))
+            if not is_on_gpu(own) or own.nbytes < LARGE_BYTES or self._is_edge[row]:
+                digests.append(self._put(row, _together(own, blocks), files))
+                continue
+            digest = Digest() if self.has_checksums else None
+            files.begin_large(own.nbytes)
+            for block in blocks:
+                files.put_block(_contiguous(block), block.nbytes, digest)
+            digests.append(NO_DIGEST if digest is None else digest.digest())
         self.digests[rows] = columns_of(digests)
 
-    def _put_object(self, row: int, data: object, files: DataFiles) -> bytes:
-        value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
-        files.put(value, len(value), 0)
-        return digest_of(value, len(value))
+    def _with_blocks(
+        self, rows: Iterator[tuple[int, Any]], files: DataFiles, most_bytes: int
+    ) -> Iterator[tuple[int, Any, Iterator[torch.Tensor]]]:
+        """Rows, their data, and blocks of it on the CPU; the data itself, if it is there.
+
+        From the first tensor on a GPU on, the next block is copied while one is written.
+        """
+        asked: deque[tuple[int, Any]] = deque()
+
+        def tensors() -> Iterator[torch.Tensor]:
+            for row, own in chain([(first, data)], rows):
+                asked.append((row, own))
+                yield torch.empty(0) if self._is_object[row] else own
+
+        for first, data in rows:
+            if self._is_object[first] or not is_on_gpu(data):
+                yield first, data, iter([data])
+                continue
+            copies = HostBlocks(most_bytes, files.flush).of(tensors())
+            for _, blocks in groupby(copies, key=itemgetter(0)):
+                row, own = asked.popleft()
+                yield row, own, map(itemgetter(1), blocks)
 
     def _put(self, row: int, array: Array, files: DataFiles) -> bytes:
         """Add a chunk and give its digest."""
@@ -162,61 +182,13 @@ class RowWriter:
             return hashed.digest()
         digest = digest or digest_of(array, size)
         if is_edge:
-            array = self._padded(row, array)
+            shape = self._index.chunk_shape(self._table.key(row))
+            array = padded_chunk(array, tuple(shape or ()))
         if array.nbytes >= LARGE_BYTES:
             files.put_large(array, size, None)
         else:
             files.put(array, array.nbytes, size)
         return digest
-
-    def _write_copies(
-        self,
-        first: int,
-        data: torch.Tensor,
-        left: Iterator[tuple[int, object]],
-        files: DataFiles,
-        digests: list[bytes],
-        most_bytes: int,
-    ) -> None:
-        """Write the first of some rows that is on a GPU, and those that are left.
-
-        The next block is copied while one is written.
-        """
-        asked: deque[tuple[int, object]] = deque()
-
-        def tensors() -> Iterator[torch.Tensor]:
-            asked.append((first, data))
-            yield data
-            for row, given in left:
-                asked.append((row, given))
-                yield given if isinstance(given, torch.Tensor) else torch.empty(0)
-
-        copies = HostBlocks(most_bytes, files.flush).of(tensors())
-        for _, numbered in groupby(copies, key=itemgetter(0)):
-            row, given = asked.popleft()
-            blocks = (block for _, block in numbered)
-            if self._is_object[row]:
-                next(blocks)
-                digests.append(self._put_object(row, given, files))
-                continue
-            assert isinstance(given, torch.Tensor)
-            if not is_on_gpu(given) or given.nbytes < LARGE_BYTES or self._is_edge[row]:
-                array = _together(given, blocks)
-                digests.append(self._put(row, array, files))
-                continue
-            digest = Digest() if self.has_checksums else None
-            files.begin_large(given.nbytes)
-            for block in blocks:
-                files.put_block(_contiguous(block), block.nbytes, digest)
-            digests.append(NO_DIGEST if digest is None else digest.digest())
-
-    def _padded(self, row: int, array: Array) -> Array:
-        """A chunk at the edge of a tensor in its full size."""
-        chunk = self._index.chunk_shape(self._table.key(row))
-        assert chunk is not None
-        whole = np.zeros(tuple(chunk), dtype=array.dtype)
-        whole[tuple(map(slice, array.shape))] = array
-        return whole
 
 
 def _together(data: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Array:
@@ -271,7 +243,7 @@ class TensorStoreWriter(StorageWriter):
             TensorStoreReader,
             plan,
             known,
-            lambda base: values_in_base(base, table, index),
+            lambda base: database.values_in_base(base, table, index),
             is_alone=self.world_size == 1,
         )
         with paused_collector():
@@ -293,7 +265,7 @@ class TensorStoreWriter(StorageWriter):
             min(_MOST_THREADS, self.options.threads),
         )
         extents, names = np.empty((3, len(table)), dtype=np.int64), list[str]()
-        for (_, own), (files, _) in zip(shares, written, strict=True):
+        for (_, own), files in zip(shares, written, strict=True):
             extents[:, own] = np.array(files.file) + len(names), files.offset, files.length
             names += files.names
         extents[:, reused.rows] = reused.extents.T
@@ -304,7 +276,7 @@ class TensorStoreWriter(StorageWriter):
             extents[2],
             rows.digests[:, 1],
             None if rows.has_checksums else table.is_object,
-            tuple(file for _, sealed in written for file in sealed),
+            tuple(file for files in written for file in files.sealed),
             StoredValues(keys, Values(names, extents), reused.files),
             rows.digests[:, 0] if rows.has_checksums else None,
         )
@@ -342,12 +314,12 @@ class TensorStoreWriter(StorageWriter):
         parts = [values for values in stored if isinstance(values, StoredValues)]
         durability, folder = self.options.durability, self.checkpoint_dir
         with paused_collector():
-            keys, values = merged_values(parts, metadata)
+            keys, values = database.merged_values(parts, metadata)
             files_of_base: list[SealedFile] = []
             if self.base is not None:
                 shared = {file.name: file for part in parts for file in part.shared}
-                values, files_of_base = keep_shared(folder, values, shared, self.options)
+                values, files_of_base = database.keep_shared(folder, values, shared, self.options)
             if durability is Durability.FSYNC:
                 location.fsync_folders([folder / name for name in values.files], folder)
-            tree = write_tree(folder, keys, values, durability)
+            tree = database.write_tree(folder, keys, values, durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]

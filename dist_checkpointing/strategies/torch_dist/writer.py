@@ -344,11 +344,11 @@ class TorchDistWriter(StorageWriter):
 
         open_file = partial(RecordFile, self, buffer_bytes)
         filled = write_shares(list(shares), open_file, fill, self.report, threads)
-        rows = [row for file, _ in filled for row in file.rows]
+        rows = [row for file in filled for row in file.rows]
         # Rank 0 commits, which makes its own names durable.
         if self.rank and options.durability is Durability.FSYNC and shares:
             location.fsync_folder(self.checkpoint_dir)
-        files = tuple(file for _, sealed in filled for file in sealed)
+        files = tuple(sealed for file in filled for sealed in file.sealed)
         checked = None if with_checksums else table.is_object
         return done(WriteResults(table, sizes, checksums, checked, files, rows))
 

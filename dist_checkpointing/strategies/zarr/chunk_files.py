@@ -6,18 +6,21 @@ import itertools
 import os
 import re
 import threading
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Protocol
 
+import numcodecs
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import bytes_of, columns_of, digest_of_array
@@ -71,21 +74,100 @@ from dist_checkpointing.strategies.incremental import (
     PlanDigests,
     share_parts,
 )
-from dist_checkpointing.strategies.zarr.compression import Codec, make_codec, unpacked
-from dist_checkpointing.strategies.zarr_metadata import ChunkNames, chunk_keys
+from dist_checkpointing.strategies.zarr_metadata import CODECS, ChunkNames, chunk_keys, padded_chunk
 from dist_checkpointing.threads import in_threads
 
 Array = npt.NDArray[Any]
 
 
+_ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_GZIP_WINDOW: Final = 31
+_BLOSC_HEADER_BYTES: Final = 16
+
+
+class Codec(Protocol):
+    """Turns the bytes of a chunk into others and back."""
+
+    def encode(self, data: Any) -> Any:
+        """Shorter bytes for a C-contiguous array."""
+
+    def decode(self, data: Any) -> Any:
+        """The bytes of the array."""
+
+
+def unpacked(codec: Codec, data: bytes, num_bytes: int) -> Any:
+    """The bytes of a chunk, which must be so many.
+
+    Raises:
+        ValueError: if it unpacks to anything else; says so before it has unpacked more.
+    """
+    name = getattr(codec, "codec_id", None)
+    if name == "gzip":
+        return _gunzipped(data, num_bytes)
+    said = _zstd_size(data) if name == "zstd" else _blosc_size(data) if name == "blosc" else None
+    if said is not None and said != num_bytes:
+        raise ValueError(f"it unpacks to {said} bytes, expected {num_bytes}")
+    return codec.decode(data)
+
+
+def _gunzipped(data: bytes, num_bytes: int) -> bytes:
+    stream = zlib.decompressobj(_GZIP_WINDOW)
+    try:
+        content = stream.decompress(data, num_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(content) != num_bytes or not stream.eof or stream.unused_data:
+        raise ValueError(f"it does not unpack to {num_bytes} bytes")
+    return content
+
+
+def _zstd_size(data: bytes) -> int:
+    """What the header of a Zstandard frame says, see RFC 8878, 3.1.1.1."""
+    if data[:4] != _ZSTD_MAGIC or len(data) < 6:
+        raise ValueError("it is no Zstandard frame")
+    descriptor = data[4]
+    is_single = bool(descriptor & 0x20)
+    start = 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
+    width = (int(is_single), 2, 4, 8)[descriptor >> 6]
+    if not width or len(data) < start + width:
+        raise ValueError("its Zstandard frame does not say how long it is")
+    return int.from_bytes(data[start : start + width], "little") + (256 if width == 2 else 0)
+
+
+def _blosc_size(data: bytes) -> int:
+    """What the header of a Blosc chunk says: bytes 4 to 8. Bytes 12 to 16 are its own size.
+
+    Blosc believes that, and reads past the end of a chunk that was cut off.
+    """
+    if len(data) < _BLOSC_HEADER_BYTES:
+        raise ValueError(f"{len(data)} bytes are too few for Blosc")
+    expected = int.from_bytes(data[12:_BLOSC_HEADER_BYTES], "little")
+    if expected != len(data):
+        raise ValueError(f"Blosc expects {expected} bytes and there are {len(data)}")
+    return int.from_bytes(data[4:8], "little")
+
+
+def make_codec(name: str | None) -> Codec | None:
+    """The codec with this zarr v3 name; None for raw bytes."""
+    if name is None:
+        return None
+    if name not in CODECS:
+        expected = ", ".join(CODECS)
+        finding = Finding("unknown codec", expected=expected, found=repr(name))
+        raise UnsupportedFormatError("cannot store or read chunks this way", [finding])
+    configuration = {"id": name} | CODECS[name]
+    if name == "blosc":
+        configuration["shuffle"] = numcodecs.Blosc.SHUFFLE
+    codec: Codec = numcodecs.get_codec(configuration)
+    return codec
+
+
 def chunk_array(data: torch.Tensor, chunk_shape: Ints) -> Array:
     """The C-contiguous array to store for a chunk; padded with zeros where the tensor ends."""
     array = tensor_memory.as_numpy(data.detach().to("cpu"))
-    if array.shape == chunk_shape:
-        return np.ascontiguousarray(array).reshape(chunk_shape)
-    padded = np.zeros(chunk_shape, dtype=array.dtype)
-    padded[tuple(slice(0, extent) for extent in array.shape)] = array
-    return padded
+    if array.shape != chunk_shape:
+        return padded_chunk(array, chunk_shape)
+    return np.ascontiguousarray(array).reshape(chunk_shape)
 
 
 def write_chunk(folder: Location, name: str, array: Array, codec: Codec | None) -> SealedFile:
@@ -257,22 +339,21 @@ class ZarrFolderWriter(StorageWriter):
     ) -> Candidates:
         """The rows that fill a chunk file of the same shape in the base, and that file."""
 
-        def is_same(row: int) -> bool:
+        def chunk(stored: Index, row: int) -> Ints:
             # A chunk at the edge of a tensor is padded to the shape of a chunk.
-            shapes = (i.chunk_shape(table.key(row)) for i in (index, base.index))
-            return len({tuple(shape or ()) for shape in shapes}) == 1
+            return tuple(stored.chunk_shape(table.key(row)) or ())
 
-        is_readable = base.index.codec == self.codec_name
-        same = np.flatnonzero(base.same_box & is_whole & is_readable).tolist()
-        rows = [row for row in same if names[row] in base.seal.files and is_same(row)]
-        files = tuple(base.seal.files[names[row]] for row in rows)
-        extents = [(number, 0, file.num_bytes) for number, file in enumerate(files)]
-        return Candidates(
-            np.array(rows, dtype=np.int64),
-            files,
-            np.array(extents, dtype=np.int64).reshape(-1, 3),
-            np.zeros(len(rows), dtype=np.bool_),
-        )
+        is_readable, stored = base.index.codec == self.codec_name, base.seal.files
+        rows = [
+            row
+            for row in np.flatnonzero(base.same_box & is_whole & is_readable).tolist()
+            if names[row] in stored and chunk(index, row) == chunk(base.index, row)
+        ]
+        files = tuple(stored[names[row]] for row in rows)
+        extents = np.zeros((len(rows), 3), dtype=np.int64)
+        extents[:, 0], extents[:, 2] = np.arange(len(rows)), [file.num_bytes for file in files]
+        is_nested = np.zeros(len(rows), dtype=np.bool_)
+        return Candidates(np.array(rows, dtype=np.int64), files, extents, is_nested)
 
 
 def _fill_chunks(table: ShardTable, index: Index) -> Bools:

@@ -24,6 +24,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
 from dist_checkpointing.format.leftovers import (
     noted_removal,
@@ -38,14 +39,14 @@ from dist_checkpointing.strategies.zarr.chunk_files import (
     ZarrFolderLoadStrategy,
     ZarrFolderReader,
     ZarrFolderWriter,
+    make_codec,
 )
-from dist_checkpointing.strategies.zarr.compression import make_codec
 from dist_checkpointing.strategies.zarr_metadata import (
     METADATA_NAME,
     group_json,
     node_texts,
-    nodes_of,
     parse,
+    piece_arrays,
 )
 
 
@@ -102,12 +103,12 @@ _MAX_METADATA_BYTES = 1 << 32
 
 def _root_json(index: Index) -> bytes:
     """Consolidated metadata: everything about every array in one file."""
-    nodes: dict[str, Any] = {}
-    for key in index:
-        nodes |= nodes_of(index[key], index.codec)
-    consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
+    texts = node_texts(index, index.codec)
+    nodes = ",".join(f"{json.dumps(name.rpartition('/')[0])}:{text}" for name, text in texts)
+    consolidated = {"kind": "inline", "must_understand": False, "metadata": "nodes"}
     root = group_json({}) | {"consolidated_metadata": consolidated}
-    return json.dumps(root, separators=(",", ":")).encode()
+    before, after = json.dumps(root, separators=(",", ":")).split('"nodes"')
+    return f"{before}{{{nodes}}}{after}".encode()
 
 
 class ZarrV3Reader(ZarrFolderReader):
@@ -236,7 +237,8 @@ class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
     file_names: ClassVar[re.Pattern[str]] = re.compile(r"zarr\.json|c(\.\d+)*")
 
     def folders_of(self, tensor: StoredTensor) -> Iterable[str]:
-        return nodes_of(tensor)
+        name = disk_name(tensor.key)
+        return [name, *(f"{name}/{piece}" for piece, _ in piece_arrays(tensor))]
 
     def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
         del removed
