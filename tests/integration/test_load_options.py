@@ -315,6 +315,7 @@ def test_content_metadata_comes_back(tmp_path: Path, content: Any) -> None:
     loaded: Any = dc.load({}, tmp_path)
     assert dc.load_content_metadata(preloaded_state_dict=loaded) == content
     assert dc.load_content_metadata(tmp_path / "nowhere", preloaded_state_dict=loaded) == content
+    assert dc.load_content_metadata(preloaded_state_dict={}) is None
     with pytest.raises(ValueError, match="checkpoint_dir or preloaded_state_dict"):
         dc.load_content_metadata()
 

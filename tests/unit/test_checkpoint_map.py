@@ -48,6 +48,7 @@ def test_no_key_breaks_out_of_the_page_and_it_loads_nothing() -> None:
     page = parsed(text)
     assert [script.get("type") for script in page.scripts] == ["application/json", None]
     assert json.loads(page.data) == data
+    assert not {*"<>&"} & {*page.data}
     assert page.links == []
     assert not re.search(r"https?://|//[a-z]+\.|@import|url\(", text)
     assert "default-src 'none'" in text
