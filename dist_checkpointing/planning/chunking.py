@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
@@ -19,6 +19,7 @@ import numpy as np
 from dist_checkpointing.format.geometry import (
     Ints,
     PieceColumns,
+    Pieces,
     boxes_of_part,
     largest_divisor_block,
     padded_rows,
@@ -34,6 +35,8 @@ from dist_checkpointing.planning.shard_table import (
 )
 
 CutRows = tuple[ShardTable, Int64s]
+Parts = tuple[Sequence[Ints | None], Mapping[str, Pieces]]
+"""Chunk shape of each tensor, None where it is stored as pieces; and the pieces."""
 
 
 def cut_along_grid(table: ShardTable, chunks: Int64s) -> CutRows:
@@ -152,23 +155,30 @@ class RowBlockLayout:
     max_chunk_bytes: int = MAX_CHUNK_BYTES
     keeps_ranges: bool = True
 
-    def index(self, written: ShardTable) -> Index:
-        """The layout of every tensor in a sorted table of the shards that will be written."""
-        groups, firsts = written.groups, written.take(written.starts)
-        shapes, itemsizes = firsts.global_shape_column, firsts.itemsizes
-        chunks: list[Ints | None] = [*shared_shapes(groups.chunk_shapes, firsts.ndim)]
-        has_grid = groups.is_grid.copy()
+    def parts(self, written: ShardTable) -> Parts:
+        """How each tensor is stored, in a sorted table of the shards that will be written."""
+        groups, starts = written.groups, written.starts
+        chunks: list[Ints | None] = [*shared_shapes(groups.chunk_shapes, written.ndim[starts])]
+        has_grid, itemsizes = groups.is_grid.copy(), written.itemsizes[starts]
         is_large = itemsizes * groups.chunk_shapes.prod(axis=1) > self.max_chunk_bytes
         # A tensor without elements has no chunk to divide.
         is_large &= has_grid & groups.global_shapes.all(axis=1)
         divided = cache(self._divide)
         for group in np.flatnonzero(is_large).tolist():
-            chunks[group] = divided(shapes[group], chunks[group] or (), int(itemsizes[group]))
+            shape = written.global_shape(starts[group])
+            chunks[group] = divided(shape, chunks[group] or (), int(itemsizes[group]))
             has_grid[group] = chunks[group] is not None
         chunks = [chunk if grid else None for chunk, grid in zip(chunks, has_grid, strict=True)]
         rows = groups.is_counted & ~has_grid[groups.of_row]
-        pieces = self._pieces(written.take(rows)) if rows.any() else {}
-        return Index(firsts.key_column, firsts.dtype_column, shapes, chunks, pieces)
+        if not rows.any():
+            return chunks, {}
+        table = written.take(rows)
+        no_grid = np.zeros(len(table), dtype=np.bool_)
+        table = self._cut(table, no_grid, np.ones_like(table.shapes))[0].sorted_by_box()
+        firsts, ends = table.take(table.starts), np.append(table.starts, len(table))
+        columns = (table.offsets, table.shapes, table.flat)
+        ndim = firsts.ndim.astype(np.int64)
+        return chunks, PieceColumns(firsts.key_column, ends, ndim, *columns)
 
     def _divide(self, shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
         for axis, extent in enumerate(chunk):
@@ -184,20 +194,6 @@ class RowBlockLayout:
                 least = min(_MIN_CHUNK_BYTES, self.max_chunk_bytes // 4)
                 return chunk if num_bytes >= least else None
         return None
-
-    def _pieces(self, rows: ShardTable) -> PieceColumns:
-        no_chunks = np.zeros(len(rows), dtype=np.bool_)
-        table, _ = self._cut(rows, no_chunks, np.ones_like(rows.shapes))
-        table = table.sorted_by_box()
-        firsts = table.take(table.starts)
-        return PieceColumns(
-            firsts.key_column,
-            np.append(table.starts, len(table)),
-            firsts.ndim.astype(np.int64),
-            table.offsets,
-            table.shapes,
-            table.flat,
-        )
 
     def cut(self, written: ShardTable, index: Index) -> CutRows:
         """The chunks and pieces that shards consist of, and the row that each comes from."""
@@ -247,22 +243,21 @@ class WholeShardLayout:
 
     max_chunks_per_shard: int = 64
 
-    def index(self, written: ShardTable) -> Index:
-        """The layout of every tensor in a sorted table of the shards that will be written."""
-        groups, firsts = written.groups, written.take(written.starts)
+    def parts(self, written: ShardTable) -> Parts:
+        """How each tensor is stored, in a sorted table of the shards that will be written."""
+        groups, starts = written.groups, written.starts
         whole, largest = groups.global_shapes, groups.chunk_shapes
-        if len(firsts):
+        if len(starts):
             # The end of the tensor is no cut.
             ends = written.offsets + written.shapes
             extents = written.global_shapes
             cuts = np.gcd(written.offsets * (written.offsets != extents), ends * (ends != extents))
             counted = groups.is_counted[:, None]
-            is_regular = np.logical_and.reduceat(groups.fits | ~counted, written.starts, axis=0)
-            divisor = np.gcd.reduceat(np.where(counted, cuts, 0), written.starts, axis=0)
+            is_regular = np.logical_and.reduceat(groups.fits | ~counted, starts, axis=0)
+            divisor = np.gcd.reduceat(np.where(counted, cuts, 0), starts, axis=0)
             few = divisor * self.max_chunks_per_shard >= largest
             largest = np.where(is_regular, largest, np.where(few, divisor, whole))
-        shapes, chunks = firsts.global_shape_column, shared_shapes(largest, firsts.ndim)
-        return Index(firsts.key_column, firsts.dtype_column, shapes, chunks)
+        return shared_shapes(largest, written.ndim[starts]), {}
 
     def cut(self, written: ShardTable, index: Index) -> CutRows:
         """The shards themselves: the writer of this format puts them where they belong."""
@@ -284,4 +279,7 @@ def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Inde
         tensors = concatenate([tensors, firsts.take(is_empty)])
     objects = firsts.take(is_object)
     grids = dict(zip(objects.key_column, objects.global_shape_column, strict=True))
-    return replace(layout.index(tensors), objects=grids)
+    firsts = tensors.take(tensors.starts)
+    chunks, pieces = layout.parts(tensors)
+    shapes = firsts.global_shape_column
+    return Index(firsts.key_column, firsts.dtype_column, shapes, chunks, pieces, grids)
