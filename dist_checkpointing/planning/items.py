@@ -82,8 +82,8 @@ class TensorWriteData:
                 fit together.
         """
         try:
-            chunk, size = _part(given, "chunk"), _part(given, "size")
-            data = cls(chunk, _dtype_name(_part(given, "properties")), size)
+            chunk, dtype, size = (_part(given, name) for name in ("chunk", "properties", "size"))
+            data = cls(chunk, _dtype_name(dtype), size)
         except InvalidShardingError as error:
             (finding,) = error.findings
             raise InvalidShardingError(error.message, [replace(finding, key=key)]) from None

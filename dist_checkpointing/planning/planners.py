@@ -140,14 +140,8 @@ class SavePlanner(ABC):
 class Destinations:
     """Where the rows of a plan go, for a reader that works on rows: a planner is asked for each.
 
-    Several threads may ask.
-
-    Args:
-        planner: answers for the items.
-        plan: whose rows they are.
-
-    Attributes:
-        is_own_memory: Whether tensors need only be filled, and nobody else is told.
+    Several threads may ask. Where ``is_own_memory``, tensors need only be filled, and nobody else
+    is told.
     """
 
     is_own_memory: ClassVar[bool] = False
@@ -167,14 +161,9 @@ class Destinations:
     def addresses(self, dtypes: Sequence[torch.dtype | None], numbers: Int64s) -> Int64s | None:
         """Address of the first byte of what each row fills, where that is a run of CPU memory.
 
-        What lies there may be overwritten without a word to the planner.
-
-        Args:
-            dtypes: Stored dtypes.
-            numbers: Dtype of each row, as a position in ``dtypes``.
-
-        Returns:
-            One address a row, -1 for a row that must be asked for; None if all must.
+        What lies there may be overwritten without a word to the planner. ``dtypes`` are those that
+        are stored, and ``numbers`` the position of each row's in them. The address is -1 for a row
+        that must be asked for; None if all must.
         """
         del dtypes, numbers
         return None

@@ -174,11 +174,8 @@ class SavePlanning:
     def plan_from_tables(
         self, exchanged: ExchangedTables[RankFacts]
     ) -> tuple[SavePlan, Index, ShardTable]:
-        """The plan that follows from what all ranks have sent. Not collective.
-
-        Returns:
-            What this rank writes, to the last chunk; what the checkpoint will hold; and the
-            ``others`` of all ranks, sorted by key.
+        """What this rank writes, to the last chunk; what the checkpoint will hold; and the
+        ``others`` of all ranks, sorted by key. Not collective.
         """
         check_one_destination([facts.destination for facts in exchanged.facts])
         local, planner, cache = self._local_plan, self.planner, self._cache
@@ -199,9 +196,10 @@ class SavePlanning:
             plan = replace(local, table=_with_leaves(table, self._leaf_numbers), index=index)
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
+            tables = exchanged.tables(_KINDS[0])
             local_plans = LocalPlans(
-                SavePlan(table) if facts.rest is None else replace(facts.rest, table=table)
-                for facts, table in zip(exchanged.facts, exchanged.tables(_KINDS[0]), strict=True)
+                replace(facts.rest or SavePlan(), table=table)
+                for facts, table in zip(exchanged.facts, tables, strict=True)
             )
             plans, index = checked_plans(local_plans, planner)
             catalog, plan = local_plans.catalog, plans[self._rank]
@@ -214,10 +212,11 @@ class SavePlanning:
 
     def _log_dropped(self, catalog: ShardTable) -> None:
         """Log which keys of the state dict a user's planner leaves out."""
-        if overrides(self.planner, DefaultSavePlanner, "build_local_plan"):
-            kept = {catalog.names[number] for number in np.unique(catalog.keys)}
-            if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
-                logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
+        if not overrides(self.planner, DefaultSavePlanner, "build_local_plan"):
+            return
+        kept = {catalog.names[number] for number in np.unique(catalog.keys)}
+        if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
+            logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
 
 
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:

@@ -195,8 +195,8 @@ def exchange_tables(
     if comm.world_size == 1:
         tables, facts = comm.exchange(step, produce)[0]
         digests = {kind: kind.encode() for kind in tables}
-        of_digest = {digests[kind]: table for kind, table in tables.items()}
-        return ExchangedTables([facts], [digests], of_digest)
+        data_of = dict(zip(digests.values(), tables.values(), strict=True))
+        return ExchangedTables([facts], [digests], data_of)
     local: dict[bytes, bytes] = {}
 
     def parts_of_rank() -> tuple[dict[str, PackedPart], T]:

@@ -50,11 +50,6 @@ def overrides(planner: object, base: type, *names: str) -> bool:
 def placed(plan: LoadPlan, index: Index, leaves: Sequence[ShardedBase]) -> LoadPlan:
     """A plan, with all that a planner of the user's own has left open about its items.
 
-    Args:
-        plan: what the planner has planned.
-        index: what the checkpoint holds.
-        leaves: of this rank.
-
     Raises:
         StateMismatchError: with every item that reads or fills what is not there.
     """
