@@ -123,6 +123,10 @@ class ShardTable(Columns):
     def __len__(self) -> int:
         return len(self.keys)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is only remembered does not travel.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @property
     def max_ndim(self) -> int:
         """Number of columns of the padded arrays."""
