@@ -210,10 +210,9 @@ class ReadTable(Columns, Sequence[ReadItem]):
         positions: dict[str, int] = {}
         keys = [positions.setdefault(i.storage_index.fqn, len(positions)) for i in given]
         stored, wanted = [i.storage_index for i in given], [i.dest_index for i in given]
-        storage, dest = [i.storage for i in given], [i.dest for i in given]
-        width = max(
-            (max(len(i.storage_index.offset or ()), len(i.lengths)) for i in given), default=0
-        )
+        ndim = [len(index.offset or ()) for index in stored]
+        window_ndim = [len(i.lengths) for i in given]
+        width = max((*ndim, *window_ndim), default=0)
 
         def numbers(values: Iterable[Any], dtype: Any = np.int32) -> Any:
             return np.array([-1 if value is None else value for value in values], dtype=dtype)
@@ -221,24 +220,28 @@ class ReadTable(Columns, Sequence[ReadItem]):
         def wide(rows: Iterable[Sequence[int] | None], fill: int = 0) -> Int64s:
             return padded_rows([tuple(row or ())[:width] for row in rows], fill, width)
 
+        def windows(side: str) -> dict[str, Any]:
+            own: list[Window] = [getattr(i, side) for i in given]
+            return {
+                f"{side}_starts": numbers((w.start for w in own), np.int64),
+                f"{side}_shapes": wide((w.shape for w in own), 1),
+                f"{side}_boxes": wide(w.box.offset for w in own),
+            }
+
         return cls(
             names=tuple(positions),
             keys=numbers(keys),
             is_object=numbers((i.type is LoadItemType.BYTE_IO for i in given), np.bool_),
-            ndim=numbers(len(i.offset or ()) for i in stored),
-            window_ndim=numbers(len(i.lengths) for i in given),
+            ndim=numbers(ndim),
+            window_ndim=numbers(window_ndim),
             sources=numbers(i.index for i in wanted),
             dest_offsets=wide(i.offset for i in wanted),
-            dest_starts=numbers((w.start for w in dest), np.int64),
-            dest_shapes=wide((w.shape for w in dest), 1),
-            dest_boxes=wide(w.box.offset for w in dest),
             pieces=numbers((i.index for i in stored), np.int64),
             chunk_offsets=wide(i.offset for i in stored),
-            storage_starts=numbers((w.start for w in storage), np.int64),
-            storage_shapes=wide((w.shape for w in storage), 1),
-            storage_boxes=wide(w.box.offset for w in storage),
-            lengths=wide((w.box.shape for w in dest), 1),
+            lengths=wide((i.lengths for i in given), 1),
             given=np.fromiter(given, np.object_, len(given)),
+            **windows("dest"),
+            **windows("storage"),
         )
 
     def followed_by(self, other: ReadTable) -> ReadTable:
