@@ -22,18 +22,19 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
-from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.serialization.save_steps import (
     AsyncSaveOptions,
+    Capture,
     JobOptions,
     SaveJob,
+    SaveOptions,
     require_known,
 )
-from dist_checkpointing.storage.progress import Meter, Progress
+from dist_checkpointing.storage.progress import Meter, Progress, ProgressOption
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
@@ -313,14 +314,16 @@ class AsyncSaver:
         common_strategy: Selection[SaveCommonStrategy] = None,
         *,
         on_committed: Callable[[], None] | None = None,
-        **options: Unpack[AsyncSaveOptions],
+        step: int | None = None,
+        capture: Capture = "copy",
+        progress: ProgressOption | None = None,
+        **options: Unpack[SaveOptions],
     ) -> SaveHandle:
         """``save`` with hooks, for the rest of the library."""
         with self._turn():
             require_known("AsyncSaver.save", options)
-            step, comm = options.pop("step", None), self._comm
-            meter = Meter("asynchronous save", comm.rank, options.pop("progress", None))
-            capture = options.pop("capture", "copy")
+            comm = self._comm
+            meter = Meter("asynchronous save", comm.rank, progress)
             _check_choice("capture", capture, ("copy", "background"))
             if self._is_closed:
                 raise ValueError("the saver is closed")
@@ -333,6 +336,7 @@ class AsyncSaver:
             }
             job = SaveJob(comm.rank, meter, hooks, cast("JobOptions", shared), step)
             job.plan(state, checkpoint_dir, comm)
+            handle = SaveHandle(job.folder.path, step, comm, meter)
             try:
                 # What is made durable in the background need not be waited for here.
                 job.claim(comm, durable=self._background_comm is None)
@@ -340,12 +344,9 @@ class AsyncSaver:
                     job.prepare_copy(self._buffers, comm)
                     if capture == "copy":
                         job.capture()
+                        handle.captured.set()
                     else:
                         job.watch_state()
-                # Whoever writes may do so when the working directory is another one.
-                handle = SaveHandle(as_location(checkpoint_dir).absolute(), step, comm, meter)
-                if capture == "copy":
-                    handle.captured.set()
                 self._start(job, handle, on_committed)
             except BaseException as error:
                 job.release_buffers()
@@ -362,10 +363,7 @@ class AsyncSaver:
 
         def finish(comm: Comm) -> None:
             try:
-                try:
-                    job.finish(comm, None if background_comm is None else job.write_local, retries)
-                finally:
-                    job.release_buffers()
+                job.finish(comm, None if background_comm is None else job.write_local, retries)
                 if on_committed is not None:
                     with comm.agreed("after the commit"):
                         if comm.rank == 0:
@@ -374,6 +372,8 @@ class AsyncSaver:
                 # The tracebacks of all ranks are in its text.
                 logger.error("the save into %s failed: %s", handle.checkpoint_dir, error)  # noqa: TRY400
                 raise
+            finally:
+                job.release_buffers()
 
         def work() -> None:
             if not handle.captured.is_set():

@@ -74,9 +74,17 @@ class WriteResults:
     """What a writer did with all rows of a plan, as columns.
 
     It iterates over a result for each row, in order, and one more behind them if there are
-    ``storage_data``, which are for the writer's own ``finish``, or ``files``. ``checksums`` are
-    uint64, of the rows that are ``checked``; of all rows if that is None. ``uppers`` are the upper
-    halves of the 128-bit digests whose lower halves they are, if the writer knows them.
+    ``storage_data`` or ``files``.
+
+    Attributes:
+        table: The rows.
+        num_bytes: ``[rows]``, bytes stored.
+        checksums: ``[rows]`` as uint64, see ``WriteResult``; None if no row has one.
+        checked: ``[rows]``, which rows have a checksum; None if all have.
+        files: Files that the writer made, with their final sizes.
+        storage_data: For the writer's own ``finish``, about all rows together.
+        uppers: ``[rows]`` as uint64, the upper halves of the 128-bit digests whose lower halves are
+            the checksums; None if the writer does not know them.
     """
 
     table: ShardTable
@@ -92,7 +100,7 @@ class WriteResults:
         """The columns of a list of results, the first of which are those of the plan's items."""
         rows = results[: len(plan.table)]
         return cls(
-            plan.table.take(slice(0, len(rows))),
+            plan.table,
             np.array([result.size_in_bytes for result in rows], dtype=np.int64),
             np.array([result.checksum or 0 for result in rows], dtype=np.uint64),
             np.array([result.checksum is not None for result in rows], dtype=np.bool_),
@@ -147,7 +155,7 @@ def results_for_finish(results: Sequence[WriteResult], plan: SavePlan) -> tuple[
 
 T = TypeVar("T")
 _UNKNOWN = Path()
-"""The folder of a writer or a reader that its strategy has not told yet."""
+"""The folder of a writer or a reader before its strategy sets it."""
 
 
 def _ignore(num_bytes: int) -> None:
