@@ -176,6 +176,7 @@ class SaveJob:
         self._hooks, self._options = hooks, options
         self._planning: SavePlanning | None = None
         self._common_files: Sequence[SealedFile] | None = None
+        # What came of ``write_behind``, or the error that left it without copies.
         self._outcome: Outcome[driver.Written] = Outcome(_WRITING, None, None)
         self._of_ranks: Sequence[driver.Written] = ()
         self._buffers: StagingBuffers | None = None
