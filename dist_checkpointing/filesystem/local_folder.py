@@ -1,4 +1,4 @@
-"""A folder of a mounted file system: atomic and durable writes, fsync, removal, hard links."""
+"""Atomic and durable writes, removal, and what works in a folder of a mounted file system only."""
 
 from __future__ import annotations
 
@@ -17,23 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
 TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__lock)")
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
-
-
-def check_size(size: int, path: object, max_bytes: int | None) -> None:
-    """Check that a file is not too large to be what it should be.
-
-    Raises:
-        CorruptCheckpointError: if it is.
-    """
-    if max_bytes is not None and size > max_bytes:
-        limit = f"at most {max_bytes} bytes"
-        finding = Finding("file is far too large", None, limit, size, path=str(path))
-        raise CorruptCheckpointError("refused to read a file", [finding])
 
 
 def status_of(path: Path, *, follows: bool = True) -> os.stat_result | None:
@@ -44,9 +33,8 @@ def status_of(path: Path, *, follows: bool = True) -> os.stat_result | None:
     try:
         return path.stat(follow_symlinks=follows)
     except OSError as error:
-        if error.errno in NOT_THERE:
-            return None
-        raise
+        raise_unless_gone(error)
+        return None
 
 
 def is_folder(path: Path) -> bool:
@@ -113,15 +101,18 @@ class Durability(Enum):
     crash of the machine. For scratch disks and tests."""
 
 
-def write_atomic(path: Path, data: bytes, durability: Durability = Durability.FSYNC) -> None:
+def write_atomic(path: Location, data: bytes, durability: Durability = Durability.FSYNC) -> None:
     """Write ``data`` to ``path`` such that readers, also after a crash, see all of it or none."""
     write_content(path, data, durability)
     if durability is Durability.FSYNC:
         fsync_folder(path.parent)
 
 
-def write_content(path: Path, data: bytes, durability: Durability) -> None:
+def write_content(path: Location, data: bytes, durability: Durability) -> None:
     """Like ``write_atomic``, but a power cut takes the file until its folder is synced."""
+    if isinstance(path, ObjectPath):
+        path.store.put(path.key, data)
+        return
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -135,17 +126,19 @@ def write_content(path: Path, data: bytes, durability: Durability) -> None:
         raise
 
 
-def fsync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def fsync_folder(*paths: Location) -> None:
+    """Make the names in folders durable, in this order; an object already is."""
+    for path in paths:
+        if isinstance(path, Path):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 fsync_file = fsync_folder
-"""Makes the content of a file durable."""
+"""Makes the content of files durable."""
 
 
 def remove(path: Path, root: Path) -> None:
@@ -194,8 +187,7 @@ def fsync_removal(gone: Iterable[Path], root: Path) -> None:
         while folder not in folders and not is_folder(folder):
             folder = folder.parent  # noqa: PLW2901 - it went with the file
         folders.add(folder)
-    for folder in folders:
-        fsync_folder(folder)
+    fsync_folder(*folders)
 
 
 def is_real_folder(path: Path, root: Path) -> bool:
@@ -226,8 +218,7 @@ def _descended(parts: Sequence[str], root: Path) -> Iterator[list[int]]:
 def fsync_tree(folder: Path) -> None:
     """Make everything below a folder durable, files first."""
     for path, names in reversed(list(walked(folder))):
-        for name in names:
-            fsync_file(path / name)
+        fsync_file(*(path / name for name in names))
         fsync_folder(path)
 
 
@@ -257,11 +248,8 @@ def make_dckpt_folder(folder: Path) -> bool:
         path.mkdir()
         return True
     if not stat.S_ISDIR(path.lstat().st_mode):
-        problem, remedy = (
-            "is not a folder, and no save made it",
-            "Find out what it is, and delete it.",
-        )
-        finding = Finding(problem, path=str(path), remedy=remedy)
+        remedy = "Find out what it is, and delete it."
+        finding = Finding("is not a folder, and no save made it", path=str(path), remedy=remedy)
         raise CheckpointExistsError(f"{folder} is not empty", [finding])
     return False
 

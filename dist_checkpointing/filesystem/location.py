@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -26,13 +26,11 @@ from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.local_folder import (
     NOT_THERE,
     TEMPORARY_NAME,
-    Durability,
-    check_size,
     parse_json,
     raise_unless_gone,
     status_of,
 )
-from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath, check_size
 
 # One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -63,14 +61,8 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     elif not (text := os.fspath(path)):
         finding = Finding("the path is empty", remedy="Name a folder; '.' is the current one.")
     else:
-        return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
+        return as_local_folder(path) if _URL.match(text) is None else ObjectPath.of(text)
     raise CheckpointingException("not a path of a checkpoint", [finding])
-
-
-def _without_dots(path: str | os.PathLike[str]) -> Path:
-    plain = Path(path)
-    # TensorStore refuses paths with "..".
-    return plain.resolve() if ".." in plain.parts else plain
 
 
 def require_local(path: Location, what: str) -> None:
@@ -99,7 +91,9 @@ def as_local_folder(path: str | os.PathLike[str]) -> Path:
     """
     match = _URL.match(os.fspath(path))
     if match is None:
-        return _without_dots(path)
+        plain = Path(path)
+        # TensorStore refuses paths with "..".
+        return plain.resolve() if ".." in plain.parts else plain
     finding = Finding(
         f"URLs of scheme {match[1]!r} are not supported",
         expected="a folder of a mounted file system",
@@ -116,30 +110,29 @@ def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
     Raises:
         CheckpointingException: if they differ.
     """
-    ranks_of_format: dict[str, list[int]] = {}
-    ranks_of_folder: dict[str, list[int]] = {}
-    for rank, (name, saved_as) in enumerate(destinations):
-        ranks_of_format.setdefault(saved_as, []).append(rank)
-        ranks_of_folder.setdefault(os.path.normpath(name), []).append(rank)
-    if len(ranks_of_format) > 1:
-        problem, remedy = "this is the format", "Pass the same strategy on every rank."
-        message, groups, field = "save in different formats", ranks_of_format, "found"
-    elif len(ranks_of_folder) > 1:
-        problem = "this is the folder"
-        remedy = "Give every rank the same path; broadcast a name that holds the time or date."
-        message, groups, field = (
-            "name different folders for one checkpoint",
-            ranks_of_folder,
-            "path",
-        )
-    else:
-        return
-    problem = f"{problem} on some ranks only"
-    findings: list[Finding] = []
-    for name, ranks in groups.items():
-        named: dict[str, Any] = {field: name, "ranks": tuple(ranks[:_MOST_NAMED])}
-        findings.append(Finding(problem, remedy=remedy, **named))
-    raise CheckpointingException(f"the ranks {message}", findings)
+    formats = [saved_as for _, saved_as in destinations]
+    folders = [os.path.normpath(name) for name, _ in destinations]
+    once = "Give every rank the same path; broadcast a name that holds the time or date."
+    for names, what, field, message, remedy in (
+        (
+            formats,
+            "format",
+            "found",
+            "save in different formats",
+            "Pass the same strategy on every rank.",
+        ),
+        (folders, "folder", "path", "name different folders for one checkpoint", once),
+    ):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, name in enumerate(names):
+            ranks_of.setdefault(name, []).append(rank)
+        if len(ranks_of) > 1:
+            findings = []
+            for name, ranks in ranks_of.items():
+                known: dict[str, Any] = {field: name, "ranks": tuple(ranks[:_MOST_NAMED])}
+                problem = f"this is the {what} on some ranks only"
+                findings.append(Finding(problem, remedy=remedy, **known))
+            raise CheckpointingException(f"the ranks {message}", findings)
 
 
 def read_bytes(path: Location, max_bytes: int) -> bytes:
@@ -153,13 +146,14 @@ def read_bytes(path: Location, max_bytes: int) -> bytes:
     if isinstance(path, ObjectPath):
         return path.store.get(path.key, max_bytes)
     status = path.stat()
-    finding = Finding("not a regular file", path=str(path))
     if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
         check_size(status.st_size, path, max_bytes)
         try:
             return path.read_bytes()
         except MemoryError:
             finding = Finding("larger than the memory", found=status.st_size, path=str(path))
+    else:
+        finding = Finding("not a regular file", path=str(path))
     raise CorruptCheckpointError("refused to read a file", [finding])
 
 
@@ -181,48 +175,33 @@ def read_json(path: Location, max_bytes: int) -> Any:
 def read_regular(path: Location, max_bytes: int, *, is_start: bool = False) -> bytes | None:
     """The content of a file, no link to one; None if there is no such regular file.
 
-    Args:
-        path: the file.
-        max_bytes: how large it may be.
-        is_start: read only its first ``max_bytes``, whatever its size.
+    If ``is_start``, only its first ``max_bytes`` are read, and it may be larger.
 
     Raises:
         CorruptCheckpointError: if it is larger.
         OSError: if it cannot be read.
     """
-    with suppress(FileNotFoundError):
+    try:
         if isinstance(path, ObjectPath):
             if is_start:
                 return bytes(path.store.get_range(path.key, 0, max_bytes)[0])
-            return read_bytes(path, max_bytes)
-        with _opened_regular(path) as file:
-            if is_start:
-                return file.read(max_bytes)
-            check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
-            return file.read()
-    return None
-
-
-def _opened_regular(path: Path) -> IO[bytes]:
-    """A regular file, opened without following a link.
-
-    Raises:
-        FileNotFoundError: if it is something else.
-        OSError: if it cannot be opened.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            return path.store.get(path.key, max_bytes)
+        with open(path, "rb", opener=_open_no_link) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            if not is_start:
+                check_size(status.st_size, path, max_bytes)
+            return file.read(max_bytes if is_start else -1)
     except OSError as error:
-        if error.errno in NOT_THERE:
-            raise FileNotFoundError from error
+        if isinstance(error, IsADirectoryError) or error.errno in NOT_THERE:
+            return None
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FileNotFoundError
-        return os.fdopen(descriptor, "rb")
-    except OSError:
-        os.close(descriptor)
-        raise
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    # A pipe would be waited for.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def is_there(path: Location) -> bool:
@@ -268,16 +247,15 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
     if isinstance(folder, ObjectPath):
         return None
     marks: list[int] = []
-    for name in names:
-        path = f"{folder}/{name}"
-        try:
+    with suppress(OSError):
+        for name in names:
+            path = f"{folder}/{name}"
             if opens:
                 os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
             status = os.stat(path)  # noqa: PTH116 - for each slice
-        except OSError:
-            return None
-        marks += (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-    return marks
+            marks += (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+        return marks
+    return None
 
 
 def folders_with(
@@ -289,7 +267,7 @@ def folders_with(
     cannot be listed.
     """
     if isinstance(root, ObjectPath):
-        for path, _ in files_below(root, root):
+        for path in files_below(root):
             *above, last = path.split("/")
             if last == name and not any(part.endswith(skipped) for part in above):
                 yield "/".join(above) or "."
@@ -344,40 +322,57 @@ def overlap(one: Location, other: Location) -> bool:
     return first_name.startswith(second_name) or second_name.startswith(first_name)
 
 
-def files_below(path: Location, root: Location) -> Iterator[tuple[str, int | None]]:
-    """All files below a folder: name relative to ``root``, and size, None if it is no regular file.
+def files_below(folder: Location, names: Iterable[str] = ("",)) -> dict[str, int | None]:
+    """The size of each file in a folder, or in some files and folders of it, by its relative name.
 
-    Links are not followed.
+    Where it is no regular file, such as a link, None stands for the size. Links are not followed,
+    but for those that ``names`` are.
 
     Raises:
         OSError: if a folder cannot be read.
     """
-    if isinstance(path, ObjectPath):
-        assert isinstance(root, ObjectPath)
-        for info in path.store.list_below(path.prefix):
-            yield info.key.removeprefix(root.prefix), info.num_bytes
-        return
-    for entry in _walk(path, raise_unless_gone):
+    if isinstance(folder, ObjectPath):
+        prefix = folder.prefix
+        below = folder.store.list_below(prefix)
+        return {info.key.removeprefix(prefix): info.num_bytes for info in below}
+    sizes: dict[str, int | None] = {}
+    folders: list[str] = []
+    for name in names:
+        path = str(folder / name)
+        try:
+            status = os.stat(path)  # noqa: PTH116 - for each array of a checkpoint
+        except OSError as error:
+            raise_unless_gone(error)
+            continue
+        if stat.S_ISREG(status.st_mode):
+            sizes[name] = status.st_size
+        else:
+            folders.append(path)
+    for entry in _entries_below(folders, raise_unless_gone):
         is_regular = entry.is_file(follow_symlinks=False)
         size = entry.stat(follow_symlinks=False).st_size if is_regular else None
-        yield os.path.relpath(entry.path, str(root)), size
+        sizes[os.path.relpath(entry.path, folder)] = size
+    return sizes
 
 
-def _walk(folder: Path, on_error: Callable[[OSError], None]) -> Iterator[os.DirEntry[str]]:
-    """All below a folder but folders; links are not followed."""
-    pending = [str(folder)]
-    while pending:
+def _entries_below(
+    folders: list[str], on_error: Callable[[OSError], None]
+) -> list[os.DirEntry[str]]:
+    """All below some folders but folders; links are not followed."""
+    found = []
+    while folders:
         try:
-            entries = os.scandir(pending.pop())
+            entries = os.scandir(folders.pop())
         except OSError as error:
             on_error(error)
             continue
         with entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
+                    folders.append(entry.path)
                 else:
-                    yield entry
+                    found.append(entry)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +407,7 @@ def use_below(folder: Location) -> dict[str, FileUse]:
             for info in folder.store.list_below(folder.prefix)
         }
     statuses = {folder.name: folder.stat()} if folder.is_file() else {}
-    for entry in _walk(folder, lambda _: None):
+    for entry in _entries_below([str(folder)], lambda _: None):
         with suppress(FileNotFoundError):  # a save that is going on renames files
             statuses[entry.path[len(f"{folder}/") :]] = entry.stat(follow_symlinks=False)
     return {
@@ -429,23 +424,15 @@ def use_below(folder: Location) -> dict[str, FileUse]:
 def sizes_in(
     root: Location, names: Collection[str] | None, reported: Mapping[str, int]
 ) -> dict[str, int]:
-    """Size of each file that lies in one of these files and folders, by name relative to ``root``.
+    """Size of each regular file in some files and folders, by name relative to ``root``.
 
     None stands for all that is there. In an object store ``reported`` is all that is in ``names``:
     it has answered for each, and is not asked again.
     """
     if isinstance(root, ObjectPath) and names is not None:
         return dict(reported)
-    sizes: dict[str, int] = {}
-    for name in [""] if names is None else sorted(names):
-        path = root / name
-        status = status_of(path) if isinstance(path, Path) else None
-        if status is not None and stat.S_ISREG(status.st_mode):
-            sizes[name] = status.st_size
-        elif names is None or status is not None:
-            below = files_below(path, root)
-            sizes.update((file, size) for file, size in below if size is not None)
-    return sizes
+    sizes = files_below(root) if names is None else files_below(root, names)
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def make_folder(path: Location) -> None:
@@ -454,20 +441,8 @@ def make_folder(path: Location) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def write(path: Location, data: bytes, durability: Durability = Durability.FSYNC) -> str | None:
-    """Write a file such that readers see all of it or none; its ETag in an object store."""
-    if isinstance(path, ObjectPath):
-        return path.store.put(path.key, data)
-    local_folder.write_atomic(path, data, durability)
-    return None
-
-
-def write_content(path: Location, data: bytes, durability: Durability) -> None:
-    """Like ``write``, but a power cut takes the file until its folder is synced."""
-    if isinstance(path, ObjectPath):
-        path.store.put(path.key, data)
-    else:
-        local_folder.write_content(path, data, durability)
+write, write_content = local_folder.write_atomic, local_folder.write_content
+fsync_file = fsync_folder = local_folder.fsync_folder
 
 
 def temporaries(names: Iterable[str], root: Location) -> list[Path]:
@@ -500,25 +475,16 @@ def fsync_folders(files: Iterable[Location], root: Location) -> None:
     The names in ``root`` are made durable by the commit, once. Folders that only other machines
     have are left out.
     """
-    folders = {root}
-    for file in files if isinstance(root, Path) else ():
+    if isinstance(root, ObjectPath):
+        return
+    folders: set[Any] = {root}
+    for file in files:
         folder = file.parent
         while folder not in folders:
             folders.add(folder)
             folder = folder.parent
-    below = [f for f in folders - {root} if isinstance(f, Path) and f.is_dir()]
-    for folder in sorted(below, key=lambda f: len(f.parts), reverse=True):
-        local_folder.fsync_folder(folder)
-
-
-def fsync_folder(folder: Location) -> None:
-    """Make the names in a folder durable."""
-    if isinstance(folder, Path):
-        local_folder.fsync_folder(folder)
-
-
-fsync_file = fsync_folder
-"""Makes the content of a file durable."""
+    below = [folder for folder in folders - {root} if folder.is_dir()]
+    fsync_folder(*sorted(below, key=lambda folder: len(folder.parts), reverse=True))
 
 
 def check_room(folder: Location, num_bytes: int) -> None:

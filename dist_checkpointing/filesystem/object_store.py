@@ -6,25 +6,40 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from os import PathLike
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.local_folder import check_size
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    UnsupportedFormatError,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 
-T = TypeVar("T")
 Buffer = Any
 """Bytes, a memoryview or an array of bytes: contiguous and one-dimensional."""
 SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
+
+
+def check_size(size: int, path: object, max_bytes: int | None) -> None:
+    """Check that a file is not too large to be what it should be.
+
+    Raises:
+        CorruptCheckpointError: if it is.
+    """
+    if max_bytes is not None and size > max_bytes:
+        limit = f"at most {max_bytes} bytes"
+        finding = Finding("file is far too large", None, limit, size, path=str(path))
+        raise CorruptCheckpointError("refused to read a file", [finding])
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +185,7 @@ class ObjectStore:
         ``create`` refuses to replace an object. A time-out leaves open whether it was written.
         """
         mode = "create" if create else "overwrite"
-        answer = self._call("put", key, key, data, mode=mode, use_multipart=False)
-        etag: str | None = answer["e_tag"]
-        return etag
+        return self._put(key, data, mode=mode, use_multipart=False)
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
         """Write an object of any size, part by part; the ETag that it has then.
@@ -180,12 +193,12 @@ class ObjectStore:
         The parts are not copied before they are sent. The upload is aborted if one cannot be made.
         """
         # Two objects are under way at a time, and parts may be copies of turned tensors.
-        limits = {
-            "chunk_size": self.options.part_bytes,
-            "max_concurrency": max(1, self.options.parallelism // 3),
-        }
-        answer = self._call("put", key, key, iter(parts), **limits)
-        etag: str | None = answer["e_tag"]
+        at_a_time = max(1, self.options.parallelism // 3)
+        chunk_size = self.options.part_bytes
+        return self._put(key, iter(parts), chunk_size=chunk_size, max_concurrency=at_a_time)
+
+    def _put(self, key: str, data: Any, **options: Any) -> str | None:
+        etag: str | None = self._call("put", key, key, data, **options)["e_tag"]
         return etag
 
     def copy(self, key: str, to: str) -> None:
@@ -206,13 +219,13 @@ class ObjectStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, many in a request; those that are not there are no error."""
-        names = list(keys)
+        if not (names := list(keys)):
+            return
         try:
-            if names:
-                self._call("delete", names[0], names)
+            self._call("delete", names[0], names)
         except FileNotFoundError:  # the memory store says it of a key, and stops there
             for key in names:
-                if self.head(key) is not None:
+                with suppress(FileNotFoundError):
                     self._call("delete", key, key)
 
 
@@ -225,10 +238,10 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
     if url.startswith("memory://"):
         return MemoryStore()
     names = ("endpoint", "region", "access_key_id", "secret_access_key")
-    given = {name: getattr(options, name) for name in names}
+    given = ((name, getattr(options, name)) for name in names)
     variables = ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     endpoint = options.endpoint or next(filter(None, map(os.environ.get, variables)), "")
-    config: Any = {name: value for name, value in given.items() if value is not None}
+    config: Any = {name: value for name, value in given if value is not None}
     return from_url(
         url,
         config=config,

@@ -556,5 +556,5 @@ def require_backing(
 
 def size_of_files(folder: Location) -> tuple[int, int]:
     """``(bytes, files)`` of all regular files below a folder; links are not followed."""
-    sizes = [size for _, size in location.files_below(folder, folder) if size is not None]
+    sizes = [size for size in location.files_below(folder).values() if size is not None]
     return sum(sizes), len(sizes)

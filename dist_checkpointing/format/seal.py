@@ -291,7 +291,7 @@ def unnamed_files(seal: Seal, folder: Location) -> tuple[list[str], list[str]]:
     created = leftovers(folder)
     inside: list[str] = []
     beside: list[str] = []
-    for name, _ in location.files_below(folder, folder):
+    for name in location.files_below(folder):
         if name in seal.files or name == ATTEMPT_NAME or _is_unsealed(name):
             continue
         above = {name, *map(str, PurePosixPath(name).parents)}

@@ -212,7 +212,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
         root = as_location(checkpoint_dir)
-        names = (name for name, _ in location.files_below(root, root))
+        names = location.files_below(root)
         found = _cells((n for n in names if _is_cell(n.rpartition("/")[2])), root)
         _require_cells(found, root)
         return {leaf.unique_key: leaf for leaf in found}
