@@ -33,8 +33,9 @@ def status_of(path: Path, *, follows: bool = True) -> os.stat_result | None:
     try:
         return path.stat(follow_symlinks=follows)
     except OSError as error:
-        raise_unless_gone(error)
-        return None
+        if error.errno in NOT_THERE:
+            return None
+        raise
 
 
 def is_folder(path: Path) -> bool:
@@ -46,8 +47,7 @@ def is_folder(path: Path) -> bool:
 def walked(root: Path) -> Iterator[tuple[Path, list[str]]]:
     """Each folder from ``root`` down with the names of its files; links are not followed.
 
-    Raises:
-        OSError: if a folder cannot be read; ``os.walk`` and ``Path.rglob`` skip it.
+    OSError if a folder cannot be read; ``os.walk`` and ``Path.rglob`` skip it.
     """
     for folder, _, names in os.walk(root, onerror=raise_unless_gone):
         yield Path(folder), names
@@ -60,11 +60,7 @@ def raise_unless_gone(error: OSError) -> None:
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: if it is not JSON, or nested too deeply.
-    """
+    """The value of a JSON text; ValueError if it is not JSON, or nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -78,11 +74,7 @@ _PARSER_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowEr
 def parsing(
     message: str, path: object, key: str | None = None, remedy: str | None = None
 ) -> Iterator[None]:
-    """Name the file in whose content the body finds something else than it should be.
-
-    Raises:
-        CorruptCheckpointError: with this message, for whatever a parser raises.
-    """
+    """Raise CorruptCheckpointError with the path for whatever a parser of the content raises."""
     try:
         yield
     except _PARSER_ERRORS as error:
@@ -144,11 +136,8 @@ fsync_file = fsync_folder
 def remove(path: Path, root: Path) -> None:
     """Delete a file or folder below ``root``, and the parents that are empty then.
 
-    Nothing outside ``root`` is touched: a link is deleted and not followed.
-
-    Raises:
-        ValueError: for a path that is not below ``root``.
-        OSError: if the file system fails.
+    Nothing outside ``root`` is touched: a link is deleted and not followed. ValueError for a path
+    that is not below ``root``.
     """
     parts = path.relative_to(root).parts
     if not parts or ".." in parts:
@@ -240,8 +229,7 @@ DCKPT_FOLDER: Final = ".dckpt"
 def make_dckpt_folder(folder: Path) -> bool:
     """Make the folder ``.dckpt`` of a checkpoint; whether there was none.
 
-    Raises:
-        CheckpointExistsError: if a link or a file has this name.
+    CheckpointExistsError if a link or a file has this name.
     """
     path = folder / DCKPT_FOLDER
     with suppress(FileExistsError):
@@ -265,10 +253,8 @@ _COPIED_BYTES: Final = 1 << 30
 def share_file(source: Path, target: Path) -> int | None:
     """Give a file that does not change any more a second name, or make a copy in the kernel.
 
-    Several processes may share one file under one name. A copy is durable, its name is not.
-
-    Returns:
-        Size of the file in bytes; None if neither is possible here, or ``source`` is gone.
+    Several processes may share one file under one name. A copy is durable, its name is not. Returns
+    the size of the file; None if neither is possible here, or ``source`` is gone.
     """
     try:
         os.link(source, target, follow_symlinks=False)
@@ -314,8 +300,7 @@ def _copy(source: Path, target: Path) -> bool:
 def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:
     """Append bytes of a file to another one, in the kernel; whether that is possible here.
 
-    Raises:
-        EOFError: if the file ends before the last byte.
+    EOFError if the file ends before the last byte.
     """
     begin, end = offset, offset + num_bytes
     while offset < end:

@@ -45,9 +45,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 def as_location(path: str | os.PathLike[str]) -> Location:
     """Where a path of a user is: on a mounted file system, without "..", or in an object store.
 
-    Raises:
-        UnsupportedFormatError: for a URL of a scheme that is not known.
-        CheckpointingException: if it names no bucket, is empty, or is no path.
+    UnsupportedFormatError for a URL of a scheme that is not known; CheckpointingException if it
+    names no bucket, is empty, or is no path.
     """
     if isinstance(path, ObjectPath):
         return path
@@ -66,11 +65,7 @@ def as_location(path: str | os.PathLike[str]) -> Location:
 
 
 def require_local(path: Location, what: str) -> None:
-    """Refuse what works on a mounted file system only.
-
-    Raises:
-        UnsupportedFormatError: if the path is in an object store.
-    """
+    """Refuse, by UnsupportedFormatError, what works on a mounted file system only."""
     if isinstance(path, ObjectPath):
         finding = Finding(
             f"{what} works on a mounted file system only",
@@ -84,10 +79,7 @@ def as_local_folder(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint or file of tensors on a mounted file system, without "..".
 
     A function that takes such a path from a user calls this or ``as_location``. Without it,
-    ``s3://bucket/x`` would be the relative path ``./s3:/bucket/x``.
-
-    Raises:
-        UnsupportedFormatError: if the path is a URL.
+    ``s3://bucket/x`` would be the relative path ``./s3:/bucket/x``. UnsupportedFormatError for it.
     """
     match = _URL.match(os.fspath(path))
     if match is None:
@@ -105,11 +97,7 @@ def as_local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
-    """Check that all ranks save into the same folder (absolute paths), in the same format.
-
-    Raises:
-        CheckpointingException: if they differ.
-    """
+    """Check that all ranks save into the same folder (absolute paths), in the same format."""
     formats = [saved_as for _, saved_as in destinations]
     folders = [os.path.normpath(name) for name, _ in destinations]
     once = "Give every rank the same path; broadcast a name that holds the time or date."
@@ -138,10 +126,8 @@ def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
 def read_bytes(path: Location, max_bytes: int) -> bytes:
     """The content of a file that must not be larger than ``max_bytes``.
 
-    Raises:
-        CorruptCheckpointError: if it is larger, or than the memory, or a pipe or a device, which
-            may have no end.
-        OSError: if it cannot be read.
+    CorruptCheckpointError if it is larger, or than the memory, or a pipe or a device, which may
+    have no end.
     """
     if isinstance(path, ObjectPath):
         return path.store.get(path.key, max_bytes)
@@ -175,11 +161,7 @@ def read_json(path: Location, max_bytes: int) -> Any:
 def read_regular(path: Location, max_bytes: int, *, is_start: bool = False) -> bytes | None:
     """The content of a file, no link to one; None if there is no such regular file.
 
-    If ``is_start``, only its first ``max_bytes`` are read, and it may be larger.
-
-    Raises:
-        CorruptCheckpointError: if it is larger.
-        OSError: if it cannot be read.
+    CorruptCheckpointError if it is larger than ``max_bytes``, unless only its start is read.
     """
     try:
         if isinstance(path, ObjectPath):
@@ -207,8 +189,7 @@ def _open_no_link(path: str, flags: int) -> int:
 def is_there(path: Location) -> bool:
     """Whether anything has this path, even a link to nothing.
 
-    Raises:
-        OSError: if that cannot be told, which is not the same as no.
+    OSError if that cannot be told, which is not the same as no.
     """
     if isinstance(path, ObjectPath):
         return is_file(path) or is_folder(path)
@@ -281,10 +262,8 @@ def folders_with(
 def names_in(folder: Location) -> list[str]:
     """The names in a folder, sorted; none if there is no such folder.
 
-    ``Path.glob`` is not used: it finds nothing in a folder that it may not read.
-
-    Raises:
-        OSError: if the folder cannot be read, which is not the same as empty.
+    OSError if the folder cannot be read, which is not the same as empty: ``Path.glob`` finds
+    nothing then.
     """
     if isinstance(folder, ObjectPath):
         return sorted({name for names in folders_and_files(folder) for name in names})
@@ -326,15 +305,11 @@ def files_below(folder: Location, names: Iterable[str] = ("",)) -> dict[str, int
     """The size of each file in a folder, or in some files and folders of it, by its relative name.
 
     Where it is no regular file, such as a link, None stands for the size. Links are not followed,
-    but for those that ``names`` are.
-
-    Raises:
-        OSError: if a folder cannot be read.
+    but for those that ``names`` are. OSError if a folder cannot be read.
     """
     if isinstance(folder, ObjectPath):
-        prefix = folder.prefix
-        below = folder.store.list_below(prefix)
-        return {info.key.removeprefix(prefix): info.num_bytes for info in below}
+        objects, start = folder.store.list_below(folder.prefix), len(folder.prefix)
+        return {info.key[start:]: info.num_bytes for info in objects}
     sizes: dict[str, int | None] = {}
     folders: list[str] = []
     for name in names:
@@ -342,24 +317,24 @@ def files_below(folder: Location, names: Iterable[str] = ("",)) -> dict[str, int
         try:
             status = os.stat(path)  # noqa: PTH116 - for each array of a checkpoint
         except OSError as error:
-            raise_unless_gone(error)
+            if error.errno not in NOT_THERE:
+                raise
             continue
         if stat.S_ISREG(status.st_mode):
             sizes[name] = status.st_size
         else:
             folders.append(path)
-    for entry in _entries_below(folders, raise_unless_gone):
-        is_regular = entry.is_file(follow_symlinks=False)
-        size = entry.stat(follow_symlinks=False).st_size if is_regular else None
-        sizes[os.path.relpath(entry.path, folder)] = size
+    for path, status in _statuses_below(folders, raise_unless_gone).items():
+        size = status.st_size if stat.S_ISREG(status.st_mode) else None
+        sizes[os.path.relpath(path, folder)] = size
     return sizes
 
 
-def _entries_below(
+def _statuses_below(
     folders: list[str], on_error: Callable[[OSError], None]
-) -> list[os.DirEntry[str]]:
-    """All below some folders but folders; links are not followed."""
-    found = []
+) -> dict[str, os.stat_result]:
+    """All below some folders but folders, by path; links are not followed."""
+    statuses = {}
     while folders:
         try:
             entries = os.scandir(folders.pop())
@@ -370,20 +345,19 @@ def _entries_below(
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-                else:
-                    found.append(entry)
-    return found
+                    continue
+                with suppress(FileNotFoundError):  # a save that is going on renames files
+                    statuses[entry.path] = entry.stat(follow_symlinks=False)
+    return statuses
 
 
 @dataclass(frozen=True, slots=True)
 class FileUse:
     """What a file takes.
 
-    Attributes:
-        num_bytes: Size.
-        num_bytes_stored: Bytes of its disk blocks, which are fewer for files with holes.
-        modified: When it was written, in seconds since 1970.
-        inode: Device and inode of a file that has another name elsewhere, as in other checkpoints.
+    ``num_bytes_stored`` are those of its disk blocks, fewer for files with holes; ``modified`` is
+    in seconds since 1970. Of a file that has another name elsewhere, as in other checkpoints,
+    ``inode`` is the device and inode.
     """
 
     num_bytes: int
@@ -400,16 +374,11 @@ class FileUse:
 def use_below(folder: Location) -> dict[str, FileUse]:
     """What each file below a folder takes, by its relative name; of a file what it takes itself."""
     if isinstance(folder, ObjectPath):
-        return {
-            info.key.removeprefix(folder.prefix): FileUse(
-                info.num_bytes, info.num_bytes, info.modified
-            )
-            for info in folder.store.list_below(folder.prefix)
-        }
+        objects, start = folder.store.list_below(folder.prefix), len(folder.prefix)
+        return {i.key[start:]: FileUse(i.num_bytes, i.num_bytes, i.modified) for i in objects}
     statuses = {folder.name: folder.stat()} if folder.is_file() else {}
-    for entry in _entries_below([str(folder)], lambda _: None):
-        with suppress(FileNotFoundError):  # a save that is going on renames files
-            statuses[entry.path[len(f"{folder}/") :]] = entry.stat(follow_symlinks=False)
+    for path, status in _statuses_below([str(folder)], lambda _: None).items():
+        statuses[path.removeprefix(f"{folder}/")] = status
     return {
         name: FileUse(
             status.st_size,
@@ -446,26 +415,19 @@ fsync_file = fsync_folder = local_folder.fsync_folder
 
 
 def temporaries(names: Iterable[str], root: Location) -> list[Path]:
-    """Temporary files that killed writers of these files below ``root`` have left.
-
-    Raises:
-        OSError: if a folder cannot be read.
-    """
+    """Temporary files that killed writers of these files below ``root`` have left."""
     if isinstance(root, ObjectPath):
         return []
-    by_folder: dict[Path, set[str]] = {}
-    for name in names:
-        target = root / name
-        by_folder.setdefault(target.parent, set()).add(target.name)
+    targets = {root / name for name in names}
     paths = []
-    for folder, wanted in sorted(by_folder.items()):
-        if not local_folder.is_real_folder(folder, root):
-            continue
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                match = TEMPORARY_NAME.fullmatch(entry.name)
-                if match and match[1] in wanted and entry.is_file(follow_symlinks=False):
-                    paths.append(folder / entry.name)
+    for folder in sorted({target.parent for target in targets}):
+        if local_folder.is_real_folder(folder, root):
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    match = TEMPORARY_NAME.fullmatch(entry.name)
+                    is_ours = match is not None and folder / match[1] in targets
+                    if is_ours and entry.is_file(follow_symlinks=False):
+                        paths.append(folder / entry.name)
     return paths
 
 
@@ -490,10 +452,8 @@ def fsync_folders(files: Iterable[Location], root: Location) -> None:
 def check_room(folder: Location, num_bytes: int) -> None:
     """Check before a save that ``num_bytes`` can be written below a folder, where that is known.
 
-    Quotas are not checked.
-
-    Raises:
-        CheckpointingException: if it is write-protected or a file, or its file system too full.
+    CheckpointingException if it is write-protected or a file, or its file system too full. Quotas
+    are not checked.
     """
     if isinstance(folder, ObjectPath):
         return

@@ -19,11 +19,10 @@ import re
 import socket
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from enum import StrEnum
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Final, Self
 
@@ -56,14 +55,9 @@ class Kind(StrEnum):
 class Holder:
     """The content of a lock file: who holds the lock.
 
-    Attributes:
-        token: Random name of this one holding of the lock.
-        kind: Kind of the lock.
-        host: Name of the machine.
-        boot: Id of the last start of the machine.
-        pid_space: Namespace of ``pid``: each container numbers its own processes.
-        pid: Id of the process.
-        started: When the process started, in ticks of the kernel; a later process may have its id.
+    ``token`` is the random name of this one holding of the lock, ``boot`` the id of the last start
+    of the machine. Each container numbers its own processes, in a ``pid_space``. The process was
+    ``started`` at a tick of the kernel; a later one may have its id.
     """
 
     token: str
@@ -76,7 +70,6 @@ class Holder:
 
     @classmethod
     def current(cls, kind: Kind) -> Holder:
-        """This process."""
         pid = os.getpid()
         return cls(uuid.uuid4().hex, kind, *_machine(), pid, _start_of(pid) or 0)
 
@@ -99,7 +92,6 @@ class Holder:
         return (self.host, self.boot, self.pid_space) == _machine()
 
     def to_json(self) -> bytes:
-        """The content of a lock file."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -151,12 +143,7 @@ class FolderLock:
 
     @classmethod
     def acquire(cls, folder: Path) -> FolderLock:
-        """Take the lock of a folder, which must exist.
-
-        Raises:
-            CheckpointExistsError: if another process has it; names that and what to do.
-            OSError: if the file system fails.
-        """
+        """Take the lock of a folder, which must exist; CheckpointExistsError names who has it."""
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             while (taken := _take(at, folder)) is None:
@@ -197,21 +184,20 @@ def _release(at: int, file: int | None, holder: Holder, owner: int) -> None:
     Closing alone would not release the lock if a process has been forked meanwhile, because that
     has the descriptor too. The forked process itself only closes: the lock is not its own.
     """
-
-    def delete() -> None:
-        if _names(at, LOCK_NAME, holder):
-            _unlink(at, LOCK_NAME)
-
-    steps: list[Callable[[], object]] = []
-    if os.getpid() == owner:
-        steps += [delete] if file is None else [delete, partial(fcntl.flock, file, fcntl.LOCK_UN)]
-    steps += [partial(os.close, opened) for opened in (file, at) if opened is not None]
-    for step in steps:
-        try:
-            step()
-        except OSError as error:
-            # The work under the lock is done: an error would say that it failed.
-            logger.warning("the lock %s was not released as it should be: %s", LOCK_NAME, error)
+    try:
+        with ExitStack() as steps:  # the last one first; all of them, also if one fails
+            steps.callback(os.close, at)
+            if file is not None:
+                steps.callback(os.close, file)
+            if os.getpid() != owner:
+                return
+            if file is not None:
+                steps.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            if _names(at, LOCK_NAME, holder):
+                _unlink(at, LOCK_NAME)
+    except OSError as error:
+        # The work under the lock is done: an error would say that it failed.
+        logger.warning("the lock %s was not released as it should be: %s", LOCK_NAME, error)
 
 
 def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
@@ -290,8 +276,12 @@ def _take_flock(at: int, file: int, folder: Path) -> Holder | None:
 def _is_at(file: int, at: int) -> bool:
     """Whether an open file is still the lock file."""
     # Opened, because a network file system may answer everything else from a cache.
-    with suppress(FileNotFoundError), _opened(at, LOCK_NAME, _OPEN) as named:
-        return os.path.sameopenfile(file, named)
+    with suppress(FileNotFoundError):
+        named = os.open(LOCK_NAME, _OPEN, dir_fd=at)
+        try:
+            return os.path.sameopenfile(file, named)
+        finally:
+            os.close(named)
     return False
 
 
@@ -368,28 +358,26 @@ def _created(at: int, name: str, holder: Holder) -> bool:
     return True
 
 
-@contextmanager
-def _opened(at: int, name: str, flags: int) -> Iterator[int]:
-    file = os.open(name, flags, 0o666, dir_fd=at)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
 def _write_new(at: int, name: str, holder: Holder) -> None:
     """Create a file that names the holder, and close it: other machines see the content then."""
-    with ExitStack() as undo:
-        with _opened(at, name, _CREATE) as file:
-            undo.callback(_unlink, at, name)
+    file = os.open(name, _CREATE, 0o666, dir_fd=at)
+    try:
+        try:
             os.pwrite(file, holder.to_json(), 0)
-        undo.pop_all()
+        finally:
+            os.close(file)
+    except BaseException:
+        _unlink(at, name)
+        raise
 
 
 def _read(at: int, name: str) -> Holder | None:
     """The holder that a lock file names; None if it names none."""
-    with _opened(at, name, _READ) as file:
+    file = os.open(name, _READ, dir_fd=at)
+    try:
         return Holder.parsed(os.read(file, _MAX_BYTES))
+    finally:
+        os.close(file)
 
 
 def _names(at: int, name: str, holder: Holder) -> bool:

@@ -31,11 +31,7 @@ SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
 
 
 def check_size(size: int, path: object, max_bytes: int | None) -> None:
-    """Check that a file is not too large to be what it should be.
-
-    Raises:
-        CorruptCheckpointError: if it is.
-    """
+    """Refuse, by CorruptCheckpointError, a file too large to be what it should be."""
     if max_bytes is not None and size > max_bytes:
         limit = f"at most {max_bytes} bytes"
         finding = Finding("file is far too large", None, limit, size, path=str(path))
@@ -82,11 +78,8 @@ class ObjectStoreOptions:
 class ObjectInfo:
     """An object as the store describes it.
 
-    Attributes:
-        key: Name of the object in the bucket.
-        num_bytes: Its size.
-        etag: Changes whenever the object is written; None if the store gives none.
-        modified: When it was written, in seconds since 1970 by the clock of the store.
+    Its ``etag`` changes whenever it is written; None if the store gives none. It was ``modified``
+    at this second since 1970 by the clock of the store.
     """
 
     key: str
@@ -101,11 +94,7 @@ class ObjectStore:
 
     Every method raises ``FileNotFoundError`` if the object is not there, ``FileExistsError`` if a
     put that must create finds one, ``PermissionError`` if access is denied, and ``OSError`` with
-    the key and the last answer of the store for all else.
-
-    Attributes:
-        url: Scheme and bucket, such as ``s3://bucket``.
-        options: How it is reached.
+    the key and the last answer of the store for all else. The URL is ``s3://bucket`` or its like.
     """
 
     url: str
@@ -146,11 +135,7 @@ class ObjectStore:
             raise OSError(5, _last_answer(error), path) from error
 
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
-        """The content of an object.
-
-        Raises:
-            CorruptCheckpointError: if it is larger than ``max_bytes``, before it is read.
-        """
+        """The content of an object, which is not read if larger than ``max_bytes``."""
         answer = self._call("get", key, key)
         check_size(answer.meta["size"], f"{self.url}/{key}", max_bytes)
         with self._errors(key):

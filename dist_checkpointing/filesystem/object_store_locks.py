@@ -15,7 +15,7 @@ import random
 import time
 import uuid
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Event, Thread
 from typing import Any, Final
 
@@ -54,11 +54,8 @@ def put_surely(path: ObjectPath, data: bytes, *, create: bool = False) -> bytes:
 
     An answer that is lost, or says that the server failed, leaves open whether the object was put.
     An object that must ``create`` one of its name is read then, so ``data`` must be no other
-    caller's: if there was one before, its content is returned.
-
-    Raises:
-        CheckpointingException: if the store does not answer; names the object and the last answer.
-        PermissionError: if access is denied.
+    caller's: if there was one before, its content is returned. CheckpointingException if the store
+    does not answer, PermissionError if access is denied.
     """
     answer: OSError
     for wait in range(_TRIES):
@@ -87,12 +84,9 @@ def _put(path: ObjectPath, data: bytes, *, create: bool) -> bytes:
 
 
 def require_conditions(folder: ObjectPath) -> None:
-    """Refuse a store that replaces an object that it should put only if absent.
+    """Refuse, by UnsupportedFormatError, a store that replaces what it should put only if absent.
 
     One object is put below the folder and deleted, once for each bucket in a process.
-
-    Raises:
-        UnsupportedFormatError: naming the store.
     """
     if folder.store in _probed:
         return
@@ -134,43 +128,30 @@ def delete_below(folder: ObjectPath) -> None:
 def decide(folder: ObjectPath, number: int, outcome: dict[str, Any]) -> dict[str, Any]:
     """Say what becomes of a claim, unless that was said before; what is true then.
 
-    Raises:
-        CorruptCheckpointError: if what was said before cannot be read.
+    CorruptCheckpointError if what was said before cannot be read.
     """
     path = folder / f"{COMMITS}/{number}.json"
     return parsed_object(put_surely(path, json.dumps(outcome).encode(), create=True), path)
 
 
 def read_outcome(folder: ObjectPath, number: int) -> dict[str, Any]:
-    """What became of a claim; empty if it is undecided.
-
-    Raises:
-        CorruptCheckpointError: if it cannot be read.
-    """
+    """What became of a claim, see ``decide``; empty if it is undecided."""
     path = folder / f"{COMMITS}/{number}.json"
     data = read_regular(path, _MAX_BYTES)
     return {} if data is None else parsed_object(data, path)
 
 
 def parsed_object(data: bytes, path: ObjectPath) -> dict[str, Any]:
-    """The fields of an object of JSON.
-
-    Raises:
-        CorruptCheckpointError: if it has none.
-    """
+    """The fields of an object of JSON; CorruptCheckpointError if it has none."""
     with local_folder.parsing("an object of the commit protocol cannot be read", path):
         return dict(local_folder.parse_json(data))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Claim:
-    """The content of ``.dckpt/claims/<n>.json``.
+    """The content of ``.dckpt/claims/<n>.json`` below a folder; later claims have higher numbers.
 
-    Attributes:
-        folder: Prefix that is claimed.
-        number: Number of the claim; later ones have higher numbers.
-        holder: Process that made the claim. Its token is the name of the attempt.
-        period: Seconds from one heartbeat of the holder to the next.
+    ``period`` is the seconds from one heartbeat of the holder to the next.
     """
 
     folder: ObjectPath
@@ -180,7 +161,7 @@ class Claim:
 
     @property
     def attempt(self) -> str:
-        """Name of the attempt."""
+        """Name of the attempt: the token of the holder."""
         return self.holder.token
 
     @property
@@ -194,18 +175,13 @@ class Claim:
         return self.folder / f"{BEATS}/{self.attempt}"
 
     def to_json(self) -> bytes:
-        """The bytes of the object."""
-        holder = json.loads(self.holder.to_json())
+        holder = asdict(self.holder)
         content = {"attempt": self.attempt, "period": self.period, "holder": holder}
         return json.dumps(content).encode()
 
     @classmethod
     def read(cls, folder: ObjectPath, number: int) -> Claim | None:
-        """A claim; None if it was removed.
-
-        Raises:
-            CorruptCheckpointError: if what is there is no claim.
-        """
+        """A claim; None if it was removed. CorruptCheckpointError if what is there is no claim."""
         path = folder / f"{CLAIMS}/{number}.json"
         data = read_regular(path, _MAX_BYTES)
         if data is None:
@@ -217,16 +193,16 @@ class Claim:
             period = float(content["period"])
             if holder is None or not 0 < period <= _MAX_PERIOD:
                 raise ValueError("no holder, or no possible period")
-            return cls(folder, number, holder, period)
+            return Claim(folder, number, holder, period)
 
 
-class HeldClaim:
+class HeldClaim(Claim):
     """A claim of this process, and the heartbeats that tell others that it is alive."""
 
     def __init__(self, claim: Claim) -> None:
-        self.claim = claim
+        super().__init__(claim.folder, claim.number, claim.holder, claim.period)
         # The thread does not keep this object: a save that is forgotten must not look alive.
-        self._thread, stop = start_heartbeats(claim.beats, claim.period, THREAD)
+        self._thread, stop = start_heartbeats(self.beats, self.period, THREAD)
         self._stop = weakref.finalize(self, stop.set)
 
     @classmethod
@@ -234,9 +210,7 @@ class HeldClaim:
         """Claim a folder. No earlier claim can commit any more after that.
 
         If the last claim is undecided, this waits until its holder is known to be alive or dead.
-
-        Raises:
-            CheckpointExistsError: if another process has the claim, and is alive.
+        CheckpointExistsError if another process has the claim, and is alive.
         """
         numbers, decided = numbers_in(folder)
         undecided = sorted({*numbers} - {*decided})
@@ -266,38 +240,33 @@ class HeldClaim:
 
     def stop(self) -> None:
         """Say no more that this process is alive. What becomes of the claim stays open."""
-        _given_up.add(self.claim.attempt)
+        _given_up.add(self.attempt)
         self._stop()
 
     def require_held(self) -> None:
-        """Check that no other process has ended the claim, or removed it with all else.
-
-        Raises:
-            CheckpointExistsError: if one has.
-        """
-        stored = read_regular(self.claim.path, _MAX_BYTES)
+        """CheckpointExistsError if another process has ended the claim, or removed all."""
+        stored = read_regular(self.path, _MAX_BYTES)
         if stored is None:
             raise self.lost("is not there any more: it was removed with all else")
-        if stored != self.claim.to_json() or read_outcome(self.claim.folder, self.claim.number):
+        if stored != self.to_json() or read_outcome(self.folder, self.number):
             raise self.lost()
 
     def lost(self, how: str = "") -> CheckpointExistsError:
         """The error of a process whose claim another one has ended."""
-        silence = f"{_SILENT_PERIODS * self.claim.period:.0f} s"
+        silence = f"{_SILENT_PERIODS * self.period:.0f} s"
         ended = f"was ended: no heartbeat was seen for {silence}"
         finding = Finding(
-            f"claim {self.claim.number} {how or ended}",
-            path=str(self.claim.folder),
+            f"claim {self.number} {how or ended}",
+            path=str(self.folder),
             remedy="Look at what holds here now. Nothing of it was touched.",
         )
-        return CheckpointExistsError(
-            f"another process has taken over {self.claim.folder}", [finding]
-        )
+        message = f"another process has taken over {self.folder}"
+        return CheckpointExistsError(message, [finding])
 
     def end(self) -> dict[str, Any]:
         """Give the claim up unless it is decided; what has become of it."""
         try:
-            outcome = decide(self.claim.folder, self.claim.number, {"ended_by": self.claim.attempt})
+            outcome = decide(self.folder, self.number, {"ended_by": self.attempt})
         except BaseException:
             self.stop()  # the next save finds it dead
             raise
@@ -307,9 +276,9 @@ class HeldClaim:
     def forget(self) -> None:
         """Stop the heartbeats, and delete their object: what becomes of the claim is decided."""
         self.stop()
-        _given_up.discard(self.claim.attempt)  # it is decided
-        self._thread.join(self.claim.period)  # it may be about to put one more
-        self.claim.folder.store.delete([self.claim.beats.key])
+        _given_up.discard(self.attempt)  # it is decided
+        self._thread.join(self.period)  # it may be about to put one more
+        self.folder.store.delete([self.beats.key])
 
 
 def fence_numbers(folder: ObjectPath) -> set[int]:
@@ -330,10 +299,8 @@ def fence_numbers(folder: ObjectPath) -> set[int]:
 def _refuse_if_alive(folder: ObjectPath, number: int) -> None:
     """Wait until it is known that the holder of a claim is dead, or that the claim was decided.
 
-    Looks are counted, not seconds: this process may be stopped itself while it watches.
-
-    Raises:
-        CheckpointExistsError: if the holder is alive.
+    CheckpointExistsError if it is alive. Looks are counted, not seconds: this process may be
+    stopped itself while it watches.
     """
     claim = Claim.read(folder, number)
     if claim is None or claim.holder.is_gone or claim.attempt in _given_up:
@@ -352,10 +319,7 @@ def _refuse_if_alive(folder: ObjectPath, number: int) -> None:
 def last_known_holder(folder: ObjectPath) -> Holder | None:
     """Who claims a folder and seems to be alive, by the clocks of the store and of this machine.
 
-    For people only. It takes nothing, and does not wait.
-
-    Raises:
-        CorruptCheckpointError: if the claim cannot be read.
+    For people only. It takes nothing, and does not wait. See ``Claim.read`` for its errors.
     """
     numbers, decided = numbers_in(folder)
     if not numbers:
@@ -371,15 +335,9 @@ def last_known_holder(folder: ObjectPath) -> Holder | None:
 
 
 def start_heartbeats(path: ObjectPath, period: float, thread_name: str) -> tuple[Thread, Event]:
-    """Put an object again and again, so that others see that this process is alive.
+    """Put an object every ``period`` seconds, so that others see that this process is alive.
 
-    Args:
-        path: the object. It is put once before this returns.
-        period: seconds from one put to the next.
-        thread_name: name of the thread that puts it.
-
-    Returns:
-        The thread, and what ends it when it is set.
+    It is put once before this returns. The event ends the thread.
     """
     stop, counts = Event(), itertools.count()
 

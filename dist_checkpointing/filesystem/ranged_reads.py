@@ -25,11 +25,7 @@ _MOST_STORE_GAP_BYTES: Final = 2**20
 
 
 class WrongSizeError(EOFError):
-    """A file does not have the size that it must have.
-
-    Attributes:
-        found: Its size in bytes.
-    """
+    """A file does not have the size that it must have."""
 
     def __init__(self, found: int) -> None:
         super().__init__(f"the file ends at byte {found}")
@@ -68,11 +64,8 @@ class ReadLimits:
 class LocalFile:
     """A file of a mounted file system, to read from.
 
-    Attributes:
-        descriptor: Its descriptor; -1 for an object of a store.
-        num_bytes: Its size; 0 if it is no regular file.
-        most_gap: Bytes between the runs of a strided part that are read over; None where that
-            depends on the length of the runs.
+    Its ``descriptor`` is -1 for an object of a store, ``num_bytes`` 0 if it is no regular file, and
+    ``most_gap`` as ``ReadLimits.strided_gap``.
     """
 
     most_gap: int | None = None
@@ -93,20 +86,15 @@ class LocalFile:
         os.close(self.descriptor)
 
     def require(self, num_bytes: int, *, is_all: bool) -> None:
-        """Make sure that the file is so long, and no longer if that ``is_all`` of it.
+        """Raise WrongSizeError unless the file is so long, and no longer if that ``is_all`` of it.
 
-        Raises:
-            WrongSizeError: if it is not; of a store that may come with the next read.
+        Of a store that may come with the next read.
         """
         # A mapped file that is too short would kill the process instead of raising.
         _require_size(self.num_bytes, num_bytes, is_all=is_all)
 
     def read_into(self, target: Array, position: int) -> None:
-        """Fill a C-contiguous array.
-
-        Raises:
-            EOFError: if the file ends before.
-        """
+        """Fill a C-contiguous array; EOFError if the file ends before."""
         pread(self.descriptor, target, position)
 
     def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
@@ -118,11 +106,7 @@ class LocalFile:
             pread(self.descriptor, target, position)
 
     def view(self, position: int, num_bytes: int, scratch: Array | None = None) -> Array:
-        """Some bytes of the file, in ``scratch`` if that is of use; may be read-only.
-
-        Raises:
-            EOFError: if the file ends before.
-        """
+        """Some bytes of the file, in ``scratch`` if that is of use; may be read-only."""
         block = np.empty(num_bytes, dtype=np.uint8) if scratch is None else scratch[:num_bytes]
         pread(self.descriptor, block, position)
         return block
@@ -132,11 +116,7 @@ class LocalFile:
 
 
 def pread(descriptor: int, target: Array, position: int) -> None:
-    """Fill a C-contiguous array from a file.
-
-    Raises:
-        EOFError: if the file ends before.
-    """
+    """Fill a C-contiguous array from a file; EOFError if it ends before."""
     count = os.preadv(descriptor, [target], position)  # type: ignore[list-item]
     if count == target.nbytes:
         return
@@ -239,14 +219,7 @@ OpenFile = LocalFile | StoreFile
 
 
 class FolderReads:
-    """Reads the files of one folder.
-
-    Attributes:
-        folder: Folder of the files.
-        limits: How they are best read.
-        slots: Requests that may be made now, of a store.
-        sizes: Sizes of its objects that are known, by name.
-    """
+    """Reads the files of one folder; ``slots`` and the known ``sizes`` are of objects."""
 
     def __init__(self, folder: Location, limits: ReadLimits) -> None:
         self.folder, self.limits = folder, limits
@@ -258,11 +231,7 @@ class FolderReads:
         return FolderReads, (self.folder, self.limits)
 
     def open(self, name: str) -> OpenFile:
-        """Open a file by its name relative to the folder.
-
-        Raises:
-            FileNotFoundError: if it is not there; in a store with the first read.
-        """
+        """Open a file; FileNotFoundError if it is not there, in a store with the first read."""
         if isinstance(self.folder, Path):
             return LocalFile(f"{self.folder}/{name}")
         return StoreFile(self.folder / name, name, self)

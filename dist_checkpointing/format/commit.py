@@ -19,12 +19,12 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -36,7 +36,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import local_folder, location, object_store_locks
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
-from dist_checkpointing.filesystem.location import as_local_folder, as_location, is_file
+from dist_checkpointing.filesystem.location import as_location, is_file, is_there
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import (
@@ -60,7 +60,6 @@ from dist_checkpointing.format.leftovers import (
     refuse_foreign,
 )
 
-Place = TypeVar("Place", Path, ObjectPath)
 logger: logging.Logger = logging.getLogger(__name__)
 COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
@@ -98,29 +97,26 @@ def _is_plain_dcp(folder: Location) -> bool:
     An unfinished save of this library or of Megatron does not count: they commit by a later file.
     """
     others = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
-    return location.is_file(folder / DCP_METADATA_NAME) and not any(
-        location.is_there(folder / name) for name in others
+    return is_file(folder / DCP_METADATA_NAME) and not any(
+        is_there(folder / name) for name in others
     )
 
 
 def is_committed(folder: Location) -> bool:
     """Whether there is a commit, of whatever content: what it commits must not be touched.
 
-    Raises:
-        OSError: if that cannot be found out, which is not the same as no.
+    OSError if that cannot be found out, which is not the same as no.
     """
-    is_there = location.is_file if isinstance(folder, ObjectPath) else location.is_there
-    return is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
+    # What is in the way of the file on a disk may be anything.
+    is_here = is_file if isinstance(folder, ObjectPath) else is_there
+    return is_here(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
 
 
 def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     """The config of a committed checkpoint, also of a plain one of torch DCP, which has no file.
 
-    Raises:
-        CheckpointNotFoundError: if the folder is missing or nothing was committed in it.
-        CorruptCheckpointError: if ``metadata.json`` is not what it should be.
-        UnsupportedFormatError: for a URL of a scheme that is not known.
-        OSError: if the file system fails.
+    CheckpointNotFoundError if the folder is missing or nothing was committed in it;
+    CorruptCheckpointError if ``metadata.json`` is not what it should be.
     """
     folder = as_location(checkpoint_dir)
     path = folder / CONFIG_FNAME
@@ -135,7 +131,7 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     if location.is_folder(folder):
         raise _not_committed(folder) from missing
     message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
-    if location.is_there(folder):
+    if is_there(folder):
         message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
     raise CheckpointNotFoundError(message, [Finding(problem, path=str(folder))]) from missing
 
@@ -149,7 +145,7 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
             if type(getattr(config, field.name)) is not kind:
                 raise ValueError(f"{field.name} is not of type {kind.__name__}")
         # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
-        is_inside = "common_backend" not in content and not location.is_there(
+        is_inside = "common_backend" not in content and not is_there(
             path.parent / COMMON_STATE_FNAME
         )
         if config.sharded_backend == "torch_dist" and is_inside:
@@ -158,13 +154,14 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
 
 
 def _not_committed(folder: Location) -> CheckpointNotFoundError:
-    half = location.is_there(folder / ATTEMPT_NAME) or location.is_there(folder / CLAIMS)
-    remedy = "Load an older checkpoint." if half else "Is this the right folder?"
-    if location.is_there(folder / "manager.json"):
+    if is_there(folder / ATTEMPT_NAME) or is_there(folder / CLAIMS):
+        problem, remedy = "a save was begun here and never committed", "Load an older checkpoint."
+    else:
+        problem, remedy = f"{CONFIG_FNAME} is missing", "Is this the right folder?"
+    if is_there(folder / "manager.json"):
         remedy = (
             "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
         )
-    problem = "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing"
     finding = Finding(problem, path=str(folder / CONFIG_FNAME), remedy=remedy)
     return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
 
@@ -192,12 +189,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
 class Attempt:
     """One try to write a checkpoint; only rank 0 has one.
 
-    It holds the lock of the folder, which tells a live save from a leftover.
-
-    Attributes:
-        id: Name of the attempt.
-        folder: Where the files of the save lie.
-        creates: Relative names of the files and folders that the save makes.
+    It holds the lock of the folder, which tells a live save from a leftover. The save ``creates``
+    the files and folders of these relative names in ``folder``.
     """
 
     id: str
@@ -205,13 +198,13 @@ class Attempt:
     creates: tuple[str, ...]
     _lock: FolderLock
     _durability: Durability
-    _above: Sequence[Path]
+    _made: Sequence[Path]
     _may_be_committed: bool = False
 
     @classmethod
     def begin(
         cls,
-        checkpoint_dir: str | os.PathLike[str],
+        folder: Path,
         creates: Iterable[str],
         *,
         overwrite: bool = False,
@@ -224,23 +217,19 @@ class Attempt:
         Nothing may be written before ``make_durable``, which waits for the disk. The attempt has a
         ``name`` already where it has begun on another disk.
 
-        Raises:
-            CheckpointExistsError: if the folder holds a committed checkpoint (without
-                ``overwrite``), a live save, or files of these names that no attempt made. Nothing
-                was touched then.
+        CheckpointExistsError if the folder holds a committed checkpoint (without ``overwrite``), a
+        live save, or files of these names that no attempt made. Nothing was touched then.
         """
-        folder = as_local_folder(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        refuse_committed(folder, attempt_of, overwrite=overwrite)
+        refuse_committed(folder, overwrite=overwrite)
         lock, made = _locked(folder)
         try:
             # Another save may have ended between the first look and the lock.
-            refuse_committed(folder, attempt_of, overwrite=overwrite)
+            refuse_committed(folder, overwrite=overwrite)
             is_new = make_dckpt_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
-            above = [path.parent for path in made]
-            attempt = cls(name or uuid.uuid4().hex, folder, names, lock, durability, above)
+            attempt = cls(name or uuid.uuid4().hex, folder, names, lock, durability, made)
             if not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
@@ -255,13 +244,12 @@ class Attempt:
     def make_durable(self) -> None:
         """Make the record of what is about to be created durable, before anything is."""
         if self._durability is Durability.FSYNC:
-            local_folder.fsync_file(self.folder / ATTEMPT_NAME)
-            local_folder.fsync_folder(self.folder / DCKPT_FOLDER)
-            local_folder.fsync_folder(self.folder)
-            for folder in self._above:
+            dckpt = self.folder / DCKPT_FOLDER
+            local_folder.fsync_folder(self.folder / ATTEMPT_NAME, dckpt, self.folder)
+            for folder in self._made:
                 # One that may not be listed cannot be synced.
                 with suppress(PermissionError):
-                    local_folder.fsync_folder(folder)
+                    local_folder.fsync_folder(folder.parent)
 
     def commit(self, config: CheckpointingConfig) -> None:
         """Make the folder a checkpoint.
@@ -271,8 +259,7 @@ class Attempt:
         """
         content = json.dumps(asdict(config)).encode()
         if self._durability is Durability.FSYNC:
-            local_folder.fsync_folder(self.folder / DCKPT_FOLDER)
-            local_folder.fsync_folder(self.folder)
+            local_folder.fsync_folder(self.folder / DCKPT_FOLDER, self.folder)
         self._may_be_committed = True
         local_folder.write_atomic(self.folder / CONFIG_FNAME, content, self._durability)
         self._lock.release()
@@ -320,34 +307,28 @@ def check_distinct(names: Sequence[str]) -> None:
         raise InvalidShardingError("keys of the state dict clash", findings)
 
 
-def refuse_committed(
-    folder: Place, save_of: Callable[[Place], object | None], *, overwrite: bool
-) -> None:
-    """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours.
-
-    What ``save_of`` gives is None for a checkpoint that no save of this library made.
-
-    Raises:
-        CheckpointExistsError: saying which of the two.
-    """
-    if not is_committed(folder) or (overwrite and save_of(folder) is not None):
+def refuse_committed(folder: Location, *, overwrite: bool) -> None:
+    """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours."""
+    if not is_committed(folder):
         return
-    message, problem = f"{folder} already holds a checkpoint", "a committed checkpoint is here"
-    remedy = "Save to another place, or pass overwrite=True to replace this one."
-    if overwrite:
+    if not overwrite:
+        message, problem = f"{folder} already holds a checkpoint", "a committed checkpoint is here"
+        remedy = "Save to another place, or pass overwrite=True to replace this one."
+    elif (read_commit(folder) if isinstance(folder, ObjectPath) else attempt_of(folder)) is None:
         message = f"{folder} cannot be overwritten"
         problem = (
             "it was copied to here, or another program wrote it: nothing says which files are ours"
         )
         remedy = "Delete it by hand, or save to another place."
+    else:
+        return
     raise CheckpointExistsError(message, [Finding(problem, path=str(folder), remedy=remedy)])
 
 
 def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
     """The lock of a folder, which is made if it is missing, and the folders that may be new."""
     while True:
-        above = takewhile(lambda path: not location.is_there(path), folder.parents)
-        made = [folder, *above]
+        made = [folder, *takewhile(lambda path: not is_there(path), folder.parents)]
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
@@ -362,8 +343,7 @@ def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
 def end_commit(folder: Path) -> None:
     """Make sure that no commit is there, and that none comes back with a power cut.
 
-    Raises:
-        OSError: if that is not certain: nothing that it commits may be deleted then.
+    OSError if that is not certain: nothing that it commits may be deleted then.
     """
     (folder / CONFIG_FNAME).unlink(missing_ok=True)
     local_folder.fsync_folder(folder)
@@ -371,13 +351,10 @@ def end_commit(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A save that has committed in an object store.
+    """A save that has committed in an object store. Its files lie below ``data/<attempt>/``.
 
-    Attributes:
-        number: Number of its claim; the commit with the highest one is the checkpoint.
-        attempt: Name of the save. Its files lie below ``data/<attempt>/``.
-        config: What ``metadata.json`` says.
-        seal: Checksum that the seal of the save begins with; "" without a seal.
+    Of several the one whose claim has the highest ``number`` is the checkpoint. The ``seal`` is the
+    checksum that the seal of the save begins with; "" without a seal.
     """
 
     number: int
@@ -395,10 +372,7 @@ def read_commit(folder: Location) -> Commit | None:
     """The last save that has committed here; None if there is none, and on a disk.
 
     Readers also need ``metadata.json``: it goes first when a checkpoint is removed.
-
-    Raises:
-        CorruptCheckpointError: if a commit cannot be read.
-        OSError: if the store does not answer.
+    CorruptCheckpointError if a commit cannot be read.
     """
     names = (name.removesuffix(".json") for name in location.names_in(folder / COMMITS))
     for number in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
@@ -420,18 +394,15 @@ def data_folder(checkpoint_dir: str | os.PathLike[str]) -> Location:
     """The folder that is laid out like a checkpoint on a disk.
 
     That is ``data/<attempt>`` of the save that ``.dckpt/commits`` names. Where there are no commits
-    it is the folder itself: on a disk, and for a copy of such a folder in a store.
-
-    Raises:
-        CorruptCheckpointError: if a commit cannot be read.
-        UnsupportedFormatError: for a URL of a scheme that is not known.
-        OSError: if the file system or the store does not answer.
+    it is the folder itself: on a disk, and for a copy of such a folder in a store. See
+    ``as_location`` and ``read_commit`` for the errors.
     """
     root = as_location(checkpoint_dir)
     commit = read_commit(root)
     # A removal begins with this file, and a commit is complete with it.
-    is_complete = commit is not None and location.is_file(root / CONFIG_FNAME)
-    return root / commit.data if commit is not None and is_complete else root
+    if commit is not None and is_file(root / CONFIG_FNAME):
+        return root / commit.data
+    return root
 
 
 @dataclass(eq=False)
@@ -461,24 +432,20 @@ class StoreAttempt:
         """Claim a prefix, and clear away what saves without a commit left below it.
 
         With ``overwrite``, a committed checkpoint is replaced when this save commits.
-
-        Raises:
-            CheckpointExistsError: if a checkpoint is there (without ``overwrite``), or a live save.
-            UnsupportedFormatError: if the store ignores conditional puts.
-            OSError: if the store does not answer.
+        CheckpointExistsError if one is there (without it), or a live save; UnsupportedFormatError
+        if the store ignores conditional puts.
         """
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         require_conditions(root)
-        refuse_committed(root, read_commit, overwrite=overwrite)
+        refuse_committed(root, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = root.store.list_folder((root / DATA).prefix)[0]
         claim = HeldClaim.acquire(root, period)
-        name = claim.claim.attempt
-        attempt = cls(name, root / DATA / name, names, root, claim)
+        attempt = cls(claim.attempt, root / DATA / claim.attempt, names, root, claim)
         try:
             commit = _completed_commit(root, claim)
-            if commit is not None or is_file(root / CONFIG_FNAME):
-                refuse_committed(root, lambda _: commit, overwrite=overwrite)
+            if is_file(root / CONFIG_FNAME) if commit is None else not overwrite:
+                refuse_committed(root, overwrite=overwrite)
             location.write(attempt.folder / ATTEMPT_NAME, attempt_json(attempt.id, names))
             attempt._replaces = commit
             clear_saves(root, {*found} - {commit.attempt if commit else ""})
@@ -496,18 +463,15 @@ class StoreAttempt:
     def commit(self, config: CheckpointingConfig) -> None:
         """Turn what was written into the checkpoint. Everything else must have been put by now.
 
-        Raises:
-            CheckpointExistsError: if another save has taken over, because no heartbeat was seen.
-            CheckpointingException: if it cannot be found out whether the save has committed.
-            OSError: if the store does not answer.
+        CheckpointExistsError if another save has taken over, because no heartbeat was seen;
+        CheckpointingException if it cannot be found out whether the save has committed.
         """
-        own = self._claim.claim.number
         self._claim.require_held()
         seal = self.folder / DCKPT_FOLDER / "seal.json"
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
         outcome = {"attempt": self.id, "config": asdict(config), "seal": checksum}
-        if object_store_locks.decide(self._root, own, outcome) != outcome:
+        if object_store_locks.decide(self._root, self._claim.number, outcome) != outcome:
             raise self._claim.lost()
         _publish(self._root, self.id, config)
         self._claim.stop()
@@ -550,9 +514,7 @@ def begin_attempt(
 def finish_commit(folder: Location) -> None:
     """Put the ``metadata.json`` of a commit that was cut off before it; does nothing on a disk.
 
-    Raises:
-        CheckpointExistsError: if a save or a removal is going on there.
-        OSError: if the store does not answer.
+    CheckpointExistsError if a save or a removal is going on there.
     """
     if not isinstance(folder, ObjectPath) or is_file(folder / CONFIG_FNAME):
         return

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from os import PathLike
 from pathlib import Path, PurePosixPath
+from typing import Final
 
 import xxhash
 
@@ -33,14 +35,10 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PlannedRemoval:
-    """What a removal would do, found out without touching anything.
+    """What a removal would do: the tensors that go, and their files, relative to the checkpoint.
 
-    Attributes:
-        keys: Keys of the tensors that go.
-        files: Paths relative to the checkpoint of the files that go with them.
-        shared: Bytes of removed values that stay on the disk, by the file that they share with
-            values that are kept.
-        is_unfinished: Whether a removal was cut off here, which another brings to its end.
+    ``shared`` are the bytes of removed values that stay on the disk, by the file that they share
+    with values that are kept. ``is_unfinished`` says that a removal was cut off here.
     """
 
     keys: tuple[str, ...]
@@ -50,11 +48,7 @@ class PlannedRemoval:
 
 
 def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
-    """Write down, durably, which tensors go, and in which folders their files lie.
-
-    Raises:
-        CheckpointExistsError: if there can be no note, because its folder is a link.
-    """
+    """Write down, durably, which tensors go, and in which folders their files lie."""
     make_dckpt_folder(folder)
     content = {key: list(names) for key, names in folders.items()}
     local_folder.write_atomic(folder / REMOVAL_NAME, json.dumps(content).encode())
@@ -63,8 +57,7 @@ def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
 def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
     """What an unfinished removal has noted; empty without one.
 
-    Raises:
-        CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.
+    CorruptCheckpointError if it cannot be read, or names what is outside of the checkpoint.
     """
     path = folder / REMOVAL_NAME
     data = location.read_regular(path, _MAX_BYTES)
@@ -73,7 +66,7 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
     with local_folder.parsing("an unfinished removal cannot be read", path):
         content = local_folder.parse_json(data)
         noted = {str(key): tuple(map(str, names)) for key, names in content.items()}
-        for name in (name for names in noted.values() for name in names):
+        for name in chain.from_iterable(noted.values()):
             parts = PurePosixPath(name).parts
             if not parts or name.startswith("/") or ".." in parts:
                 raise ValueError(f"{name!r} is no folder of a checkpoint")
@@ -112,14 +105,16 @@ def note_attempt(folder: Path, attempt: str, names: Sequence[str], durability: D
 def leftovers(folder: Location) -> frozenset[str]:
     """What the last save into a folder, committed or not, was about to create in it.
 
-    Raises:
-        CorruptCheckpointError: if that is outside of the folder.
+    CorruptCheckpointError if that is outside of the folder.
     """
     names = _noted(folder)[1]
-    if not all(_is_inside(name) for name in names):
-        path = str(folder / ATTEMPT_NAME)
-        finding = Finding("names a path outside the checkpoint", path=path)
-        raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
+    for path in map(PurePosixPath, names):
+        is_outside = path.is_absolute() or ".." in path.parts
+        if is_outside or path.as_posix() in (".", ".dckpt", ATTEMPT_NAME, LOCK_NAME):
+            finding = Finding(
+                "names a path outside the checkpoint", path=str(folder / ATTEMPT_NAME)
+            )
+            raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
     return names
 
 
@@ -136,23 +131,20 @@ def number_of_save(checkpoint_dir: str | PathLike[str]) -> int:
 
 def number_of_attempt(attempt: str) -> int:
     """The ``number_of_save`` of the save that has this name."""
-    return xxhash.xxh3_64_intdigest(_start_of(attempt)) >> 2
-
-
-def _start_of(attempt: str) -> bytes:
-    return f'{{"attempt":"{attempt}"'.encode()
-
-
-_START_BYTES = len(_start_of("0" * 32))
+    return xxhash.xxh3_64_intdigest(_START % attempt.encode()) >> 2
 
 
 def is_in_attempt(folder: Location, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
-    return _start_in(folder) == _start_of(attempt)
+    return _start_in(folder) == _START % attempt.encode()
+
+
+_START: Final = b'{"attempt":"%s"'
 
 
 def _start_in(folder: Location) -> bytes | None:
-    return location.read_regular(folder / ATTEMPT_NAME, _START_BYTES, is_start=True)
+    num_bytes = len(_START % (b"0" * 32))
+    return location.read_regular(folder / ATTEMPT_NAME, num_bytes, is_start=True)
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:
@@ -169,13 +161,6 @@ def clear_temporaries(folder: Path) -> None:
     names = {*leftovers(folder), ATTEMPT_NAME, REMOVAL_NAME, DCP_METADATA_NAME}
     for path in location.temporaries(names, folder):
         local_folder.remove(path, folder)
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name is that of something in the checkpoint, and not of all of it."""
-    path = Path(name)
-    whole = not path.parts or path.as_posix() in (".dckpt", ATTEMPT_NAME, LOCK_NAME)
-    return not whole and not path.is_absolute() and ".." not in path.parts
 
 
 def refuse_foreign(folder: Path, names: Iterable[str], left: frozenset[str]) -> None:
@@ -199,10 +184,6 @@ def refuse_foreign(folder: Path, names: Iterable[str], left: frozenset[str]) -> 
 
 
 def is_spent(folder: Path) -> bool:
-    """Whether nothing is left of a checkpoint but what a removal deletes last, if that.
-
-    Raises:
-        OSError: if that cannot be found out.
-    """
+    """Whether nothing is left of a checkpoint but what a removal deletes last, if that."""
     names = {*location.names_in(folder), *location.names_in(folder / DCKPT_FOLDER)}
     return names <= {DCKPT_FOLDER, LOCK_NAME}

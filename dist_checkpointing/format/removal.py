@@ -56,12 +56,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 def remove_checkpoint(folder: Location) -> None:
     """Delete what the last save into a folder created, and the folder if that leaves it empty.
 
-    The commit goes first: a crash in between leaves an uncommitted save.
-
-    Raises:
-        CheckpointExistsError: if a save is writing there.
-        CheckpointingException: if no save of this library noted what it created there.
-        OSError: if the file system fails; what is left is an uncommitted save.
+    The commit goes first: a crash in between leaves an uncommitted save. CheckpointExistsError if a
+    save is writing there, CheckpointingException if no save of this library noted what it created.
     """
     if isinstance(folder, ObjectPath):
         remove_from_store(folder)
@@ -86,12 +82,8 @@ def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
     """Delete a checkpoint, and what unfinished saves left below its prefix.
 
     ``metadata.json`` goes first, then the commit, then the data: a crash in between leaves either
-    the whole, which the next save makes a checkpoint again, or an uncommitted save.
-
-    Raises:
-        CheckpointExistsError: if a save is writing there.
-        CheckpointingException: if no save of this library wrote there.
-        OSError: if the store does not answer; what is left is as after a crash.
+    the whole, which the next save makes a checkpoint again, or an uncommitted save. Errors are
+    those of ``remove_checkpoint``; if the store does not answer, what is left is as after a crash.
     """
     store = root.store
     if not object_store_locks.numbers_in(root)[0]:
@@ -115,7 +107,7 @@ def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
         earlier = [(root / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
         store.delete([*earlier, *beats])
         claim.forget()
-        store.delete([claim.claim.path.key])
+        store.delete([claim.path.key])
     except Exception:
         with tolerant("a removal was not noted as ended: the next save waits for a while"):
             claim.end()
@@ -125,11 +117,7 @@ def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
 
 
 def is_leftover(folder: Location) -> bool:
-    """Whether what is in a folder is of a save of ours that has not committed, or was removed.
-
-    Raises:
-        OSError: if that cannot be found out.
-    """
+    """Whether what is in a folder is of a save of ours that has not committed, or was removed."""
     if is_committed(folder):
         return False
     if isinstance(folder, ObjectPath):
@@ -150,10 +138,7 @@ def without_values(folder: Location) -> Iterator[Path]:
     """The folder of a checkpoint on a disk, whose tensors may have lost their values.
 
     On a disk it is that folder itself; of one in a store a copy, in which the files of values are
-    holes of the same size.
-
-    Raises:
-        UnsupportedFormatError: if it cannot be told which files hold values.
+    holes of the same size. UnsupportedFormatError if it cannot be told which files hold values.
     """
     if isinstance(folder, Path):
         yield folder
@@ -190,11 +175,7 @@ def changed(checkpoint: ObjectPath) -> Iterator[Path]:
     """Let the body change a copy of a checkpoint ``without_values``, and commit what it becomes.
 
     The checkpoint stays as it is until then, also if the body or the store fails.
-
-    Raises:
-        CheckpointExistsError: if a save, or another change, is going on there.
-        UnsupportedFormatError: see ``without_values``.
-        OSError: if the store does not answer.
+    CheckpointExistsError if a save, or another change, is going on there.
     """
     attempt = StoreAttempt.begin(checkpoint, (), overwrite=True)
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import stat
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -49,14 +49,10 @@ _CHECKSUM_BYTES: Final = len('{"checksum":"0123456789abcdef0123456789abcdef",')
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """A file as it was written.
+    """A file as it was written; its name is relative to the checkpoint, with ``/``.
 
-    Attributes:
-        name: Path relative to the checkpoint, with ``/``.
-        num_bytes: Size.
-        digest: xxh3_128 of the content in hex; None for tensor data, which the tables of checksums
-            cover.
-        etag: What an object store said of the object that it put.
+    The ``digest`` is the xxh3_128 of the content in hex; None for tensor data, which the tables of
+    checksums cover. The ``etag`` is what an object store said of the object that it put.
     """
 
     name: str
@@ -71,15 +67,11 @@ class SealedFile:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What is known of a checkpoint's files.
+    """What is known of the files of the checkpoint that the save ``attempt`` wrote.
 
-    Attributes:
-        attempt: Name of the save.
-        config: What ``metadata.json`` says.
-        files: Every file, by name.
-        tables: Name of each table of checksums -> first and last key in it.
-        is_open: Whether tensors are being removed, or a removal was cut off. Nothing can be said
-            about the files then.
+    ``config`` is what ``metadata.json`` says; ``tables`` are the first and last key in each table
+    of checksums. While ``is_open`` tensors are being removed, or a removal was cut off: nothing can
+    be said about the files then.
     """
 
     attempt: str
@@ -91,12 +83,11 @@ class Seal:
     def tables_with(self, keys: Collection[str]) -> list[str]:
         """The tables that may speak of some of these keys."""
         wanted = sorted(keys)
-        found = []
-        for name, (first, last) in self.tables.items():
-            position = bisect_left(wanted, first)
-            if position < len(wanted) and wanted[position] <= last:
-                found.append(name)
-        return found
+        return [
+            name
+            for name, (first, last) in self.tables.items()
+            if bisect_left(wanted, first) < bisect_right(wanted, last)
+        ]
 
     def to_json(self) -> bytes:
         files = sorted(self.files.values(), key=lambda file: file.name)
@@ -119,11 +110,7 @@ class Seal:
 
     @classmethod
     def from_json(cls, data: bytes, path: str = SEAL_NAME) -> Seal:
-        """Read and check the bytes of a seal file.
-
-        Raises:
-            CorruptCheckpointError: if they are not one.
-        """
+        """Read and check the bytes of a seal file; CorruptCheckpointError if they are not one."""
         remedy = "Use another checkpoint, or load without verify."
         with local_folder.parsing("the seal of the checkpoint is damaged", path, remedy=remedy):
             content = local_folder.parse_json(data)
@@ -148,9 +135,7 @@ class Seal:
 def read_seal(folder: Location) -> Seal | None:
     """The seal of a checkpoint; None if it was written without one.
 
-    Raises:
-        CorruptCheckpointError: if it is damaged, or is lost.
-        OSError: if it cannot be read.
+    CorruptCheckpointError if it is damaged, or is lost.
     """
     path = folder / SEAL_NAME
     if location.is_file(path):
@@ -174,19 +159,10 @@ def write_seal(
 ) -> None:
     """Check that everything is there, and seal it. Called on rank 0 when all ranks have written.
 
-    Args:
-        folder: folder of the checkpoint.
-        config: content of the ``metadata.json`` that will be committed.
-        reported: what the ranks say that they have written.
-        tables: first and last key of each table of checksums.
-        created: files and folders of the save; None for everything in the folder. What is found
-            there and was not reported is sealed too.
-        durability: of the seal; its name is durable with the commit.
-        is_all_here: whether this folder holds what all ranks have written; else those of other
-            disks are believed.
-
-    Raises:
-        CheckpointingException: if a file that was reported is not here, or has another size.
+    What the ranks ``reported`` must be here in its size, or CheckpointingException; unless
+    ``is_all_here``, what they wrote to other disks is believed. What is found in the files and
+    folders that the save has ``created`` (None: in all) and was not reported is sealed too. The
+    name of the seal is durable with the commit.
     """
     files: dict[str, SealedFile] = {}
     for file in reported:
@@ -196,6 +172,7 @@ def write_seal(
     if ATTEMPT_NAME not in files:
         files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}
+    created = None if created is None else {*created, ATTEMPT_NAME}
     found = location.sizes_in(folder, created, sizes)
     if not is_all_here:
         found = sizes | found
@@ -213,14 +190,16 @@ def write_seal(
 def _require_reported(
     folder: Location, files: Mapping[str, SealedFile], found: Mapping[str, int]
 ) -> None:
-    late = [file for file in files.values() if found.get(file.name) != file.num_bytes]
-    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.01
+    late: list[tuple[SealedFile, int | None]] = [
+        (file, None) for file in files.values() if found.get(file.name) != file.num_bytes
+    ]
+    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.0
     # A network file system may show what another machine has written a little later.
-    while late := [f for f in late if location.size_of(folder / f.name) != f.num_bytes]:
-        if time.monotonic() >= deadline:
-            break
+    while late and time.monotonic() < deadline:
         time.sleep(pause)
-        pause = min(1.0, 2 * pause)
+        pause = min(1.0, 2 * pause + 0.01)
+        sizes = [(file, location.size_of(folder / file.name)) for file, _ in late]
+        late = [(file, size) for file, size in sizes if size != file.num_bytes]
     findings = [
         Finding(
             "a rank wrote this file, and rank 0 does not see it as it was written",
@@ -229,8 +208,7 @@ def _require_reported(
             path=str(folder / file.name),
             remedy="Save to a file system that all ranks share, under the same path on every rank.",
         )
-        for file in late[:_MOST_FINDINGS]
-        for size in [location.size_of(folder / file.name)]
+        for file, size in late[:_MOST_FINDINGS]
     ]
     if findings:
         raise CheckpointingException("the checkpoint is not complete where rank 0 is", findings)
@@ -245,11 +223,7 @@ def _digested(folder: Location, name: str) -> SealedFile:
 
 
 def check_files(seal: Seal, folder: Location, names: Iterable[str]) -> list[Finding]:
-    """What is wrong with some files, by size and digest; nothing if they are as they were sealed.
-
-    Raises:
-        OSError: if a file cannot be read.
-    """
+    """What is wrong with some files, by size and digest; empty if they are as they were sealed."""
 
     def damage(name: str) -> tuple[str, object, object] | None:
         sealed = seal.files.get(name)
