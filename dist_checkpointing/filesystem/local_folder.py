@@ -25,13 +25,13 @@ TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__l
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 
 
-def status_of(path: Path, *, follows: bool = True) -> os.stat_result | None:
+def status_of(path: Path) -> os.stat_result | None:
     """The status of a file or folder; None if nothing has this path.
 
     ``Path.is_file`` and its like say no where the file system cannot tell, on some Pythons.
     """
     try:
-        return path.stat(follow_symlinks=follows)
+        return path.stat()
     except OSError as error:
         if error.errno in NOT_THERE:
             return None

@@ -28,7 +28,6 @@ from dist_checkpointing.filesystem.local_folder import (
     TEMPORARY_NAME,
     parse_json,
     raise_unless_gone,
-    status_of,
 )
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, check_size
 
@@ -193,15 +192,18 @@ def is_there(path: Location) -> bool:
     """
     if isinstance(path, ObjectPath):
         return is_file(path) or is_folder(path)
-    return status_of(path, follows=False) is not None
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return False
+        raise
+    return True
 
 
 def is_file(path: Location) -> bool:
     """Like ``is_there``, whether the path is a file or a link to one."""
-    if isinstance(path, ObjectPath):
-        return size_of(path) is not None
-    status = status_of(path)
-    return status is not None and stat.S_ISREG(status.st_mode)
+    return size_of(path) is not None
 
 
 def is_folder(path: Location) -> bool:
@@ -216,8 +218,13 @@ def size_of(path: Location) -> int | None:
     if isinstance(path, ObjectPath):
         info = path.store.head(path.key) if path.key else None
         return None if info is None else info.num_bytes
-    status = status_of(path)
-    return None if status is None or not stat.S_ISREG(status.st_mode) else status.st_size
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return None
+        raise
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:

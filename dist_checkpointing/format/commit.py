@@ -444,7 +444,7 @@ class StoreAttempt:
         attempt = cls(claim.attempt, root / DATA / claim.attempt, names, root, claim)
         try:
             commit = _completed_commit(root, claim)
-            if is_file(root / CONFIG_FNAME) if commit is None else not overwrite:
+            if (commit and not overwrite) or (not commit and is_file(root / CONFIG_FNAME)):
                 refuse_committed(root, overwrite=overwrite)
             location.write(attempt.folder / ATTEMPT_NAME, attempt_json(attempt.id, names))
             attempt._replaces = commit

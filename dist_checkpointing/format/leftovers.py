@@ -64,8 +64,8 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
     if data is None:
         return {}
     with local_folder.parsing("an unfinished removal cannot be read", path):
-        content = local_folder.parse_json(data)
-        noted = {str(key): tuple(map(str, names)) for key, names in content.items()}
+        content = local_folder.parse_json(data).items()
+        noted = {str(key): tuple(map(str, names)) for key, names in content}
         for name in chain.from_iterable(noted.values()):
             parts = PurePosixPath(name).parts
             if not parts or name.startswith("/") or ".." in parts:
