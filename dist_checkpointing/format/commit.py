@@ -416,7 +416,6 @@ class StoreAttempt:
     id: str
     folder: ObjectPath
     creates: tuple[str, ...]
-    _root: ObjectPath
     _claim: HeldClaim
     _replaces: Commit | None = None
 
@@ -441,7 +440,7 @@ class StoreAttempt:
         # Before the claims are read: a save claims first, then writes.
         found = root.store.list_folder((root / DATA).prefix)[0]
         claim = HeldClaim.acquire(root, period)
-        attempt = cls(claim.attempt, root / DATA / claim.attempt, names, root, claim)
+        attempt = cls(claim.attempt, root / DATA / claim.attempt, names, claim)
         try:
             commit = _completed_commit(root, claim)
             if (commit and not overwrite) or (not commit and is_file(root / CONFIG_FNAME)):
@@ -466,19 +465,20 @@ class StoreAttempt:
         CheckpointExistsError if another save has taken over, because no heartbeat was seen;
         CheckpointingException if it cannot be found out whether the save has committed.
         """
+        root = self._claim.folder
         self._claim.require_held()
         seal = self.folder / DCKPT_FOLDER / "seal.json"
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
         outcome = {"attempt": self.id, "config": asdict(config), "seal": checksum}
-        if object_store_locks.decide(self._root, self._claim.number, outcome) != outcome:
+        if object_store_locks.decide(root, self._claim.number, outcome) != outcome:
             raise self._claim.lost()
-        _publish(self._root, self.id, config)
+        _publish(root, self.id, config)
         self._claim.stop()
         with tolerant("what a save has replaced was not deleted"):
             self._claim.forget()
             if self._replaces is not None:
-                clear_saves(self._root, {self._replaces.attempt})
+                clear_saves(root, {self._replaces.attempt})
 
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next save deletes."""
@@ -488,7 +488,7 @@ class StoreAttempt:
             if self._claim.end().get("attempt") != self.id:
                 object_store_locks.delete_below(self.folder)
             else:
-                logger.warning("%s: the failed save is a checkpoint after all", self._root)
+                logger.warning("%s: the failed save is a checkpoint after all", self._claim.folder)
 
     def release(self) -> None:
         """Leave the prefix as it is; the next save clears away what has not committed."""
