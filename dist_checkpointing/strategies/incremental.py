@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import compress, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -47,7 +46,6 @@ from dist_checkpointing.format.index import Index, read_index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, is_in_attempt
 from dist_checkpointing.format.seal import Seal, SealedFile, check_files, read_seal
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import nested_grids
 from dist_checkpointing.planning.shard_table import Bools, Columns, Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter
@@ -221,16 +219,13 @@ class PlanDigests:
         columns: ``[rows, 2]``, upper halves and checksums of those.
     """
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, options: StorageOptions) -> None:
-        self.known: Bools = np.zeros(len(plan.table), dtype=np.bool_)
-        self.columns: npt.NDArray[np.uint64] = np.zeros((len(plan.table), 2), dtype=np.uint64)
-        self._table, self._options = plan.table, options
-        self._is_object = plan.table.is_object.tolist()
-        self._plan, self._planner = plan, planner
-
-    @cached_property
-    def _data_of(self) -> Callable[[int], Any]:
-        return self._planner.data_of(self._plan)
+    def __init__(
+        self, table: ShardTable, data_of: Callable[[int], Any], options: StorageOptions
+    ) -> None:
+        self.known: Bools = np.zeros(len(table), dtype=np.bool_)
+        self.columns: npt.NDArray[np.uint64] = np.zeros((len(table), 2), dtype=np.uint64)
+        self.data_of = data_of
+        self._table, self._options = table, options
 
     def add(self, rows: Int64s) -> None:
         is_large = self._table.num_bytes[rows] >= _LARGE_BYTES
@@ -249,14 +244,14 @@ class PlanDigests:
 
     def begins_with(self, row: int, head: bytes) -> bool:
         """Whether a tensor begins with these bytes."""
-        data: torch.Tensor = self._data_of(row)
+        data: torch.Tensor = self.data_of(row)
         values = data.detach().contiguous().reshape(-1)[: len(head) // data.dtype.itemsize]
         return bytes_of(tensor_memory.as_numpy(values.cpu().resolve_conj().resolve_neg())) == head
 
     def _digest(self, row: int) -> bytes | None:
         """The digest of a row; None if its values must be copied from elsewhere first."""
-        data = self._data_of(row)
-        if self._is_object[row]:
+        data = self.data_of(row)
+        if self._table.is_object[row]:
             value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
             return digest_of(value, len(value))
         array = tensor_memory.fillable(data.detach().contiguous(), data.dtype)
@@ -264,7 +259,7 @@ class PlanDigests:
 
     def _digests_of_copies(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """The digests of tensors on GPUs, and of those whose memory holds other values."""
-        copies = HostBlocks(self._options.buffer_bytes, lambda: None).of(map(self._data_of, rows))
+        copies = HostBlocks(self._options.buffer_bytes, lambda: None).of(map(self.data_of, rows))
         for number, blocks in groupby(copies, key=itemgetter(0)):
             digest = Digest()
             for _, block in blocks:
@@ -306,7 +301,7 @@ Unpack = Callable[[Path, int, str], Any]
 def share_parts(
     writer: StorageWriter,
     reader_type: type[StorageReader],
-    plan: SavePlan,
+    table: ShardTable,
     digests: PlanDigests,
     candidates_in: Callable[[BaseParts], Candidates],
     *,
@@ -328,16 +323,14 @@ def share_parts(
         of which too little is used.
     """
     base, nothing = writer.base, (Candidates.none(), np.empty(0, dtype=np.int64))
-    if base is None or not len(plan.table):
+    if base is None or not len(table):
         return nothing
     try:
-        parts = open_base(reader_type(base), plan.table)
+        parts = open_base(reader_type(base), table)
         if parts is None:
             return nothing
         candidates = candidates_in(parts)
-        same = candidates.take(
-            _are_same(candidates, parts, plan.table, digests, writer.options, unpack)
-        )
+        same = candidates.take(_are_same(candidates, parts, table, digests, writer.options, unpack))
         sizes = np.array([file.num_bytes for file in same.files], dtype=np.int64)
         # Other ranks may use the rest of a file: what this one looks at stands for all of it.
         whole = sizes if is_alone else candidates.bytes_in_files()
@@ -355,7 +348,7 @@ def share_parts(
     number = numbers[same.extents[:, 0]]
     kept = same.take(number >= 0)
     kept.extents[:, 0] = number[number >= 0]
-    writer.report(int(plan.table.num_bytes[kept.rows].sum()))
+    writer.report(int(table.num_bytes[kept.rows].sum()))
     return replace(kept, files=files), same.rows[number < 0]
 
 

@@ -11,7 +11,6 @@ from dist_checkpointing.format.file_names import (
     is_of_optimizer,
     optimizer_prefixes,
 )
-from dist_checkpointing.strategies.tensorstore.database import DATA_GROUPS, group_of
 
 KEYS = st.one_of(
     st.text(min_size=1, max_size=5),
@@ -52,7 +51,6 @@ def test_many_names_are_the_names_of_each(keys: list[str]) -> None:
 )
 def test_who_is_of_the_optimizer(key: str, *, is_optimizer: bool) -> None:
     assert is_of_optimizer(key) is is_optimizer
-    assert (DATA_GROUPS[group_of(key)] == "optimizer") is is_optimizer
 
 
 @given(st.sets(st.from_regex(r"\A(chained_[0-3]\.)?(optim|optimizer|optimal|w)?[./s]?[a-c]?\Z")))

@@ -29,7 +29,7 @@ from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import copy_range
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.file_names import disk_name, is_of_optimizer
+from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PlannedRemoval
@@ -49,14 +49,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 NODES_FOLDER: Final = "d"
 DATA_FOLDER: Final = "data"
 CREATED_NAMES: Final = (MANIFEST_NAME, NODES_FOLDER, DATA_FOLDER)
-DATA_GROUPS: Final = ("model", "optimizer")
-"""An optimizer's tensors lie in data files of their own: dropping them deletes these files, whereas
-deleting keys from a database frees nothing."""
-
-
-def group_of(key: str) -> int:
-    """The data group that a key belongs to, as a position in ``DATA_GROUPS``."""
-    return int(is_of_optimizer(key))
 
 
 def object_key(key: str, cell: Sequence[int], shape: Sequence[int]) -> bytes:

@@ -34,9 +34,11 @@ class Malformed(ValueError):
     """A record that is not what the format allows."""
 
 
-def _require(holds: bool | np.bool_, problem: str) -> None:
-    if not holds:
-        raise Malformed(problem)
+def _require(*checks: tuple[bool | np.bool_, str]) -> None:
+    """Raise about the first that does not hold."""
+    for holds, problem in checks:
+        if not holds:
+            raise Malformed(problem)
 
 
 class Body:
@@ -98,7 +100,7 @@ class Body:
     def finish(self) -> None:
         """Make sure that nothing is left."""
         left = len(self.data) - self.position
-        _require(left == 0, f"{left} bytes are left")
+        _require((left == 0, f"{left} bytes are left"))
 
 
 def _joined_digits(digits: U64, stops: I64) -> U64:
@@ -189,14 +191,18 @@ def opened(magic: int, record: bytes) -> bytes:
     head, data = record[:_HEAD_BYTES], record[:-_CHECKSUM_BYTES]
     is_record = len(record) >= _HEAD_BYTES + _CHECKSUM_BYTES
     is_record &= head[:_MAGIC_BYTES] == magic.to_bytes(_MAGIC_BYTES, "big")
-    _require(is_record, f"no record of kind {magic:#010x}")
     length = int.from_bytes(head[_MAGIC_BYTES:], "little")
-    _require(length == len(record), "its length differs from what it says")
-    _require(record[-_CHECKSUM_BYTES:] == _checksum(data), "its checksum differs")
+    _require(
+        (is_record, f"no record of kind {magic:#010x}"),
+        (length == len(record), "its length differs from what it says"),
+        (record[-_CHECKSUM_BYTES:] == _checksum(data), "its checksum differs"),
+    )
     rest = Body(data[_HEAD_BYTES:])
     version, method = rest.varint(MOST_U32), rest.varint(MOST_U32)
-    _require(version == _VERSION, f"format version {version} is not known")
-    _require(method in (_RAW, _ZSTD), f"compression method {method} is not known")
+    _require(
+        (version == _VERSION, f"format version {version} is not known"),
+        (method in (_RAW, _ZSTD), f"compression method {method} is not known"),
+    )
     body = rest.data[rest.position :]
     if method == _RAW:
         return body
@@ -207,7 +213,7 @@ def opened(magic: int, record: bytes) -> bytes:
         content: bytes = zstd.decompress(body)
     except (RuntimeError, ValueError) as error:
         raise Malformed(f"it cannot be decompressed: {error}") from error
-    _require(len(content) <= MOST_BODY_BYTES, _TOO_LARGE)
+    _require((len(content) <= MOST_BODY_BYTES, _TOO_LARGE))
     return content
 
 
@@ -216,7 +222,7 @@ def _check_frame(frame: bytes) -> None:
 
     Frames need not say how large their content is, so the blocks are looked through.
     """
-    _require(len(frame) >= 6 and frame[:4] == _FRAME_MAGIC, "its body is no zstd frame")
+    _require((len(frame) >= 6 and frame[:4] == _FRAME_MAGIC, "its body is no zstd frame"))
     described = frame[4]
     is_single = described >> 5 & 1
     size_bytes = (is_single, 2, 4, 8)[described >> 6]
@@ -229,10 +235,11 @@ def _check_frame(frame: bytes) -> None:
         is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
         at += 3 + (1 if kind == 1 else size)
         most += _MOST_BLOCK_BYTES if kind == 2 else size
-        _require(at <= len(frame) and kind != 3, "a zstd frame is cut off or damaged")
-        is_small = max(most, content) <= MOST_BODY_BYTES + _MOST_BLOCK_BYTES
-        _require(is_small, _TOO_LARGE)
-    _require(at + 4 * (described >> 2 & 1) == len(frame), "its body is more than a zstd frame")
+        _require(
+            (at <= len(frame) and kind != 3, "a zstd frame is cut off or damaged"),
+            (max(most, content) <= MOST_BODY_BYTES + _MOST_BLOCK_BYTES, _TOO_LARGE),
+        )
+    _require((at + 4 * (described >> 2 & 1) == len(frame), "its body is more than a zstd frame"))
 
 
 MOST_HEIGHT: Final = 255
@@ -308,10 +315,11 @@ def _read_strings(
     columns[0] += len(first)
     shared, rest = columns[:2]
     lengths = shared + rest
-    _require((shared[1:] <= lengths[:-1]).all(), f"{what} share more than there is")
-    is_small = int(lengths.sum()) <= MOST_BODY_BYTES
-    _require(is_small, f"{what} take more than {MOST_BODY_BYTES} bytes")
-    _require(int(lengths.max(initial=0)) <= MOST_U16, f"{what} are longer than {MOST_U16} bytes")
+    _require(
+        ((shared[1:] <= lengths[:-1]).all(), f"{what} share more than there is"),
+        (lengths.sum() <= MOST_BODY_BYTES, f"{what} take more than {MOST_BODY_BYTES} bytes"),
+        ((lengths <= MOST_U16).all(), f"{what} are longer than {MOST_U16} bytes"),
+    )
     rests, string, start = body.take(int(rest.sum())), first, 0
     strings = []
     for kept, length in zip(shared.tolist(), rest.tolist(), strict=True):
@@ -368,39 +376,42 @@ def decode_node(record: bytes, ref: NodeRef) -> Node:
     """The node that a record says, which must be the one that ``ref`` tells of."""
     body = Body(opened(NODE, record))
     (height,) = body.take(1)
-    _require(height == ref.height, f"its height is {height} and not {ref.height}")
+    _require((height == ref.height, f"its height is {height} and not {ref.height}"))
     files = read_files(body, ref.folder)
     paths = [path for path, _ in files]
     count = body.varint(MOST_ENTRIES)
-    _require(count > 0, "it has no entries")
+    _require((count > 0, "it has no entries"))
     # Keys are whole: what the first has of the prefix, all have.
     keys, lengths, columns = _read_strings(body, count, ref.prefix, "keys", 3 if height else 2)
-    _require(all(map(operator.lt, keys, islice(keys, 1, None))), "its keys do not rise")
+    _require((all(map(operator.lt, keys, islice(keys, 1, None))), "its keys do not rise"))
     num_bytes = len(body.data) + int(lengths.sum()) + sum(map(len, paths))
     num_bytes += _OBJECT_BYTES * (count + len(files))
     inline: list[bytes] = []
     children: list[NodeRef] = []
     if height:
         prefixes = columns[2] + len(ref.prefix)
-        is_common = (prefixes <= lengths).all()
-        _require(is_common, "the keys below a child share more than its lower bound")
+        if (prefixes > lengths).any():
+            raise Malformed("the keys below a child share more than its lower bound")
         entries = body.varints(count, *[MOST_I64] * 4, MOST_U64, MOST_U64)
         extents = entries[:3].astype(np.int64)
         _check_extents(extents, paths)
-        bounds = zip(prefixes.tolist(), keys, [*keys[1:], ref.high], strict=True)
-        for (file, *numbers), (cut, low, high) in zip(entries.T.tolist(), bounds, strict=True):
-            place = NodeRef(*files[int(file)], height - 1, *numbers)
-            place.prefix, place.low, place.high = low[:cut], low, high
-            children.append(place)
+        # One by one: as lists a hostile node would take far more memory than as arrays.
+        bounds = zip(prefixes, keys, [*keys[1:], ref.high], strict=True)
+        for entry, (cut, low, high) in zip(entries.T, bounds, strict=True):
+            file, *numbers = entry.tolist()
+            child = NodeRef(*files[int(file)], height - 1, *numbers)
+            child.prefix, child.low, child.high = low[:cut], low, high
+            children.append(child)
         num_keys = sum(child.num_keys for child in children)
     else:
         extents, inline = _read_values(body, count, paths)
         num_keys = count
     body.finish()
-    is_held = num_keys == ref.num_keys
-    _require(is_held, f"it has {num_keys} keys below it and not {ref.num_keys}")
     is_within = keys[0] >= ref.low and (ref.high is None or keys[-1] < ref.high)
-    _require(is_within, "its keys are not those that the node above tells")
+    _require(
+        (num_keys == ref.num_keys, f"it has {num_keys} keys below it and not {ref.num_keys}"),
+        (is_within, "its keys are not those that the node above tells"),
+    )
     return Node(keys, paths, extents, inline, children, num_bytes)
 
 
@@ -409,22 +420,24 @@ def _read_values(body: Body, count: int, paths: Sequence[str]) -> tuple[I64, lis
     extents = np.full((3, count), INLINE, dtype=np.int64)
     extents[2] = body.varints(count, MOST_I64)
     kinds = np.frombuffer(body.take(count), dtype=np.uint8)
-    _require(kinds.max() <= _OUTSIDE, f"a value of kind {kinds.max()}")
+    _require((kinds.max() <= _OUTSIDE, f"a value of kind {kinds.max()}"))
     outside, inside = np.flatnonzero(kinds), np.flatnonzero(kinds != _OUTSIDE)
     extents[:2, outside] = body.varints(len(outside), MOST_I64, MOST_I64)
     _check_extents(extents[:, outside], paths)
     extents[1, inside] = np.arange(len(inside))
     sizes = extents[2, inside]
-    is_small = int(sizes.max(initial=0)) <= _MOST_INLINE_BYTES
-    _require(is_small, f"a value in the tree has more than {_MOST_INLINE_BYTES} bytes")
+    if (sizes > _MOST_INLINE_BYTES).any():
+        raise Malformed(f"a value in the tree has more than {_MOST_INLINE_BYTES} bytes")
     return extents, [body.take(size) for size in sizes.tolist()]
 
 
 def _check_extents(extents: I64, paths: Sequence[str]) -> None:
     file, offset, length = extents
     _check_files(file, len(paths))
-    _require(all(paths[number] for number in np.unique(file).tolist()), "a file without a path")
-    _require((offset <= MOST_I64 - length).all(), "a place behind the end of any file")
+    _require(
+        (all(paths[number] for number in np.unique(file).tolist()), "a file without a path"),
+        ((offset <= MOST_I64 - length).all(), "a place behind the end of any file"),
+    )
 
 
 def _check_files(file: I64 | U64, num_files: int) -> None:
@@ -534,22 +547,22 @@ def _read_newest(
 ) -> tuple[int, NodeRef | None]:
     """The last of the versions that stand in the manifest itself."""
     count = body.varint(1 << arity)
-    _require(count > 0, "it has no version")
+    _require((count > 0, "it has no version"))
     (generations,) = body.varints(count, MOST_I64)
     height = body.take(count)[-1]
     entries = body.varints(count, MOST_I64, *[MOST_U64] * 5)
     body.take(8 * count)  # the times of the commits
     _check_files(entries[0], len(files))
     same = generations - np.uint64(1) >> np.uint64(arity)
-    _require(_rise(generations) and (same == same[-1]).all(), "its versions are not in order")
+    _require((_rise(generations) and (same == same[-1]).all(), "its versions are not in order"))
     file, *numbers = entries[:, -1].tolist()
     root = NodeRef(*files[int(file)], height, *numbers)
     generation = int(generations[-1])
     if (root.offset, root.length) == (MOST_U64, MOST_U64):
-        _require(not (root.path or height or any(numbers[2:])), "its empty tree is not empty")
+        _require((not (root.path or height or any(numbers[2:])), "its empty tree is not empty"))
         return generation, None
     is_small = root.length <= MOST_BODY_BYTES and root.offset + root.length <= MOST_I64
-    _require(bool(root.path) and is_small, "its tree is nowhere")
+    _require((bool(root.path) and is_small, "its tree is nowhere"))
     return generation, root
 
 

@@ -6,7 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, Final
 
@@ -23,6 +23,7 @@ from dist_checkpointing.format.checksums import (
     digest_of,
     digests_at,
 )
+from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import tensor_memory
@@ -74,7 +75,7 @@ class RowWriter:
         self.digests = known.columns
         # What a planner makes once more may be something else.
         self._known = None if planner.makes_data or not known.known.any() else known
-        self._data_of = planner.data_of(plan)
+        self._data_of = known.data_of
         is_object, is_edge = plan.table.is_object, _edges(plan.table, plan.index)
         self._is_object, self._is_edge = is_object.tolist(), is_edge.tolist()
         self._sizes = plan.table.num_bytes
@@ -237,11 +238,11 @@ class TensorStoreWriter(StorageWriter):
         assert index is not None
         if not len(table):
             return done([])
-        known = PlanDigests(plan, planner, self.options)
+        known = PlanDigests(table, planner.data_of(plan), self.options)
         reused, steady = share_parts(
             self,
             TensorStoreReader,
-            plan,
+            table,
             known,
             lambda base: database.values_in_base(base, table, index),
             is_alone=self.world_size == 1,
@@ -292,20 +293,22 @@ class TensorStoreWriter(StorageWriter):
         # What has not changed may stay so: in files of its own it can be shared the next time.
         age = np.zeros(len(table), dtype=np.int64)
         age[steady], age[reused] = 1, 2
-        groups = np.array([database.group_of(name) for name in table.names])[table.keys]
-        # A removal keeps objects: they must not hold on to the files of an optimizer's tensors.
-        groups[table.is_object] = database.DATA_GROUPS.index("model")
+        # To drop an optimizer's tensors deletes their files; to delete keys would free nothing.
+        # A removal keeps objects: they must not hold on to such files.
+        of_optimizer = np.array([is_of_optimizer(name) for name in table.names])[table.keys]
+        of_optimizer &= ~table.is_object
         sizes = table.num_bytes
-        kinds = 3 * groups + age
-        for kind in np.unique(kinds[age < 2]).tolist():
-            group, own = kind // 3, kinds == kind
+        for is_optimizer, own_age in product((False, True), (0, 1)):
+            own = (of_optimizer == is_optimizer) & (age == own_age)
+            if not own.any():
+                continue
             small = np.flatnonzero(own & (sizes < LARGE_BYTES))
             large = np.flatnonzero(own & (sizes >= LARGE_BYTES))
             count = min(_MOST_THREADS, self.options.threads // 2)
             count = max(1, min(count, int(sizes[large].sum()) // _LEAST_BYTES_A_THREAD))
             for number, rows in enumerate(balanced(large, sizes, count)):
                 # Large values first: these begin at the beginning of a page more often.
-                folder = f"{database.DATA_FOLDER}/{database.DATA_GROUPS[group]}"
+                folder = f"{database.DATA_FOLDER}/{'optimizer' if is_optimizer else 'model'}"
                 stem = f"{folder}/{self.rank}.{number}-{uuid.uuid4().hex[:8]}"
                 yield stem, rows if number else np.concatenate([rows, small])
 

@@ -257,12 +257,12 @@ class ZarrFolderWriter(StorageWriter):
             location.make_folder(self.checkpoint_dir / folder)
         data_of, sizes = planner.data_of(plan), table.num_bytes
         with_checksums = options.checksum is Checksum.XXH3
-        digests = PlanDigests(plan, planner, options)
+        digests = PlanDigests(table, data_of, options)
         codec = make_codec(self.codec_name)
         shared, _ = share_parts(
             self,
             self.reader_type,
-            plan,
+            table,
             digests,
             lambda base: self._files_in_base(base, table, index, names, is_whole),
             reuses_names=True,
