@@ -456,16 +456,10 @@ def encode_node(
 ) -> bytes:
     """The record of a leaf whose values are all outside of the tree, or of a node above others.
 
-    Args:
-        keys: whole and sorted; of a node above others lower bounds.
-        shared: bytes that each has in common with the one before it.
-        cut: the node above knows so many bytes of all of them.
-        files: of the values or children.
-        entries: for each key position in ``files``, first byte and number of bytes; of a child also
-            what a NodeRef says is below it.
-        height: of the node.
-        prefixes: of a node above others: with how many bytes of its lower bound all keys below a
-            child begin.
+    Keys are whole and sorted; ``shared`` says how many bytes each has in common with the one before
+    it, and the node above knows the first ``cut`` bytes of all. Of each key ``entries`` has a
+    position in ``files``, first byte and number of bytes; of a child also what a NodeRef says is
+    below it, and ``prefixes`` has with how many bytes of its lower bound all keys there begin.
     """
     used, file = np.unique(entries[0], return_inverse=True)
     others = [np.subtract(prefixes, cut)] if height else []
