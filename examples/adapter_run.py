@@ -21,7 +21,7 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.tools.runs import count_files
+from dist_checkpointing.tools.opening import count_files
 from harness import add_folder, output_folder
 
 WIDTH, RANK, STEPS = 1024, 5, 6

@@ -15,7 +15,7 @@ from rich.text import Text
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.filesystem.object_store import ObjectPath
-from dist_checkpointing.tools.runs import count_files
+from dist_checkpointing.tools.opening import count_files
 from resume_checks import TOLERANCE_UNITS, Check, relative_units
 from training_runs import Run
 

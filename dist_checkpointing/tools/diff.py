@@ -27,7 +27,7 @@ from dist_checkpointing.strategies.torch_file import loadable
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.convert.plan import budget_of
 from dist_checkpointing.tools.ls import Regex, name_filter
-from dist_checkpointing.tools.opening import open_tensors
+from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted, open_tensors
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
@@ -36,7 +36,6 @@ from dist_checkpointing.tools.report import (
     progress_bar,
     shape_text,
 )
-from dist_checkpointing.tools.runs import CheckpointArgument, Memory, Trusted
 from dist_checkpointing.tools.values import Array
 
 _SMALL_NORM = 1e-12
@@ -122,8 +121,7 @@ def diff(
     if not (quiet or summary or as_json):
         _add_differences(report, a, b, found, with_counters=pattern is not None)
     if not quiet:
-        report.section()
-        report.line(_verdict(found), "green" if found.is_same else "red")
+        report.paragraph(_verdict(found), "green" if found.is_same else "red")
     report.finish(document, as_json=as_json, code=0 if found.is_same else _EXIT_DIFFERENT)
 
 
@@ -479,8 +477,7 @@ def _add_differences(
     report.left_out(len(shown) - _MAX_LISTED)
     if number := len(changed) - len(shown):
         counters = counted(number, "optimizer counter")
-        report.section()
-        report.line(f"not listed: {counters} (a PATTERN or --json lists them)", "dim")
+        report.paragraph(f"not listed: {counters} (a PATTERN or --json lists them)", "dim")
     for title, entries in (("sharded objects", found.objects), ("common state", found.common)):
         report.section(title)
         for entry in entries[:_MAX_LISTED]:
@@ -489,8 +486,7 @@ def _add_differences(
                     report.line(f"{sign} {entry.name} = {text}", style)
         report.left_out(len(entries) - _MAX_LISTED)
     if found.left_out is not None:
-        report.section()
-        report.line(f"not compared: {found.left_out}", "dim")
+        report.paragraph(f"not compared: {found.left_out}", "dim")
 
 
 def _kinds(row: TensorComparison) -> tuple[str, ...]:

@@ -21,34 +21,39 @@ from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.threads import paused_collector
-from dist_checkpointing.tools.opening import explaining, open_tensors
+from dist_checkpointing.threads import in_threads, paused_collector
+from dist_checkpointing.tools.opening import (
+    LATEST,
+    MANAGER_RECORD,
+    CheckpointArgument,
+    StepState,
+    Trusted,
+    Uses,
+    count_files,
+    explaining,
+    holder_at,
+    is_run,
+    latest_of,
+    located,
+    look_at,
+    open_tensors,
+    step_folders,
+)
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
     Total,
     counted,
     fail,
+    in_columns,
     is_narrower_than,
     json_text,
     one_line,
+    painted,
     print_json,
     progress_bar,
     shape_text,
     totals,
-)
-from dist_checkpointing.tools.runs import (
-    LATEST,
-    CheckpointArgument,
-    StepState,
-    Trusted,
-    count_files,
-    holder_at,
-    is_run,
-    located,
-    look_at,
-    print_run,
-    step_folders,
 )
 
 Regex = Annotated[bool, Option("--regex", "-E", help="PATTERN is a regular expression.")]
@@ -56,6 +61,9 @@ OBJECT = "object"
 COMMON = "common"
 _NARROW = 90
 _MAX_SUBTOTALS = 12
+_MAX_SHARING_SHOWN = 3
+_THREADS = 16
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _POLL_SECONDS = 0.5
 _EXIT_NO_MATCH = 1
 _EXIT_NOT_SAVED = 1
@@ -147,8 +155,7 @@ def ls(
                 sums = subtotals(tensors)
                 own = "" if pattern is not None else count_files(opened.folder).own_text()
                 report.lines([f"of its own: {own}"] if own else [], None, 1)
-            report.section()
-            report.line(_total(entries), "bold")
+            report.paragraph(_total(entries), "bold")
             report.table(("", "", ""), sums, right=[1, 2])
             report.print()
     if pattern is not None and not tensors and not others:
@@ -340,6 +347,99 @@ def _joined(branch: Branch) -> tuple[Branch, str]:
         (branch,) = branch.below.values()
         name = f"{name}.{branch.name}"
     return branch, name
+
+
+# The steps of a run.
+
+
+def print_run(root: Location, *, as_json: bool) -> None:
+    """Print what is known about the steps of a run, oldest first. Reads no values."""
+    folders = step_folders(root)
+    latest, remark = latest_of(root, folders)
+    notes = _notes_of(root)
+    uses = _uses_of_steps(root, folders)
+    steps = in_threads(lambda row: look_at(*row, uses.get(row[0])), list(folders.items()), _THREADS)
+    holders: dict[tuple[int, int, int], list[str]] = {}
+    for step in steps:
+        for inode in step.inodes:
+            holders.setdefault(inode, []).append(step.name)
+    documents: list[dict[str, Any]] = []
+    for step in steps:
+        others = {name for inode in step.inodes for name in holders[inode]} - {step.name}
+        documents.append(
+            {
+                "step": step.name,
+                "path": str(step.folder),
+                "state": step.state.value,
+                "saved_at": step.saved_at,
+                "num_bytes": step.files.num_bytes,
+                "num_bytes_shared": step.files.num_bytes_shared,
+                "shared_with": [other.name for other in steps if other.name in others],
+                "notes": notes.get(step.name, []),
+            }
+        )
+    report = Report(str(root))
+    now = time.time()
+    rows = [_cells(document, latest, now) for document in documents]
+    headers = ("STEP", "STATE", "AGE", "SIZE", "OWN", "NOTES")
+    table = list(in_columns(headers, rows, right=[0, 2, 3, 4]))
+    # If they do not fit beside the rest, notes get lines of their own.
+    is_narrow = is_narrower_than(max(map(len, table), default=0))
+    if is_narrow:
+        table = list(in_columns(headers[:-1], [row[:-1] for row in rows], right=[0, 2, 3, 4]))
+    report.raw(table[:1])
+    for line, row, step in zip(table[1:], rows, steps, strict=True):
+        is_fine = step.state in (StepState.WHOLE, StepState.COMMITTED)
+        report.raw([painted(line, None if is_fine else "yellow")])
+        if is_narrow and row[-1]:
+            report.line(f"      {row[-1]}", "dim")
+    # A file that several steps share counts once.
+    unshared = sum(step.files.num_bytes - step.files.num_bytes_shared for step in steps)
+    size = bytes_text(unshared + sum(num_bytes for _, _, num_bytes in holders))
+    which = "none is committed" if latest is None else f"latest {latest}"
+    report.paragraph(f"{counted(len(steps), 'step')}, {size}, {which}", "bold")
+    if remark is not None:
+        report.line(remark, "yellow")
+    document = {"path": str(root), "latest": latest, "remark": remark, "steps": documents}
+    report.finish(document, as_json=as_json)
+
+
+def _cells(step: dict[str, Any], latest: str | None, now: float) -> tuple[str, ...]:
+    notes = ["latest"] * (step["step"] == latest) + step["notes"]
+    if nearest := step["shared_with"][::-1]:
+        names, more = ", ".join(nearest[:_MAX_SHARING_SHOWN]), len(nearest) - _MAX_SHARING_SHOWN
+        notes.append(f"shares with {names}{f' and {more} more' if more > 0 else ''}")
+    seconds = max(now - step["saved_at"], 0)
+    unit_seconds, unit = next(row for row in _UNITS if seconds >= row[0] or row[1] == "s")
+    age = f"{seconds // unit_seconds:.0f} {unit}"
+    size = step["num_bytes"]
+    sizes = bytes_text(size), bytes_text(size - step["num_bytes_shared"])
+    return step["step"], step["state"], age, *sizes, ", ".join(notes)
+
+
+def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Uses]:
+    """The files of all steps of a run in a store, which are listed at once."""
+    if not isinstance(root, ObjectPath):
+        return {}
+    names = {folder.name: name for name, folder in folders.items()}
+    uses: dict[str, dict[str, location.FileUse]] = {name: {} for name in folders}
+    for path, use in location.use_below(root).items():
+        folder, _, rest = path.partition("/")
+        if folder in names:
+            uses[names[folder]][rest] = use
+    return dict(uses)
+
+
+def _notes_of(root: Location) -> dict[str, list[str]]:
+    """What the record of a manager says about each step, by name."""
+    if not location.is_file(root / MANAGER_RECORD):
+        return {}
+    from dist_checkpointing.manager.run_folder import read_record  # noqa: PLC0415 - imports torch
+
+    return {
+        str(number): ["verified"] * known.verified + ["without optimizer"] * known.stripped
+        for number, known in read_record(root).steps.items()
+    }
 
 
 # Following saves.

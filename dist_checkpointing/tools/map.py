@@ -20,9 +20,8 @@ from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.checksums import StoredPart, read_tables
 from dist_checkpointing.format.geometry import boxes_of_part, ravel_offset
 from dist_checkpointing.format.index import StoredTensor
-from dist_checkpointing.tools.opening import open_named
+from dist_checkpointing.tools.opening import CheckpointArgument, open_named
 from dist_checkpointing.tools.report import Report
-from dist_checkpointing.tools.runs import CheckpointArgument
 
 _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _FEW = ("#3b7dd8", "#e08a1e", "#2e9e78", "#c2569b", "#8a6fd1", "#c9b028", "#d1553f", "#4fb3d1")

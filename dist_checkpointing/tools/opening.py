@@ -1,30 +1,74 @@
-"""Opens whatever a user names: a checkpoint, a step of a run, or files of tensors."""
+"""Finds and opens what a user names: a checkpoint, a step of a run, or files of tensors.
+
+A run is of this library or of Megatron; ``RUN@1000`` and ``RUN@latest`` name steps of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from typer import Argument, Option
+
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import CheckpointNotFoundError, Finding
+from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.filesystem.locks import holder_of
-from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import CheckpointingConfig, is_committed
-from dist_checkpointing.format.leftovers import ATTEMPT_NAME
-from dist_checkpointing.tools.runs import LATEST, is_run, located, step_folders
+from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS, last_known_holder
+from dist_checkpointing.format.commit import (
+    CheckpointingConfig,
+    is_committed,
+    read_commit,
+    read_config,
+)
+from dist_checkpointing.format.leftovers import (
+    ATTEMPT_NAME,
+    CONFIG_FNAME,
+    DCP_METADATA_NAME,
+    attempt_of,
+)
+from dist_checkpointing.format.seal import read_seal
+from dist_checkpointing.tools.report import counted
 
 if TYPE_CHECKING:
     from dist_checkpointing.strategies.tensor_files import TensorFiles
 
+CheckpointArgument = Annotated[
+    Path,
+    Argument(
+        parser=as_location,
+        help="Folder or URL of a checkpoint; RUN@1000 or RUN@latest is a step of a run.",
+    ),
+]
+Trusted = Annotated[
+    bool, Option("--trusted", help="Unpickle anything: lets the files run any code.")
+]
+Memory = Annotated[str, Option(metavar="SIZE", help="Memory that this process may take in all.")]
+
+MANAGER_RECORD: Final = "manager.json"
+MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
+LATEST: Final = "latest"
+_NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
+_OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
+_MAX_POINTER_BYTES: Final = 1 << 10
+Uses = Mapping[str, location.FileUse]
+"""The files of a folder, by relative name."""
+
+
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 """How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
-
 _OPENED_ELSEWHERE = (
     "dckpt ls, show, stats and diff open it; dckpt convert makes a checkpoint of it."
 )
@@ -66,12 +110,212 @@ _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
 """What other folders are: in words, the files by which they are known, and what to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The number of files, and their bytes.
+
+    Attributes:
+        num_bytes_on_disk: Bytes of their disk blocks, which are fewer for files with holes.
+        num_bytes_shared: Bytes of those that have a name elsewhere, as in other checkpoints.
+    """
+
+    num_files: int = 0
+    num_bytes: int = 0
+    num_bytes_on_disk: int = 0
+    num_bytes_shared: int = 0
+
+    @classmethod
+    def of(cls, uses: Collection[location.FileUse]) -> Files:
+        """What some files take together."""
+        return cls(
+            len(uses),
+            sum(use.num_bytes for use in uses),
+            sum(use.num_bytes_stored for use in uses),
+            sum(use.num_bytes for use in uses if use.is_shared),
+        )
+
+    def own_text(self) -> str:
+        """How much of it is shared with nothing else; empty if nothing is shared."""
+        if not self.num_bytes_shared:
+            return ""
+        part, whole = map(bytes_text, (self.num_bytes - self.num_bytes_shared, self.num_bytes))
+        return f"{part} of {whole}, the rest is shared with other checkpoints"
+
+
+def count_files(folder: Location) -> Files:
+    """The files below a folder."""
+    return Files.of(location.use_below(folder).values())
+
+
+class StepState(Enum):
+    """What the folder of a step is."""
+
+    WHOLE = "whole"  # all files have the sizes that the save has sealed
+    COMMITTED = "committed"  # no seal says what the files should be
+    SAVING = "being saved"
+    UNFINISHED = "unfinished"
+    DAMAGED = "damaged"
+    FOREIGN = "no checkpoint"
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether something is committed there."""
+        return self in (StepState.WHOLE, StepState.COMMITTED, StepState.DAMAGED)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """One step of a run.
+
+    Attributes:
+        name: Number of the step as text; "release" for a model that Megatron has converted.
+        saved_at: Time of the commit (seconds since 1970), or of the begin of the save.
+        begun_at: When the save began, as far as that was noted.
+        inodes: Device, inode and bytes of its files.
+    """
+
+    name: str
+    folder: Location
+    state: StepState
+    saved_at: float
+    files: Files
+    begun_at: float | None
+    inodes: frozenset[tuple[int, int, int]]
+
+
+def located(path: Location) -> Location:
+    """The path itself, or of ``run@1000`` and ``run@latest`` the folder of that step."""
+    root_name, at, wanted = path.name.rpartition("@")
+    if not at or location.is_there(path):
+        return path
+    root = path.parent / root_name
+    folders = step_folders(root)
+    if not folders:
+        raise _not_found(f"{path} does not exist", "no steps of a run are here", root)
+    if wanted == LATEST:
+        name, problem = latest_of(root, folders)[0], "nothing is committed in this run"
+    else:
+        number = str(int(wanted)) if wanted.isdecimal() else ""
+        name = wanted if wanted in folders else number
+        problem = f"no such step{hint(wanted, folders)}"
+    if name not in folders:
+        remedy = f"Its last steps: {', '.join(list(folders)[-8:])}."
+        raise _not_found(f"{path} does not exist", problem, root, remedy)
+    return folders[name]
+
+
+def _not_found(
+    message: str, problem: str, path: Location, remedy: str | None = None
+) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(message, [Finding(problem, path=str(path), remedy=remedy)])
+
+
+def is_run(root: Location) -> bool:
+    """Whether a folder is that of a run, which may have no steps yet."""
+    if step_folders(root):
+        return True
+    is_marked = any(location.is_file(root / name) for name in (MANAGER_RECORD, MEGATRON_POINTER))
+    return is_marked and not is_committed(root)
+
+
+def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
+    """One step, in which these files are; without them they are listed."""
+    uses = location.use_below(folder) if uses is None else uses
+    begun_at = max(
+        (use.modified for path, use in uses.items() if path.endswith(ATTEMPT_NAME)), default=None
+    )
+    times = [use.modified for use in uses.values()]
+    if isinstance(folder, Path):
+        times.append(folder.stat().st_mtime)
+    commit = uses.get(CONFIG_FNAME) or uses.get(DCP_METADATA_NAME)
+    saved_at = begun_at or max(times, default=time.time()) if commit is None else commit.modified
+    inodes = ((*use.inode, use.num_bytes) for use in uses.values() if use.inode is not None)
+    files, state = Files.of(uses.values()), state_of(folder, uses)
+    return RunStep(name, folder, state, saved_at, files, begun_at, frozenset(inodes))
+
+
+def state_of(folder: Location, uses: Uses) -> StepState:
+    """The state of the folder of a step, in which these files are."""
+    try:
+        if CONFIG_FNAME in uses or is_committed(folder):
+            commit = read_commit(folder)
+            if commit is None:
+                read_config(folder)
+            data = "" if commit is None else f"{commit.data}/"
+            seal = read_seal(folder / data)
+            if seal is None or seal.is_open:
+                return StepState.COMMITTED
+            sizes = {name: use.num_bytes for name, use in uses.items()}
+            sealed = seal.files.items()
+            is_whole = all(sizes.get(data + name) == file.num_bytes for name, file in sealed)
+            return StepState.WHOLE if is_whole else StepState.DAMAGED
+    except CorruptCheckpointError:
+        return StepState.DAMAGED
+    if (LOCK_NAME in uses or isinstance(folder, ObjectPath)) and holder_at(folder) is not None:
+        return StepState.SAVING
+    is_begun = attempt_of(folder) is not None or bool(location.names_in(folder / CLAIMS))
+    return StepState.UNFINISHED if is_begun else StepState.FOREIGN
+
+
+def holder_at(folder: Location) -> Holder | None:
+    """Who is saving into a folder; None if nobody seems to, or if that cannot be read."""
+    if isinstance(folder, Path):
+        return holder_of(folder)
+    with suppress(CorruptCheckpointError):
+        return last_known_holder(folder)
+    return None
+
+
+def step_folders(root: Location) -> dict[str, Location]:
+    """The folders of the steps of a run by name, oldest first; none if it is no run."""
+    folders, files = location.folders_and_files(root)
+    found: dict[str, Location] = {}
+    # The folders of a manager or of Megatron come first: "backup-3" must not hide their step 3.
+    for name in sorted(folders, key=lambda name: (_OF_A_RUN.fullmatch(name) is None, name)):
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            number = name if match[1] is None else str(int(match[1]))
+            found[name if number in found else number] = root / name
+    is_checkpoint = {DCKPT_FOLDER, CONFIG_FNAME, DCP_METADATA_NAME} & {*folders, *files}
+    if is_checkpoint and (is_committed(root) or _is_begun(root)):
+        return {}
+    is_marked = not {MANAGER_RECORD, MEGATRON_POINTER}.isdisjoint(files)
+    if not is_marked and not any(is_committed(step) or _is_begun(step) for step in found.values()):
+        return {}
+    return dict(sorted(found.items(), key=lambda row: int(row[0]) if row[0].isdecimal() else -1))
+
+
+def _is_begun(folder: Location) -> bool:
+    """Whether a save of this library began there."""
+    return location.is_file(folder / ATTEMPT_NAME) or bool(location.names_in(folder / CLAIMS))
+
+
+def latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None, str | None]:
+    """Name of the latest step, and what is wrong with the pointer to it."""
+    remark = None
+    if location.is_file(root / MANAGER_RECORD):
+        # It brings the pointer up to date after a kill. Not at the top: it imports torch.
+        from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
+        from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
+
+        latest = RunFolder(root, Retention()).latest()
+        return (None if latest is None else str(latest)), None
+    with suppress(FileNotFoundError):
+        text = location.read_bytes(root / MEGATRON_POINTER, _MAX_POINTER_BYTES)
+        named = text.decode(errors="replace").strip()
+        named = str(int(named)) if named.isdecimal() else named
+        if named in folders and is_committed(folders[named]):
+            return named, None
+        remark = f"{MEGATRON_POINTER} names {named!r}, which is not a checkpoint here"
+    committed = (name for name in reversed(folders) if is_committed(folders[name]))
+    return next(committed, None), remark
+
+
+# Opening.
+
+
 def open_named(path: Location, *, trusted: bool = False) -> Checkpoint:
     """Open a checkpoint, or a step of a run.
-
-    Args:
-        path: A folder, or ``run@1000`` or ``run@latest``.
-        trusted: See ``Checkpoint.open``.
 
     Raises:
         CheckpointNotFoundError: if there is none; it says what there is.
@@ -108,14 +352,8 @@ def open_source(
 ) -> Checkpoint:
     """A checkpoint, or files of safetensors, torch.save or DeepSpeed, looked into like one.
 
-    Args:
-        path: a folder or file; or the URL of a checkpoint.
-        trusted: unpickle anything in it.
-        most_bytes: size of a file that may be loaded as a whole, if it must.
-
-    Raises:
-        CheckpointNotFoundError: if there is nothing of these.
-        CheckpointingException: if it cannot be read.
+    A file of at most ``most_bytes`` is loaded as a whole, if it must. If there is nothing of these,
+    the error is a CheckpointNotFoundError, and if it cannot be read, a CheckpointingException.
     """
     place = as_location(path)
     is_folder = location.is_folder(place)
@@ -139,7 +377,7 @@ def open_source(
         problem, message = "no such file or folder", f"{place} does not exist"
         if location.is_there(place):
             problem, message = "it is neither a file nor a folder", f"{place} cannot be read"
-        raise CheckpointNotFoundError(message, [Finding(problem, path=str(place))])
+        raise _not_found(message, problem, place)
     if place.name.endswith(_SAFETENSORS):
         return OpenedFiles(SafetensorsFiles(place), trusted=trusted)
     with place.open("rb") as file:
@@ -148,7 +386,7 @@ def open_source(
         content = TorchFile(place, trusted=trusted, most_bytes=most_bytes)
         return OpenedFiles(content, trusted=trusted)
     problem = "neither a folder with a checkpoint, nor a file of safetensors or torch.save"
-    raise CheckpointNotFoundError(f"{place} cannot be read", [Finding(problem, path=str(place))])
+    raise _not_found(f"{place} cannot be read", problem, place)
 
 
 @contextmanager
@@ -160,9 +398,8 @@ def explaining(path: Location) -> Iterator[None]:
         problem, remedy = _what_it_is(path)
         if not problem:
             raise
-        finding = Finding(problem, path=str(path), remedy=remedy or None)
         message = f"{path} is not a distributed checkpoint"
-        raise CheckpointNotFoundError(message, [finding]) from error
+        raise _not_found(message, problem, path, remedy or None) from error
 
 
 def _what_it_is(path: Location) -> tuple[str, str]:
@@ -177,7 +414,7 @@ def _what_it_is(path: Location) -> tuple[str, str]:
     if is_run(path):
         number = len(step_folders(path))
         remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."
-        return f"it is a run with {number} step{'s' * (number != 1)}", remedy if number else ""
+        return f"it is a run with {counted(number, 'step')}", remedy if number else ""
     if not isinstance(path, Path):
         return "", ""
     folders_inside = sorted(inside for inside in path.iterdir() if inside.is_dir())

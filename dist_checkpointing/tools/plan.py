@@ -32,7 +32,7 @@ from dist_checkpointing.tools.load_forecast import (
     stacked_keys,
     stored_axis,
 )
-from dist_checkpointing.tools.opening import open_named
+from dist_checkpointing.tools.opening import CheckpointArgument, open_named
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
@@ -40,7 +40,6 @@ from dist_checkpointing.tools.report import (
     is_narrower_than,
     same_for_all_layers,
 )
-from dist_checkpointing.tools.runs import CheckpointArgument
 
 _MAX_ROWS = 16
 _NARROW = 76
@@ -170,8 +169,7 @@ def _add_forecast(
         report.section()
         _add_cuts(report, index, cuts, tp)
     if unasked := found["unasked"]:
-        report.section()
-        report.line(f"wanted by no rank: {counted(len(unasked), 'tensor')}", "yellow")
+        report.paragraph(f"wanted by no rank: {counted(len(unasked), 'tensor')}", "yellow")
         _add_keys(report, unasked)
     findings = [f"  {finding}" for finding in found["findings"]]
     report.section(f"This load would fail: {counted(len(findings), 'finding')}", "red")

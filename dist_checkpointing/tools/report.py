@@ -55,6 +55,11 @@ class Report:
         head = "" if heading is None else f"{painted(one_line(heading), style)}\n"
         self._sections.append((head, []))
 
+    def paragraph(self, text: str, style: str | None) -> None:
+        """Begin a section with a line."""
+        self.section()
+        self.line(text, style)
+
     def raw(self, lines: Iterable[str]) -> None:
         """Add lines as they are."""
         self._sections[-1][1].append(lines)

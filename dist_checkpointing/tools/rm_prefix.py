@@ -13,7 +13,7 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
-from dist_checkpointing.tools.opening import open_named
+from dist_checkpointing.tools.opening import CheckpointArgument, count_files, open_named
 from dist_checkpointing.tools.report import (
     Report,
     counted,
@@ -21,7 +21,6 @@ from dist_checkpointing.tools.report import (
     shape_text,
     totals,
 )
-from dist_checkpointing.tools.runs import CheckpointArgument, count_files
 
 _MAX_LISTED = 12
 _EXIT_DECLINED = 1

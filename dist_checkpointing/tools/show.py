@@ -20,7 +20,7 @@ from dist_checkpointing.errors import hint
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.ls import sharding_text
-from dist_checkpointing.tools.opening import open_tensors
+from dist_checkpointing.tools.opening import CheckpointArgument, Trusted, open_tensors
 from dist_checkpointing.tools.report import (
     PIPE_WIDTH,
     AsJson,
@@ -33,7 +33,6 @@ from dist_checkpointing.tools.report import (
     shape_text,
     terminal_width,
 )
-from dist_checkpointing.tools.runs import CheckpointArgument, Trusted
 from dist_checkpointing.tools.values import Histogram, Statistics
 
 _MAX_WHOLE = 200

@@ -18,9 +18,8 @@ from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import SEAL_NAME
-from dist_checkpointing.tools.opening import open_tensors
+from dist_checkpointing.tools.opening import CheckpointArgument, Files, Trusted, open_tensors
 from dist_checkpointing.tools.report import AsJson, Report, Total, counted, progress_bar, totals
-from dist_checkpointing.tools.runs import CheckpointArgument, Files, Trusted
 
 _EXIT_NOT_FINITE = 1
 
@@ -174,8 +173,7 @@ def _report(found: dict[str, Any]) -> Report:
         report.table((title, "SIZE"), largest, right=[1])
     not_finite = found.get("not_finite")
     if not_finite == {}:
-        report.section()
-        report.line(f"no NaN and no infinity in {number}", "green")
+        report.paragraph(f"no NaN and no infinity in {number}", "green")
     elif not_finite:
         report.section(f"{counted(len(not_finite), 'tensor')} with NaN or infinity", "red")
         counts = [(key, *map("{:,}".format, one.values())) for key, one in not_finite.items()]

@@ -13,9 +13,14 @@ from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.verify_checkpoint import Examination, examine_checkpoint
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.tools.opening import explaining, open_named
+from dist_checkpointing.tools.opening import (
+    CheckpointArgument,
+    Trusted,
+    explaining,
+    located,
+    open_named,
+)
 from dist_checkpointing.tools.report import AsJson, Report, counted, progress_bar
-from dist_checkpointing.tools.runs import CheckpointArgument, Trusted, located
 
 _EXIT_DAMAGED = 1
 _MAX_BYTES = 2**30
@@ -75,8 +80,7 @@ def verify(
         ):
             report.section(title, style)
             report.lines([f"  - {finding}" for finding in findings], None, len(findings))
-        report.section()
-        report.line(verdict, "green" if found.is_sound else "red")
+        report.paragraph(verdict, "green" if found.is_sound else "red")
     document = {"path": str(checkpoint), "is_sound": found.is_sound, **dataclasses.asdict(found)}
     for name in ("findings", "refused", "remarks"):
         document[name] = [

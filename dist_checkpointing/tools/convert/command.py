@@ -10,9 +10,8 @@ import typer
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.tools.opening import explaining
+from dist_checkpointing.tools.opening import Memory, explaining, located
 from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
-from dist_checkpointing.tools.runs import Memory, located
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
