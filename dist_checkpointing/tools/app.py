@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import io
 import os
+import pkgutil
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, NoReturn
 
@@ -15,7 +16,7 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from dist_checkpointing import __version__
-from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.tools.report import fail, print_json
 
 EXIT_BAD_INPUT: Final = 2
@@ -74,11 +75,9 @@ class _Command(TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        module, _, function = COMMANDS[str(self.name)][0].partition(":")
+        function = pkgutil.resolve_name(f"dist_checkpointing.tools.{COMMANDS[str(self.name)][0]}")
         loaded = typer.Typer(add_completion=False, rich_markup_mode=None)
-        loaded.command(self.name)(
-            getattr(importlib.import_module(f"dist_checkpointing.tools.{module}"), function)
-        )
+        loaded.command(self.name)(function)
         return typer.main.get_command(loaded).make_context(info_name, args, parent, **extra)
 
 
@@ -141,19 +140,23 @@ def main() -> None:
         text = message = error.format_message()
         if error.ctx is not None:
             text += f"\n{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help'."
-        _fail({"type": "UsageError", "message": message, "findings": []}, text)
+        _fail("UsageError", message, text)
     except _EXPECTED as error:
         if debug:
             raise
-        _fail(_document(error), _text(error))
+        text = _text(error)
+        if isinstance(error, CheckpointingException):
+            _fail(type(error).__name__, error.message, text, error.findings)
+        _fail(type(error).__name__, text, text)
 
 
-def _fail(document: dict[str, Any], text: str) -> NoReturn:
+def _fail(kind: str, message: str, text: str, findings: Sequence[Finding] = ()) -> NoReturn:
     # The output itself may be what fails, such as on a full disk.
     try:
         if "--json" in sys.argv:
             # Scripts read the standard output, people the line below.
-            print_json({"error": document})
+            rows = list(map(dataclasses.asdict, findings))
+            print_json({"error": {"type": kind, "message": message, "findings": rows}})
         sys.stdout.flush()
     except OSError:
         _discard_output()
@@ -176,15 +179,6 @@ def _prepare_output() -> None:
 def _discard_output() -> None:
     """Drop what is still to be written, which would fail again at the end of the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _document(error: Exception) -> dict[str, Any]:
-    known = error if isinstance(error, CheckpointingException) else None
-    return {
-        "type": type(error).__name__,
-        "message": known.message if known else _text(error),
-        "findings": [dataclasses.asdict(finding) for finding in known.findings] if known else [],
-    }
 
 
 def _text(error: Exception) -> str:

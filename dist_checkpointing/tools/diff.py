@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from typer import Argument, Option
 
-from dist_checkpointing.byte_sizes import in_batches, parse_bytes
+from dist_checkpointing.byte_sizes import parse_bytes
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.errors import hint
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
-from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks, stream
+from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.strategies.safetensors_folder import texts_of
 from dist_checkpointing.strategies.torch_file import loadable
 from dist_checkpointing.tools import values
@@ -261,16 +261,11 @@ def compare_checkpoints(
         found[key] = Difference(num_compared=first[key].num_elements)
         report(first[key].num_bytes)
 
-    def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(first.read(batch), second.read(batch), strict=True)
-
-    def compare(key: str, box: Box, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-        found[key] = found[key].with_more(compare_tensors(*pair, tolerance, box.offset))
+    def compare(key: str, box: Box, pair: Sequence[torch.Tensor]) -> None:
+        found[key] = found[key].with_more(compare_tensors(pair[0], pair[1], tolerance, box.offset))
         report(pair[0].nbytes)
 
-    most = memory_bytes // 2
-    boxes = _boxes_of_both(first, second, to_read, most)
-    stream(in_batches(boxes, most, MOST_BOXES), read, compare)
+    values.walk([first, second], to_read, memory_bytes, compare)
 
     def change(row: TensorComparison) -> float:
         share = math.nan if row.values is None else row.values.relative_change
@@ -294,19 +289,6 @@ def compare_checkpoints(
         tuple(r for r in compare_values(*commons, tolerance) if r.name and wanted(r.name)),
         left_out,
     )
-
-
-def _boxes_of_both(
-    first: Checkpoint, second: Checkpoint, keys: Iterable[str], most_bytes: int
-) -> Iterator[tuple[tuple[str, Box], int]]:
-    """Key and box of everything that is compared, and its bytes."""
-    # Along the chunks of the checkpoint that must decode whole chunks.
-    lead = second.index if second.index.codec and not first.index.codec else first.index
-    for key in keys:
-        widest = max(index[key].dtype.itemsize for index in (first.index, second.index))
-        most = most_bytes * lead[key].dtype.itemsize // widest
-        for box in blocks(lead[key], Box.whole(lead[key].global_shape), most):
-            yield (key, box), box.num_elements * widest
 
 
 def _others(

@@ -21,7 +21,7 @@ from dist_checkpointing.format.checksums import StoredPart, read_tables
 from dist_checkpointing.format.geometry import boxes_of_part, ravel_offset
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.tools.opening import CheckpointArgument, open_named
-from dist_checkpointing.tools.report import Report
+from dist_checkpointing.tools.report import AsJson, Report
 
 _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _FEW = ("#3b7dd8", "#e08a1e", "#2e9e78", "#c2569b", "#8a6fd1", "#c9b028", "#d1553f", "#4fb3d1")
@@ -36,7 +36,7 @@ def map_tensors(
     key: Annotated[str | None, Argument(help="Only this tensor, chunk by chunk.")] = None,
     output: Annotated[Path, Option("--output", "-o", help="FILE.html.")],
     force: Annotated[bool, Option("--force", "-f", help="Replace the file.")] = False,
-    as_json: Annotated[bool, Option("--json", help="JSON about the file.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw how tensors are cut into chunks, and which rank wrote each.
 
@@ -58,9 +58,9 @@ def map_tensors(
 def _check_output(output: Path, *, force: bool) -> None:
     """Refuse a path that the page is not to be written to, before the work for it is done."""
     if output.suffix.lower() != ".html":
-        page = output.with_suffix(".html")
+        page = str(output.with_suffix(".html"))
         raise ValueError(
-            f"{str(output)!r} must end in .html: write {str(page)!r} and open it in a browser"
+            f"{str(output)!r} must end in .html: write {page!r} and open it in a browser"
         )
     if output.exists() and not force:
         raise FileExistsError(f"{output} exists: name another file, or pass --force")
@@ -116,11 +116,10 @@ def page_data(checkpoint: Checkpoint, key: str | None = None) -> dict[str, Any]:
 def _writers(checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, list[Writers]]:
     """The writers of each chunk in C order, or of each piece."""
     parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
-    for part in (part for table in read_tables(checkpoint.folder) for part in table.parts()):
+    for part in itertools.chain.from_iterable(t.parts() for t in read_tables(checkpoint.folder)):
         if part.key in parts:
             parts[part.key].append(part)
-    silent = [key for key in keys if not parts[key]]
-    by_file = _by_file_name(checkpoint, silent) if silent else {}
+    by_file = _by_file_name(checkpoint, [key for key in keys if not parts[key]])
     return {
         key: by_file[key] if key in by_file else _by_checksums(checkpoint.index[key], parts[key])
         for key in keys
@@ -157,7 +156,7 @@ def _rank(part: StoredPart) -> int:
 
 def _by_file_name(checkpoint: Checkpoint, keys: Sequence[str]) -> Mapping[str, list[Writers]]:
     """The writers according to the names of torch DCP's files: each rank writes its own files."""
-    if checkpoint.backend[0] != "torch_dist":
+    if not keys or checkpoint.backend[0] != "torch_dist":
         return {}
     # Imported here, because it imports torch.
     from dist_checkpointing.planning import MetadataIndex  # noqa: PLC0415
@@ -189,11 +188,7 @@ def render_page(data: dict[str, Any]) -> str:
         # Not a module, because the page has no files to import.
         "SCRIPT": f'"use strict";\n(() => {{\n{_resource("page.js")}}})();',
     }
-    text = _resource("page.html")
-    for name, content in parts.items():
-        before, _, after = text.partition(f"@{name}@")
-        text = before + content + after
-    return text
+    return re.sub(r"@([A-Z]+)@", lambda place: parts[place[1]], _resource("page.html"))
 
 
 def _script_json(content: Any) -> str:
@@ -214,5 +209,5 @@ def palette(count: int) -> list[str]:
     for number in range(count):
         lightness = (0.46, 0.60, 0.53)[number % 3]
         rgb = colorsys.hls_to_rgb(number / count, lightness, 0.62)
-        colours.append("#" + "".join(f"{round(255 * part):02x}" for part in rgb))
+        colours.append("#" + bytes(round(255 * part) for part in rgb).hex())
     return colours

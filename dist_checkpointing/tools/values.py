@@ -7,7 +7,7 @@ import io
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format.geometry import Box, split_rows
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, blocks, stream
+from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks, stream
 from dist_checkpointing.tools.report import shape_text
 
 Array = npt.NDArray[Any]
@@ -123,6 +124,35 @@ def _of_slab(values: Array) -> Statistics:
     return Statistics(values.size, least, most, mean, std, num_nan, num_inf, num_zero)
 
 
+def walk(
+    checkpoints: Sequence[Checkpoint],
+    keys: Iterable[str],
+    memory_bytes: int,
+    use: Callable[[str, Box, Sequence[torch.Tensor]], None],
+) -> None:
+    """Call ``use`` with each block of tensors that all checkpoints hold, in the same shape.
+
+    At most ``memory_bytes`` of values of all checkpoints are in memory at a time.
+    """
+    indices = [checkpoint.index for checkpoint in checkpoints]
+    # Along the chunks of a checkpoint that must decode whole chunks.
+    lead = next((index for index in indices if index.codec), indices[0])
+    most_bytes = memory_bytes // len(indices)
+
+    def boxes() -> Iterator[tuple[tuple[str, Box], int]]:
+        for key in keys:
+            stored = lead[key]
+            widest = max(index[key].dtype.itemsize for index in indices)
+            most = most_bytes * stored.dtype.itemsize // widest
+            for box in blocks(stored, Box.whole(stored.global_shape), most):
+                yield (key, box), box.num_elements * widest
+
+    def read(batch: Sequence[tuple[str, Box]]) -> Iterable[Sequence[torch.Tensor]]:
+        return zip(*(checkpoint.read(batch) for checkpoint in checkpoints), strict=True)
+
+    stream(in_batches(boxes(), most_bytes, MOST_BOXES), read, use)
+
+
 def stream_statistics(
     checkpoint: Checkpoint,
     keys: Iterable[str],
@@ -130,18 +160,17 @@ def stream_statistics(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Statistics]:
-    """The statistics of tensors by key, read block by block, ``memory_bytes`` at a time.
+    """The statistics of tensors by key, read block by block; see ``walk``.
 
     ``report`` is called with the number of bytes that were read since the last call.
     """
     found = {key: Statistics() for key in keys}
 
-    def add(key: str, _: Box, tensor: torch.Tensor) -> None:
-        found[key] = found[key].with_more(statistics_of(tensor))
-        report(tensor.nbytes)
+    def add(key: str, _: Box, tensors: Sequence[torch.Tensor]) -> None:
+        found[key] = found[key].with_more(statistics_of(tensors[0]))
+        report(tensors[0].nbytes)
 
-    regions = [(key, Box.whole(checkpoint[key].shape)) for key in found]
-    stream(batches(checkpoint.index, regions, memory_bytes), checkpoint.read, add)
+    walk([checkpoint], found, memory_bytes, add)
     return found
 
 
