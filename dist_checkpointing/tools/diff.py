@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -200,6 +201,12 @@ class TensorComparison:
     dtypes: tuple[str, str]
     values: Difference | None
 
+    @property
+    def change(self) -> float:
+        """How much it changed; infinity if nobody can say."""
+        share = math.nan if self.values is None else self.values.relative_change
+        return math.inf if math.isnan(share) else share
+
 
 @dataclass(frozen=True, slots=True)
 class ValueComparison:
@@ -267,10 +274,6 @@ def compare_checkpoints(
 
     values.walk([first, second], to_read, memory_bytes, compare)
 
-    def change(row: TensorComparison) -> float:
-        share = math.nan if row.values is None else row.values.relative_change
-        return math.inf if math.isnan(share) else share
-
     differing = []
     for key in common:
         a, b = first[key], second[key]
@@ -284,7 +287,7 @@ def compare_checkpoints(
         len(found) - len(to_read),
         tuple(key for key in first if key not in second and wanted(key)),
         tuple(key for key in second if key not in first and wanted(key)),
-        tuple(sorted(differing, key=change, reverse=True)),
+        tuple(sorted(differing, key=attrgetter("change"), reverse=True)),
         tuple(_compare_objects(*objects, tolerance, wanted)),
         tuple(r for r in compare_values(*commons, tolerance) if r.name and wanted(r.name)),
         left_out,

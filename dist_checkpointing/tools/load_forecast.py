@@ -44,8 +44,8 @@ _COLUMN_PARALLEL = (
 )
 _ROW_PARALLEL = "linear_proj|linear_fc2|dense_4h_to_h|o_proj|down_proj"
 # How a model would be cut.
-Stored = Literal["stored"]
-AS_STORED: Final[Stored] = "stored"
+AS_STORED: Final = "stored"
+Axis = int | Literal["stored"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class AxisRule:
     """
 
     pattern: re.Pattern[str]
-    axis: int | Stored | None
+    axis: Axis
 
 
 MEGATRON_RULES = (
@@ -92,7 +92,7 @@ def parse_rule(text: str) -> AxisRule:
     pattern, _, axis = text.rpartition("=")
     if not pattern:
         raise ValueError(f"{text!r} is not of the form REGEX=axis, such as 'lm_head=0'")
-    words: dict[str, Stored | None] = {"none": None, AS_STORED: AS_STORED}
+    words: dict[str, Axis] = {"none": None, AS_STORED: AS_STORED}
     word = axis.strip().lower()
     try:
         return AxisRule(re.compile(pattern), words[word] if word in words else int(axis))

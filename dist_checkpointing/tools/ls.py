@@ -6,6 +6,7 @@ import fnmatch
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, NamedTuple
@@ -142,22 +143,20 @@ def ls(
         tensors = list(tensor_entries(opened.index, wanted))
         others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else None
         fingerprints = _fingerprints(opened, tensors) if fingerprint else None
+        entries = [*tensors, *(others or ())]
+        report = Report()
         if as_json:
             print_json(_document(opened, tensors, others, fingerprints))
-        else:
-            entries = [*tensors, *(others or ())]
-            report = Report()
-            if tree or depth is not None:
-                report.table(("KEY", "SIZE", ""), _branches(as_tree(entries), "", depth), right=[1])
-                sums = []
-            else:
-                _add_table(report, entries, fingerprints)
-                sums = subtotals(tensors)
-                own = "" if pattern is not None else count_files(opened.folder).own_text()
-                report.lines([f"of its own: {own}"] if own else [], None, 1)
+        elif tree or depth is not None:
+            report.table(("KEY", "SIZE", ""), _branches(as_tree(entries), "", depth), right=[1])
             report.paragraph(_total(entries), "bold")
-            report.table(("", "", ""), sums, right=[1, 2])
-            report.print()
+        else:
+            _add_table(report, entries, fingerprints)
+            if pattern is None and (own := count_files(opened.folder).own_text()):
+                report.line(f"of its own: {own}")
+            report.paragraph(_total(entries), "bold")
+            report.table(("", "", ""), subtotals(tensors), right=[1, 2])
+        report.print()
     if pattern is not None and not tensors and not others:
         near = hint(pattern, opened)
         more = "" if everything else "; --all looks at objects and common state too"
@@ -421,13 +420,11 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
     """The files of all steps of a run in a store, which are listed at once."""
     if not isinstance(root, ObjectPath):
         return {}
-    names = {folder.name: name for name, folder in folders.items()}
-    uses: dict[str, dict[str, location.FileUse]] = {name: {} for name in folders}
+    uses: defaultdict[str, dict[str, location.FileUse]] = defaultdict(dict)
     for path, use in location.use_below(root).items():
         folder, _, rest = path.partition("/")
-        if folder in names:
-            uses[names[folder]][rest] = use
-    return dict(uses)
+        uses[folder][rest] = use
+    return {name: uses[folder.name] for name, folder in folders.items()}
 
 
 def _notes_of(root: Location) -> dict[str, list[str]]:
@@ -498,25 +495,27 @@ def _follow_save(name: str, folder: Location, expected_bytes: int | None, *, as_
 
 
 def _print_end(name: str, folder: Location, *, as_json: bool) -> bool:
-    step = look_at(name, folder) if location.is_folder(folder) else None
-    is_saved = step is not None and step.state.is_checkpoint
-    state = "deleted" if step is None else step.state.value
-    num_bytes = None if step is None else step.files.num_bytes
-    seconds = None  # not known of what another program saved
-    if step is not None and is_saved and step.begun_at is not None:
-        seconds = max(step.saved_at - step.begun_at, 1e-3)
-    document: dict[str, Any] = {"step": name, "path": str(folder), "state": state}
-    document |= {"num_bytes": num_bytes, "seconds": seconds}
-    text, style = f"{name}: {state}", "yellow"
-    if num_bytes is not None and not is_saved:
-        text, style = f"{text}: its save has ended", "red"
-    elif num_bytes is not None:
-        text, style = f"{text}, {bytes_text(num_bytes)}", "green"
-        if state == StepState.DAMAGED.value:
-            style = "red"
+    state, num_bytes, seconds, is_saved = "deleted", None, None, False
+    if location.is_folder(folder):
+        step = look_at(name, folder)
+        state, num_bytes = step.state.value, step.files.num_bytes
+        is_saved = step.state.is_checkpoint
+        if is_saved and step.begun_at is not None:  # not known of what another program saved
+            seconds = max(step.saved_at - step.begun_at, 1e-3)
+    report = Report()
+    if as_json:
+        document = {"step": name, "path": str(folder), "state": state}
+        report.raw([json_text({**document, "num_bytes": num_bytes, "seconds": seconds})])
+    elif num_bytes is None:
+        report.line(f"{name}: {state}", "yellow")
+    elif not is_saved:
+        report.line(f"{name}: {state}: its save has ended", "red")
+    else:
+        text = f"{name}: {state}, {bytes_text(num_bytes)}"
         if seconds is not None:
             text += f", saved in {seconds:.1f} s ({bytes_text(num_bytes / seconds)}/s)"
-    Report(json_text(document) if as_json else text, None if as_json else style).print()
+        report.line(text, "red" if state == StepState.DAMAGED.value else "green")
+    report.print()
     return is_saved
 
 
