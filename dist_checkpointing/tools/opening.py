@@ -65,7 +65,6 @@ _MAX_POINTER_BYTES: Final = 1 << 10
 Uses = Mapping[str, location.FileUse]
 """The files of a folder, by relative name."""
 
-
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 """How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""

@@ -237,7 +237,7 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 def in_columns(
     headers: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()
 ) -> Iterator[str]:
-    """The lines of a table of any length; rich takes a minute for a table of 100,000 rows.
+    """A text for the header and each row of a table; rich takes a minute for 100,000 rows.
 
     Columns whose numbers are in ``right`` are aligned to the right. Without rows there are no
     lines, and if all headers are empty, no header. If the table is wider than the terminal, the
@@ -270,11 +270,8 @@ def in_columns(
     if any(headers):
         yield painted(line(headers), "bold")
     for row in rows:
-        if width_of(row[0]) > widths[0]:
-            yield row[0]
-            yield line(("", *row[1:]))
-        else:
-            yield line(row)
+        fits = width_of(row[0]) <= widths[0]
+        yield line(row) if fits else f"{row[0]}\n{line(('', *row[1:]))}"
 
 
 class Bar:
