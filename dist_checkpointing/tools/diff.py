@@ -27,7 +27,7 @@ from dist_checkpointing.strategies.safetensors_folder import texts_of
 from dist_checkpointing.strategies.torch_file import loadable
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.convert.plan import budget_of
-from dist_checkpointing.tools.ls import Regex, name_filter
+from dist_checkpointing.tools.ls import Pattern, Regex, name_filter
 from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted, open_tensors
 from dist_checkpointing.tools.report import (
     AsJson,
@@ -52,9 +52,7 @@ def diff(
     second: Annotated[
         Path, Argument(parser=as_location, help="The checkpoint to compare it with.")
     ],
-    pattern: Annotated[
-        str | None, Argument(help="Only these keys, as in dckpt ls: a glob or a part of the key.")
-    ] = None,
+    pattern: Pattern = None,
     *,
     rtol: Annotated[float, Option(help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, Option(help="Absolute tolerance.")] = 0.0,

@@ -8,7 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from heapq import nlargest
 from itertools import accumulate
@@ -48,8 +48,7 @@ AS_STORED: Final = "stored"
 Axis = int | Literal["stored"] | None
 
 
-@dataclass(frozen=True, slots=True)
-class AxisRule:
+class AxisRule(NamedTuple):
     """Which axis the tensors of some keys are cut along; None leaves them whole.
 
     Counted from the end if negative, so that stacked layers do not matter; ``AS_STORED`` is the
@@ -78,8 +77,7 @@ class Reason(StrEnum):
     NOT_DIVISIBLE = "not divisible"
 
 
-@dataclass(frozen=True, slots=True)
-class KeyCut:
+class KeyCut(NamedTuple):
     """How one tensor is spread over the tensor-parallel ranks: cut along an axis, or whole."""
 
     key: str
@@ -191,8 +189,7 @@ def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:
 # What each rank wants.
 
 
-@dataclass(frozen=True, slots=True)
-class RankWants:
+class RankWants(NamedTuple):
     """What some ranks want, all of them the same: shards without data, and cells of objects."""
 
     ranks: tuple[int, ...]

@@ -57,6 +57,12 @@ from dist_checkpointing.tools.report import (
     totals,
 )
 
+Pattern = Annotated[
+    str | None,
+    Argument(
+        help="Only these keys: a glob for the whole key if it has *, ? or [, else part of it."
+    ),
+]
 Regex = Annotated[bool, Option("--regex", "-E", help="PATTERN is a regular expression.")]
 OBJECT = "object"
 COMMON = "common"
@@ -73,12 +79,7 @@ _EXIT_INTERRUPTED = 130
 
 def ls(
     checkpoint: CheckpointArgument,
-    pattern: Annotated[
-        str | None,
-        Argument(
-            help="Only these keys: a glob for the whole key if it has *, ? or [, else part of it."
-        ),
-    ] = None,
+    pattern: Pattern = None,
     *,
     regex: Regex = False,
     tree: Annotated[

@@ -121,7 +121,7 @@ def plan(
             cells = {leaf.key for want in wants for leaf in want.objects}
             made = derive(rows, opened.index, opened.objects, shapes_of(leaves), cells)
     found = forecast_of(opened, wants, made)
-    found["cuts"] = [dataclasses.asdict(cut) for cut in cuts]
+    found["cuts"] = [cut._asdict() for cut in cuts]
     report = Report()
     for line in str(made or "").splitlines():
         report.line(line)
