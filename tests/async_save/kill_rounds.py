@@ -27,14 +27,7 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing import (
-    CheckpointingException,
-    CheckpointManager,
-    Retention,
-    ShardedObject,
-    ShardedTensor,
-    load_plain_tensors,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import ThreadComm
 from dist_checkpointing.storage import Durability, Progress, StorageOptions
 from dist_checkpointing.strategies import (
@@ -57,11 +50,11 @@ class Stopped(BaseException):
 
 def state(rank: int, step: int) -> dict[str, Any]:
     part = (0, rank, WORLD)
-    shard = ShardedTensor.from_rank_offsets
+    shard = dc.ShardedTensor.from_rank_offsets
     return {
         "w": shard("w", torch.full((2, 64), float(step)) + rank, part),
         "m": shard("optimizer.m", torch.full((5,), float(step)), replica_id=rank),
-        "rng": ShardedObject("rng", [step], (WORLD,), (rank,)),
+        "rng": dc.ShardedObject("rng", [step], (WORLD,), (rank,)),
         "step": step,
     }
 
@@ -76,11 +69,11 @@ def train(root: Path, number: int, comm: ThreadComm, stop_at: int | None) -> Non
             comm._rendezvous.leave(comm.rank)
             raise Stopped
 
-    manager = CheckpointManager(
+    manager = dc.CheckpointManager(
         root,
         STRATEGIES[number % len(STRATEGIES)](options=OPTIONS),
         comm=comm,
-        retention=Retention(keep_last=2),
+        retention=dc.Retention(keep_last=2),
         finalize="background" if number % 2 else "caller",
     )
     step = 0
@@ -104,7 +97,7 @@ def world(root: Path, number: int, stop_at: tuple[int, int] | None) -> int:
             ends[rank] = "survived"
         except Stopped:
             ends[rank] = "stopped"
-        except CheckpointingException:
+        except dc.CheckpointingException:
             ends[rank] = "heard"
             rendezvous.leave(rank)
 
@@ -122,12 +115,12 @@ def world(root: Path, number: int, stop_at: tuple[int, int] | None) -> int:
 
 def look(root: Path, least: int) -> int:
     """Whether all that is committed is right, and at least ``least`` is among it."""
-    manager = CheckpointManager(root)
+    manager = dc.CheckpointManager(root)
     steps = manager.steps()
     if max(steps, default=0) < least or (manager.latest_valid() or 0) < least:
         return LOST
     for step in steps:
-        found = load_plain_tensors(manager.folder(step))
+        found = dc.load_plain_tensors(manager.folder(step))
         rows = found["w"].view(WORLD, -1)
         right = all(set(rows[rank].tolist()) == {step + rank} for rank in range(WORLD))
         right = right and found["step"] == step and set(found["optimizer.m"].tolist()) == {step}

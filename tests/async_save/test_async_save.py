@@ -28,11 +28,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner, WriteItem
-from dist_checkpointing.strategies import (
-    SaveShardedStrategy,
-    StrategyAction,
-    get_default_strategy,
-)
+from dist_checkpointing.strategies import SaveShardedStrategy, StrategyAction, get_default_strategy
 from dist_checkpointing.testing import run_ranks
 from states import BACKENDS, cell, full_at_step, parts_at_step
 
@@ -436,10 +432,7 @@ def test_unknown_keywords(tmp_path: Path) -> None:
     assert_holds(tmp_path / "c", 1)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("finalize", "never"), ("capture", "fork")],
-)
+@pytest.mark.parametrize(("argument", "value"), [("finalize", "never"), ("capture", "fork")])
 def test_unknown_choices(tmp_path: Path, argument: str, value: str) -> None:
     options: dict[str, Any] = {argument: value}
     calls = {"finalize": AsyncSaver}

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing import (
-    CheckpointingException,
-    check_is_distributed_checkpoint,
-    save,
-)
+from dist_checkpointing import CheckpointingException, check_is_distributed_checkpoint, save
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest, base
 from dist_checkpointing.testing import run_ranks

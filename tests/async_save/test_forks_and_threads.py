@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    AsyncSaver,
-    async_save,
-    load,
-    save,
-    threads as background,
-)
+from dist_checkpointing import AsyncSaver, async_save, load, save, threads as background
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
 from states import assert_at_step, at_step

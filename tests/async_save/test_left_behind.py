@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing import (
-    AsyncSaver,
-    CheckpointExistsError,
-    CheckpointManager,
-    RankFailedError,
-    Retention,
-    check_is_distributed_checkpoint,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import LOCK_NAME
@@ -48,14 +39,14 @@ def test_temporary_files_of_a_killed_save_are_cleared_away(
 
     folder = tmp_path / "c"
     with replaced("os.replace", leave):
-        save(at_step(1), folder, backend)
+        dc.save(at_step(1), folder, backend)
     assert {path.name.split(".0123")[0] for path in left} >= {"metadata.json", "common.pt"}
     foreign = [folder / "notes.0123abcd.tmp", folder / "common.pt.bak.tmp"]
     for path in foreign:
         path.write_text("mine")
-    save(at_step(2), folder, backend, overwrite=True)
+    dc.save(at_step(2), folder, backend, overwrite=True)
     assert not any(path.exists() for path in left)
-    assert load_plain_tensors(folder)["step"] == 2
+    assert dc.load_plain_tensors(folder)["step"] == 2
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"half")
@@ -65,7 +56,7 @@ def test_temporary_files_of_a_killed_save_are_cleared_away(
 
 def test_a_manager_clears_its_own(tmp_path: Path) -> None:
     (tmp_path / "manager.json.0123abcd.tmp").write_bytes(b"half")
-    with CheckpointManager(tmp_path) as manager:
+    with dc.CheckpointManager(tmp_path) as manager:
         manager.async_save(1, at_step(1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manager.json", "step-00000001"]
 
@@ -81,7 +72,7 @@ def test_a_process_forked_during_a_save_does_not_keep_the_folder_taken(tmp_path:
         pass_fds=[lock_file],
     )
     try:
-        with pytest.raises(CheckpointExistsError, match="being written"):
+        with pytest.raises(dc.CheckpointExistsError, match="being written"):
             Attempt.begin(tmp_path, ["w"])
         attempt.release()
         Attempt.begin(tmp_path, ["w"]).release()
@@ -120,11 +111,11 @@ def test_a_rank_that_is_only_late_does_not_spoil_the_folder(tmp_path: Path) -> N
     folder, failures = tmp_path / "c", []
 
     def one(comm: Comm) -> None:
-        saver = AsyncSaver(comm=comm, retries=3)
+        saver = dc.AsyncSaver(comm=comm, retries=3)
         handle = saver.save(at_step(1, comm), folder, Late(gate))
         try:
             handle.result(30)
-        except RankFailedError as error:
+        except dc.RankFailedError as error:
             failures.append((comm.rank, error.silent_ranks))
 
     threads = [threading.Thread(target=one, args=(comm,)) for comm in worlds(2, 1.0)]
@@ -135,9 +126,9 @@ def test_a_rank_that_is_only_late_does_not_spoil_the_folder(tmp_path: Path) -> N
     gate.set()
     threads[1].join()
     assert (folder / "w").exists()
-    assert not check_is_distributed_checkpoint(folder)
-    save(at_step(2), folder, "zarr")
-    assert load_plain_tensors(folder)["w"].unique().tolist() == [2]
+    assert not dc.check_is_distributed_checkpoint(folder)
+    dc.save(at_step(2), folder, "zarr")
+    assert dc.load_plain_tensors(folder)["w"].unique().tolist() == [2]
 
 
 def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
@@ -154,10 +145,10 @@ def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
     monkeypatch.setattr(ThreadComm, "agree", never_to_the_last)
 
     def one(comm: Comm) -> None:
-        manager = CheckpointManager(tmp_path, comm=comm)
+        manager = dc.CheckpointManager(tmp_path, comm=comm)
         handle = manager.async_save(1, at_step(1, comm))
         if comm.rank == 0:
-            with pytest.raises(RankFailedError, match="did not reach"):
+            with pytest.raises(dc.RankFailedError, match="did not reach"):
                 handle.result(30)
             done.set()
 
@@ -169,16 +160,16 @@ def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
         thread.join()
     assert done.is_set()
     monkeypatch.undo()
-    with CheckpointManager(tmp_path, retention=Retention(keep_last=1)) as manager:
+    with dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1)) as manager:
         assert manager.latest_valid() == 1
-        assert load_plain_tensors(manager.folder(1))["w"].unique().tolist() == [1]
+        assert dc.load_plain_tensors(manager.folder(1))["w"].unique().tolist() == [1]
 
 
 @pytest.mark.parametrize(
     ("tracebacks", "silent"), [({0: "x", 1: "x"}, ()), ({0: "x"}, (1,)), ({}, (0, 1))]
 )
 def test_silent_ranks(tracebacks: dict[int, str], silent: tuple[int, ...]) -> None:
-    error = RankFailedError("step", [Finding("a", ranks=(0, 1))], tracebacks)
+    error = dc.RankFailedError("step", [Finding("a", ranks=(0, 1))], tracebacks)
     assert error.silent_ranks == silent
 
 
@@ -191,7 +182,7 @@ def test_errors_of_ranks_that_all_stopped_free_the_folder(tmp_path: Path) -> Non
 
             return Writer(checkpoint_dir)
 
-    with AsyncSaver() as saver, pytest.raises(CheckpointingException, match="Input/output"):
+    with dc.AsyncSaver() as saver, pytest.raises(CheckpointingException, match="Input/output"):
         saver.save(at_step(1), tmp_path / "c", Failing()).result(30)
     assert [path.name for path in (tmp_path / "c").rglob("*")] == [".dckpt", "attempt.json"]
 
@@ -200,4 +191,4 @@ def test_what_is_committed_is_never_given_up(tmp_path: Path) -> None:
     attempt = Attempt.begin(tmp_path, ["w"])
     attempt.commit(CheckpointingConfig("zarr", 2))
     attempt.abandon()
-    assert check_is_distributed_checkpoint(tmp_path)
+    assert dc.check_is_distributed_checkpoint(tmp_path)

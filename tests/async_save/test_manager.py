@@ -14,18 +14,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import dist_checkpointing as dc
 from damage import damage
-from dist_checkpointing import (
-    CheckpointExistsError,
-    CheckpointingException,
-    CheckpointManager,
-    CorruptCheckpointError,
-    RankFailedError,
-    Retention,
-    ShardedTensor,
-    load_plain_tensors,
-    save,
-)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Attempt
 from dist_checkpointing.testing import run_ranks
@@ -41,7 +31,7 @@ def template(comm: Comm = ALONE) -> dict[str, Any]:
     return made
 
 
-def assert_loads(manager: CheckpointManager, step: int, comm: Comm = ALONE) -> None:
+def assert_loads(manager: dc.CheckpointManager, step: int, comm: Comm = ALONE) -> None:
     loaded = manager.load(template(comm))
     assert loaded["step"] == step
     assert loaded["w"].unique().tolist() == [step]
@@ -52,7 +42,7 @@ def assert_loads(manager: CheckpointManager, step: int, comm: Comm = ALONE) -> N
 @pytest.mark.parametrize(("world_size", "finalize"), [(1, "background"), (3, "caller")])
 def test_a_run(tmp_path: Path, world_size: int, finalize: Any) -> None:
     def one(comm: Comm) -> None:
-        with CheckpointManager(tmp_path, comm=comm, finalize=finalize) as manager:
+        with dc.CheckpointManager(tmp_path, comm=comm, finalize=finalize) as manager:
             assert manager.latest() is None
             assert manager.latest_valid() is None
             assert manager.steps() == []
@@ -67,7 +57,7 @@ def test_a_run(tmp_path: Path, world_size: int, finalize: Any) -> None:
             assert_loads(manager, 30, comm)
             manager.delete(20)
             assert manager.steps() == [10, 30]
-        again = CheckpointManager(tmp_path, comm=comm)
+        again = dc.CheckpointManager(tmp_path, comm=comm)
         assert again.latest() == 30
         assert again.load(template(comm), 10)["step"] == 10
         again.close()
@@ -80,7 +70,7 @@ def test_a_run(tmp_path: Path, world_size: int, finalize: Any) -> None:
 def test_latest_valid_walks_back(
     tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager = CheckpointManager(tmp_path, backend)
+    manager = dc.CheckpointManager(tmp_path, backend)
     for step in (1, 2, 3, 4):
         manager.save(step, state(step))
     (manager.folder(4) / "metadata.json").unlink()
@@ -98,12 +88,12 @@ def test_latest_valid_walks_back(
 
 
 def test_a_flipped_bit_is_found_by_contents_alone(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, "zarr")
+    manager = dc.CheckpointManager(tmp_path, "zarr")
     for step in (1, 2):
         manager.save(step, state(step))
     damage(manager.folder(2))
     assert manager.latest_valid(check="structure") == 2
-    with pytest.raises(CorruptCheckpointError):
+    with pytest.raises(dc.CorruptCheckpointError):
         manager.verify(2)
     assert manager.latest_valid() == 1
     assert_loads(manager, 1)
@@ -113,8 +103,8 @@ def test_a_flipped_bit_is_found_by_contents_alone(tmp_path: Path) -> None:
 
 
 def test_retention(tmp_path: Path) -> None:
-    retention = Retention(keep_last=2, keep_every=30)
-    with CheckpointManager(tmp_path, retention=retention) as manager:
+    retention = dc.Retention(keep_last=2, keep_every=30)
+    with dc.CheckpointManager(tmp_path, retention=retention) as manager:
         for step in range(10, 110, 10):
             manager.async_save(step, state(step))
             if step == 50:
@@ -122,7 +112,7 @@ def test_retention(tmp_path: Path) -> None:
                 manager.verify(50)
         manager.wait()
         assert manager.steps() == [30, 50, 60, 90, 100]
-        with pytest.raises(CheckpointingException, match="known to be valid"):
+        with pytest.raises(dc.CheckpointingException, match="known to be valid"):
             manager.delete(50)
         manager.verify(90)
         manager.save(110, state(110))
@@ -131,11 +121,13 @@ def test_retention(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
 def test_old_steps_lose_their_optimizer_state(tmp_path: Path, backend: str) -> None:
-    manager = CheckpointManager(tmp_path, backend, retention=Retention(drop_optimizer_after=1))
+    manager = dc.CheckpointManager(
+        tmp_path, backend, retention=dc.Retention(drop_optimizer_after=1)
+    )
     for step in (1, 2):
         manager.save(step, state(step))
-    assert "optimizer.m" not in load_plain_tensors(manager.folder(1))
-    assert load_plain_tensors(manager.folder(1))["model.w"].unique().tolist() == [1]
+    assert "optimizer.m" not in dc.load_plain_tensors(manager.folder(1))
+    assert dc.load_plain_tensors(manager.folder(1))["model.w"].unique().tolist() == [1]
     assert_loads(manager, 2)
 
 
@@ -151,25 +143,27 @@ def test_old_steps_lose_their_optimizer_state(tmp_path: Path, backend: str) -> N
 def test_what_stats_counts_as_the_optimizer_is_dropped(
     tmp_path: Path, backend: Any, optimizer: str
 ) -> None:
-    def leaves() -> dict[str, ShardedTensor]:
+    def leaves() -> dict[str, dc.ShardedTensor]:
         keys = ("model.w", "optimal.w", optimizer, "chained_1.optim.m")
         data = torch.ones(300_000)
         return {key: shard(key, data) for key in keys}
 
-    manager = CheckpointManager(tmp_path, backend, retention=Retention(drop_optimizer_after=1))
+    manager = dc.CheckpointManager(
+        tmp_path, backend, retention=dc.Retention(drop_optimizer_after=1)
+    )
     sizes = []
     for step in (1, 2):
         manager.save(step, leaves())
         sizes.append(_size(manager.folder(step)))
     kept = {"model.w", "optimal.w", *({"optim"} & {optimizer})}
-    assert load_plain_tensors(manager.folder(1)).keys() == kept
-    assert load_plain_tensors(manager.folder(2)).keys() == leaves().keys()
+    assert dc.load_plain_tensors(manager.folder(1)).keys() == kept
+    assert dc.load_plain_tensors(manager.folder(2)).keys() == leaves().keys()
     # And the space is free again, in a database too.
     freed = sum(1 for key in leaves() if key not in kept) * 1_200_000
     if optimizer != "optim":  # which holds up the file that it shares with another
         assert _size(manager.folder(1)) < sizes[1] - 0.9 * freed
     manager.save(3, leaves())
-    assert load_plain_tensors(manager.folder(2)).keys() == kept
+    assert dc.load_plain_tensors(manager.folder(2)).keys() == kept
 
 
 def _size(folder: Path) -> int:
@@ -180,12 +174,12 @@ def _size(folder: Path) -> int:
 def test_it_is_said_once_that_there_was_nothing_to_drop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str | None
 ) -> None:
-    def leaves() -> dict[str, ShardedTensor]:
+    def leaves() -> dict[str, dc.ShardedTensor]:
         keys = ("model.w", "opt.m")
         return {key: shard(key, torch.ones(2)) for key in keys}
 
-    retention = Retention(drop_optimizer_after=1, optimizer_prefix=prefix)
-    manager = CheckpointManager(tmp_path, retention=retention)
+    retention = dc.Retention(drop_optimizer_after=1, optimizer_prefix=prefix)
+    manager = dc.CheckpointManager(tmp_path, retention=retention)
     for step in (1, 2, 3, 4):
         manager.save(step, leaves())
     (said,) = [r.getMessage() for r in caplog.records if "nothing was deleted" in r.getMessage()]
@@ -193,33 +187,33 @@ def test_it_is_said_once_that_there_was_nothing_to_drop(
     assert "optimizer_prefix" in said
     assert (f"begins with {prefix!r}" if prefix else "looks like an optimizer's") in said
     for step in (1, 2, 3, 4):
-        assert load_plain_tensors(manager.folder(step)).keys() == leaves().keys()
+        assert dc.load_plain_tensors(manager.folder(step)).keys() == leaves().keys()
     # With the right prefix all of them are found, also the ones that were passed over.
-    retention = Retention(drop_optimizer_after=1, optimizer_prefix="opt.")
-    manager = CheckpointManager(tmp_path, retention=retention)
+    retention = dc.Retention(drop_optimizer_after=1, optimizer_prefix="opt.")
+    manager = dc.CheckpointManager(tmp_path, retention=retention)
     manager.save(5, leaves())
     for step in (1, 2, 3, 4):
-        assert load_plain_tensors(manager.folder(step)).keys() == {"model.w"}
-    assert load_plain_tensors(manager.folder(5)).keys() == leaves().keys()
+        assert dc.load_plain_tensors(manager.folder(step)).keys() == {"model.w"}
+    assert dc.load_plain_tensors(manager.folder(5)).keys() == leaves().keys()
 
 
 def test_what_the_manager_did_not_write_is_never_deleted(tmp_path: Path) -> None:
-    save(state(1), tmp_path / "step-00000001")  # somebody else's checkpoint
+    dc.save(state(1), tmp_path / "step-00000001")  # somebody else's checkpoint
     (tmp_path / "step-00000002").mkdir()
     (tmp_path / "step-00000002" / "notes.txt").write_text("mine")
-    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
     manager.save(3, state(3))
     (manager.folder(3) / "notes.txt").write_text("mine")
     manager.save(4, state(4))
     assert manager.steps() == [1, 4]
     assert [p.name for p in manager.folder(3).iterdir()] == ["notes.txt"]
     assert (tmp_path / "step-00000002" / "notes.txt").read_text() == "mine"
-    with pytest.raises(CheckpointingException, match="no manager"):
+    with pytest.raises(dc.CheckpointingException, match="no manager"):
         manager.delete(1)
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(dc.CheckpointExistsError):
         manager.save(1, state(1))
     # A checkpoint that took the place of ours is not ours.
-    save(state(4), manager.folder(4), overwrite=True)
+    dc.save(state(4), manager.folder(4), overwrite=True)
     manager.save(5, state(5))
     assert manager.steps() == [1, 4, 5]
 
@@ -230,10 +224,10 @@ def is_commit_of_step_2(_: object, target: object) -> bool:
 
 def test_a_failed_save_leaves_the_last_one_latest(tmp_path: Path) -> None:
     def one(comm: Comm) -> None:
-        manager = CheckpointManager(tmp_path, comm=comm, retention=Retention(keep_last=1))
+        manager = dc.CheckpointManager(tmp_path, comm=comm, retention=dc.Retention(keep_last=1))
         manager.save(1, state(1, comm))
         manager.async_save(2, state(2, comm))
-        with pytest.raises(RankFailedError, match="Input/output"):
+        with pytest.raises(dc.RankFailedError, match="Input/output"):
             manager.wait()
         assert manager.latest() == 1
         assert_loads(manager, 1, comm)
@@ -243,16 +237,16 @@ def test_a_failed_save_leaves_the_last_one_latest(tmp_path: Path) -> None:
     with failing("os.replace", at=is_commit_of_step_2):
         run_ranks(2, one)
     # The first one stays beyond keep_last: loading it has verified it.
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     assert manager.steps() == [1, 3]
-    assert load_plain_tensors(manager.folder(3))["model.w"].unique().tolist() == [3]
+    assert dc.load_plain_tensors(manager.folder(3))["model.w"].unique().tolist() == [3]
 
 
 @pytest.mark.parametrize("on_error", ["warn", "retry"])
 def test_training_goes_on(tmp_path: Path, on_error: Any, caplog: pytest.LogCaptureFixture) -> None:
     with (
         failing("os.replace", times=1, at=is_commit_of_step_2),
-        CheckpointManager(tmp_path, on_error=on_error) as manager,
+        dc.CheckpointManager(tmp_path, on_error=on_error) as manager,
     ):
         for step in (1, 2, 3):
             manager.async_save(step, state(step))
@@ -262,7 +256,7 @@ def test_training_goes_on(tmp_path: Path, on_error: Any, caplog: pytest.LogCaptu
 
 def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(tmp_path: Path) -> None:
     """Whatever a crash cuts off, the pointer names a checkpoint, and it is a whole one."""
-    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
     manager.save(1, state(1))
     seen: list[str] = []
 
@@ -284,7 +278,7 @@ def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(tmp_
 
 
 def test_a_lost_pointer(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     for step in (1, 2):
         manager.save(step, state(step))
     for content in (b"", b"{", b'{"format": 1, "latest": "x", "steps": {}}', b"[" * 100_000):
@@ -296,7 +290,7 @@ def test_a_lost_pointer(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=5))
+    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=5))
     manager.save(1, state(1))
     manager.save(2, state(2))
     (manager.folder(2) / "metadata.json").unlink()  # as a crash before the commit leaves it
@@ -306,20 +300,20 @@ def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
 
 
 def test_preflight(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     problem = r"not enough free space(.|\n)*64 bytes"
-    with full_disk(), pytest.raises(CheckpointingException, match=problem):
+    with full_disk(), pytest.raises(dc.CheckpointingException, match=problem):
         manager.async_save(1, state(1))
     assert not manager.folder(1).exists()
     unwritable = replaced("os.access", lambda *_: False)
-    with unwritable, pytest.raises(CheckpointingException, match="may not write"):
+    with unwritable, pytest.raises(dc.CheckpointingException, match="may not write"):
         manager.save(1, state(1))
     assert not manager.folder(1).exists()
 
 
 def test_a_save_with_a_base_is_not_asked_for_room_for_all(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, incremental=True)
-    with full_disk(), pytest.raises(CheckpointingException, match="not enough free space"):
+    manager = dc.CheckpointManager(tmp_path, incremental=True)
+    with full_disk(), pytest.raises(dc.CheckpointingException, match="not enough free space"):
         manager.save(1, state(1))
     manager.save(1, state(1))
     with full_disk():
@@ -328,7 +322,7 @@ def test_a_save_with_a_base_is_not_asked_for_room_for_all(tmp_path: Path) -> Non
 
 
 def test_preemption(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
     try:
         manager.save_on_signal(signal.SIGTERM)
@@ -339,7 +333,7 @@ def test_preemption(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
     def one(comm: Comm) -> bool:
-        manager = CheckpointManager(tmp_path, comm=comm)
+        manager = dc.CheckpointManager(tmp_path, comm=comm)
         if comm.rank == 1:
             manager._signalled.set()
         return manager.preempted()
@@ -348,7 +342,7 @@ def test_preemption(tmp_path: Path) -> None:
 
 
 def test_a_save_in_flight_is_not_deleted(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
     manager.save(1, state(1))
     live = Attempt.begin(manager.folder(2), ["w"])
     record = json.loads((tmp_path / "manager.json").read_text())
@@ -361,8 +355,8 @@ def test_a_save_in_flight_is_not_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [-1, True, "7", 1.0])
 def test_steps_that_are_none(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(CheckpointingException, match="at least 0"):
-        CheckpointManager(tmp_path).save(value, state(1))
+    with pytest.raises(dc.CheckpointingException, match="at least 0"):
+        dc.CheckpointManager(tmp_path).save(value, state(1))
 
 
 @given(
@@ -375,7 +369,7 @@ def test_steps_that_are_none(tmp_path: Path, value: Any) -> None:
 def test_retention_as_a_function(
     steps: set[int], last: int | None, every: int | None, after: int | None, protected: set[int]
 ) -> None:
-    retention = Retention(keep_last=last, keep_every=every, drop_optimizer_after=after)
+    retention = dc.Retention(keep_last=last, keep_every=every, drop_optimizer_after=after)
     due = retention.due(steps, protected)
     kept = steps - set(due.delete)
     assert set(due.delete) <= steps
@@ -402,5 +396,5 @@ def test_retention_as_a_function(
     ],
 )
 def test_invalid_retention(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointingException, match=said):
-        Retention(**options)
+    with pytest.raises(dc.CheckpointingException, match=said):
+        dc.Retention(**options)

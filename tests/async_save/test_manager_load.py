@@ -12,16 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import dist_checkpointing as dc
 from damage import flip
-from dist_checkpointing import (
-    CheckpointingException,
-    CheckpointManager,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StateMismatchError,
-    UnsupportedFormatError,
-    save,
-)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import SEAL_NAME
 from dist_checkpointing.storage import Checksum, StorageOptions
@@ -82,7 +74,7 @@ def flip_value(folder: Path, value: int, row: int = 0) -> None:
 
 def saved_by(root: Path, backend: Any, world_size: int, *steps: int) -> None:
     def one(comm: Comm) -> None:
-        with CheckpointManager(root, backend, comm=comm) as manager:
+        with dc.CheckpointManager(root, backend, comm=comm) as manager:
             for step in steps:
                 manager.save(step, state(step, comm))
 
@@ -98,7 +90,7 @@ def test_the_load_goes_back_after_damage_that_it_finds_itself(
     flip_value(tmp_path / "step-00000002", 2, row=100)
 
     def one(comm: Comm) -> tuple[int, set[int]]:
-        manager = CheckpointManager(tmp_path, backend, comm=comm)
+        manager = dc.CheckpointManager(tmp_path, backend, comm=comm)
         given = template(comm)
         loaded = manager.load(given)
         assert loaded["w"] is given["w"].data
@@ -112,7 +104,7 @@ def test_the_load_goes_back_after_damage_that_it_finds_itself(
     )
     assert last_verified(tmp_path) == 1
     # Its room may be used.
-    again = CheckpointManager(tmp_path, backend)
+    again = dc.CheckpointManager(tmp_path, backend)
     assert again.load({"step": 0}) == {"step": 2}, "nothing that is damaged is asked for"
     assert again.latest_valid() == 1
     again.save(2, state(2))
@@ -124,7 +116,7 @@ def test_everything_is_read_once(
     tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = torch.randn(512, 4096)
-    CheckpointManager(tmp_path, backend).save(1, {"w": shard("w", full)})
+    dc.CheckpointManager(tmp_path, backend).save(1, {"w": shard("w", full)})
     counts: list[int] = []
     preadv = os.preadv
 
@@ -133,28 +125,26 @@ def test_everything_is_read_once(
         return counts[-1]
 
     monkeypatch.setattr(os, "preadv", counting)
-    loaded = CheckpointManager(tmp_path).load({"w": shard("w", torch.empty(512, 4096))})
+    loaded = dc.CheckpointManager(tmp_path).load({"w": shard("w", torch.empty(512, 4096))})
     assert torch.equal(loaded["w"], full)
     assert full.nbytes <= sum(counts) <= 1.05 * full.nbytes
 
 
-def test_a_template_that_does_not_fit_is_an_error_and_no_reason_to_go_back(
-    tmp_path: Path,
-) -> None:
+def test_a_template_that_does_not_fit_is_an_error_and_no_reason_to_go_back(tmp_path: Path) -> None:
     saved_by(tmp_path, "tensorstore", 1, 1)
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     manager.save(2, {"w": shard("w", torch.ones(3))})
-    with pytest.raises(StateMismatchError, match="global shape differs"):
+    with pytest.raises(dc.StateMismatchError, match="global shape differs"):
         manager.load({"w": template()["w"]})
     assert not manager._valid.damaged
 
 
 def test_memory_that_leaves_share_is_no_reason_to_go_back(tmp_path: Path) -> None:
     saved_by(tmp_path, "tensorstore", 1, 1, 2)
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     manager.save(3, {"a": shard("a", torch.ones(3)), "b": shard("b", torch.zeros(3))})
     memory = torch.empty(3)
-    with pytest.raises(CheckpointingException, match="memory of its own"):
+    with pytest.raises(dc.CheckpointingException, match="memory of its own"):
         manager.load({"a": shard("a", memory), "b": shard("b", memory)})
     assert not manager._valid.damaged
 
@@ -165,16 +155,16 @@ def test_damaged_metadata_is_not_blamed_on_the_template(tmp_path: Path) -> None:
     path = tmp_path / "step-00000002/.dckpt/index.json"
     assert b"200" in path.read_bytes()
     path.write_bytes(path.read_bytes().replace(b"200", b"201"))
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
     assert set(manager._valid.damaged) == {2}
 
 
 def test_what_cannot_be_unpickled_is_skipped_and_not_damaged(tmp_path: Path) -> None:
     saved_by(tmp_path, "tensorstore", 1, 1)
-    trusting = CheckpointManager(tmp_path, trusted=True)
+    trusting = dc.CheckpointManager(tmp_path, trusted=True)
     trusting.save(2, {**state(2), "extra": partial(print)})
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
     assert not manager._valid.damaged
     assert trusting.load(template())["step"] == 2
@@ -186,19 +176,19 @@ def test_only_a_load_of_everything_makes_a_step_the_last_verified(tmp_path: Path
     def load(step: int | None, *keys: str) -> Any:
         def one(comm: Comm) -> None:
             chosen = {key: leaf for key, leaf in template(comm).items() if key in keys}
-            CheckpointManager(tmp_path, comm=comm).load(chosen, step)
+            dc.CheckpointManager(tmp_path, comm=comm).load(chosen, step)
 
         run_ranks(2, one)
         return last_verified(tmp_path)
 
-    CheckpointManager(tmp_path).verify(1)
+    dc.CheckpointManager(tmp_path).verify(1)
     assert load(None, "w", "m") == 1, "nobody asks for the object"
     assert load(None, "w", "rng") == 1
     assert load(2, "w", "m", "rng") == 1
     alone = {**template(), "rng": None}
     alone["w"] = shard("w", torch.empty(SHAPE), (0, 0, 2))
     del alone["rng"], alone["m"]
-    CheckpointManager(tmp_path).load(alone)
+    dc.CheckpointManager(tmp_path).load(alone)
     assert last_verified(tmp_path) == 1, "half of a tensor"
     assert load(None, "w", "m", "rng") == 2
 
@@ -207,7 +197,7 @@ def test_checkpoints_without_checksums_are_loaded_as_far_as_they_can_be_read(
     tmp_path: Path,
 ) -> None:
     options = StorageOptions(checksum=Checksum.NONE)
-    manager = CheckpointManager(tmp_path, TensorStoreSaveShardedStrategy(options=options))
+    manager = dc.CheckpointManager(tmp_path, TensorStoreSaveShardedStrategy(options=options))
     for step in (1, 2):
         manager.save(step, state(step))
     assert manager.load(template())["step"] == 2
@@ -222,23 +212,23 @@ def test_a_folder_that_is_not_a_checkpoint_is_skipped(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000002"
     assert SEAL_NAME in (folder / ".dckpt/attempt.json").read_text()
     (folder / SEAL_NAME).unlink()
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
     assert set(manager._valid.damaged) == {2}
     shutil.rmtree(tmp_path / "step-00000001")
-    with pytest.raises(CheckpointNotFoundError, match=r"never committed(.|\n)*seal"):
+    with pytest.raises(dc.CheckpointNotFoundError, match=r"never committed(.|\n)*seal"):
         manager.load(template())
 
 
 def test_a_checkpoint_of_an_older_version_has_no_seal(tmp_path: Path) -> None:
-    save(state(1), tmp_path / "step-00000001", "zarr")
+    dc.save(state(1), tmp_path / "step-00000001", "zarr")
     (tmp_path / "step-00000001" / SEAL_NAME).unlink()
     attempt = tmp_path / "step-00000001/.dckpt/attempt.json"
     attempt.write_text(attempt.read_text().replace(SEAL_NAME, ".dckpt/other"))
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
     flip_value(tmp_path / "step-00000001", 1)
-    with pytest.raises(CheckpointNotFoundError, match="checksum differs"):
+    with pytest.raises(dc.CheckpointNotFoundError, match="checksum differs"):
         manager.load(template())
 
 
@@ -246,10 +236,10 @@ def test_strategies_of_the_caller(tmp_path: Path) -> None:
     """One that cannot verify loads what has been verified; one that cannot read is an error."""
     saved_by(tmp_path, ("zarr", 2), 1, 1, 2)
     flip_value(tmp_path / "step-00000002", 2)
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template(), sharded_strategy=Plain())["step"] == 1
     assert manager.load(template(), sharded_strategy=("zarr", 2))["step"] == 1
-    with pytest.raises(UnsupportedFormatError, match="wrong strategy"):
+    with pytest.raises(dc.UnsupportedFormatError, match="wrong strategy"):
         manager.load(template(), sharded_strategy=("zarr", 1))
     assert set(manager._valid.damaged) == {2}
 
@@ -257,8 +247,8 @@ def test_strategies_of_the_caller(tmp_path: Path) -> None:
 def test_the_caller_may_do_without_verifying(tmp_path: Path) -> None:
     saved_by(tmp_path, "zarr", 1, 1, 2)
     flip_value(tmp_path / "step-00000002", 2)
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template(), verify=False)["step"] == 2
     assert last_verified(tmp_path) is None
-    with pytest.raises(CorruptCheckpointError):
+    with pytest.raises(dc.CorruptCheckpointError):
         manager.load(template(), 2, verify=True)

@@ -15,19 +15,8 @@ from typing import Any
 
 import pytest
 
+import dist_checkpointing as dc
 from damage import damage, files_in
-from dist_checkpointing import (
-    CheckpointExistsError,
-    CheckpointingException,
-    CheckpointManager,
-    CorruptCheckpointError,
-    InvalidShardingError,
-    RankFailedError,
-    Retention,
-    load_plain_tensors,
-    save,
-    verify_checkpoint,
-)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import LOCK_NAME
@@ -41,7 +30,7 @@ state = partial(trained, shape=(200, 300))
 
 def killed_before_the_pointer(root: Path, step: int) -> None:
     """Save a step; the process ends after the commit and before anything else."""
-    manager = CheckpointManager(root)
+    manager = dc.CheckpointManager(root)
     with ended_before_the_pointer(manager.folder(step)):
         manager.save(step, state(step))
 
@@ -50,11 +39,11 @@ def killed_before_the_pointer(root: Path, step: int) -> None:
 
 
 def test_a_pointer_that_is_behind_is_brought_up_to_date(tmp_path: Path) -> None:
-    retention = Retention(keep_last=1)
-    CheckpointManager(tmp_path, retention=retention).save(1, state(1))
+    retention = dc.Retention(keep_last=1)
+    dc.CheckpointManager(tmp_path, retention=retention).save(1, state(1))
     killed_before_the_pointer(tmp_path, 2)
     assert read_record(tmp_path).latest == 1
-    manager = CheckpointManager(tmp_path, retention=retention)
+    manager = dc.CheckpointManager(tmp_path, retention=retention)
     latest = manager.latest()
     assert latest == 2
     manager.save(latest + 1, state(latest + 1))
@@ -67,8 +56,8 @@ def test_it_is_written_down_when_the_next_save_begins(tmp_path: Path) -> None:
     known = read_record(tmp_path).steps[2]
     assert known.attempt is None
     assert known.begun is not None
-    manager = CheckpointManager(tmp_path)
-    with pytest.raises(InvalidShardingError):
+    manager = dc.CheckpointManager(tmp_path)
+    with pytest.raises(dc.InvalidShardingError):
         manager.save(3, {"w": [*state(3).values()], "v": [*state(3).values()]})
     assert read_record(tmp_path).latest == 2
     assert read_record(tmp_path).steps[2] == StepRecord(known.begun)
@@ -76,17 +65,17 @@ def test_it_is_written_down_when_the_next_save_begins(tmp_path: Path) -> None:
 
 def test_a_step_that_lies_behind_others_is_the_latest_if_it_was_saved_last(tmp_path: Path) -> None:
     """Training has gone back."""
-    with CheckpointManager(tmp_path) as manager:
+    with dc.CheckpointManager(tmp_path) as manager:
         for step in (10, 20, 30):
             manager.save(step, state(step))
     killed_before_the_pointer(tmp_path, 15)
-    assert CheckpointManager(tmp_path).latest() == 15
+    assert dc.CheckpointManager(tmp_path).latest() == 15
 
 
 def test_deleting_knows_it_too(tmp_path: Path) -> None:
-    CheckpointManager(tmp_path).save(1, state(1))
+    dc.CheckpointManager(tmp_path).save(1, state(1))
     killed_before_the_pointer(tmp_path, 2)
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     manager.delete(2)
     assert manager.latest() == 1
     assert manager.steps() == [1]
@@ -94,10 +83,10 @@ def test_deleting_knows_it_too(tmp_path: Path) -> None:
 
 def test_a_record_of_an_older_version(tmp_path: Path) -> None:
     """It says that the step was begun, and not by which save."""
-    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
     for step in (1, 2):
         manager.save(step, state(step))
-    save(state(3), manager.folder(3))
+    dc.save(state(3), manager.folder(3))
     record = json.loads((tmp_path / "manager.json").read_text())
     record["steps"]["3"] = {"attempt": None, "verified": False, "stripped": False}
     (tmp_path / "manager.json").write_text(json.dumps(record))
@@ -110,20 +99,20 @@ def test_a_checkpoint_of_somebody_else_in_a_folder_that_was_begun_is_not_ours(
     tmp_path: Path,
 ) -> None:
     killed_before_the_pointer(tmp_path, 1)
-    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
     (manager.folder(1) / "metadata.json").unlink()  # before the commit, after all
-    save(state(7), manager.folder(1))
+    dc.save(state(7), manager.folder(1))
     manager.save(2, state(2))
     manager.save(3, state(3))
     assert manager.steps() == [1, 3]
-    assert load_plain_tensors(manager.folder(1))["step"] == 7
+    assert dc.load_plain_tensors(manager.folder(1))["step"] == 7
 
 
 def test_a_save_that_failed_is_not_the_latest(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     manager.save(1, state(1))
     is_commit: Any = lambda _, target: path_of(target).name == "metadata.json"  # noqa: E731
-    with failing("os.replace", at=is_commit), pytest.raises(RankFailedError):
+    with failing("os.replace", at=is_commit), pytest.raises(dc.RankFailedError):
         manager.save(2, state(2))
     assert manager.latest() == 1
     manager.save(2, state(2))
@@ -136,7 +125,7 @@ def test_a_removal_that_stops_before_its_last_step_is_brought_to_its_end(
     tmp_path: Path, backend: Any, name: str
 ) -> None:
     """All that named the checkpoint is gone by then: nothing but its folder is left."""
-    manager = CheckpointManager(tmp_path, backend, retention=Retention(keep_last=1))
+    manager = dc.CheckpointManager(tmp_path, backend, retention=dc.Retention(keep_last=1))
     manager.save(1, state(1))
     last = (manager.folder(1), Path(LOCK_NAME))
     with failing(name, at=lambda path, **_: path_of(path) in last) as calls:
@@ -150,7 +139,7 @@ def test_a_removal_that_stops_before_its_last_step_is_brought_to_its_end(
 
 
 def test_a_removal_that_stops_before_it_is_written_down(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
     manager.save(1, state(1))
 
     def is_note(_: object, target: object) -> bool:
@@ -174,7 +163,7 @@ def test_a_record_that_is_none(tmp_path: Path, value: str) -> None:
 
 def test_damaged_metadata_is_no_leftover(tmp_path: Path) -> None:
     """What it commits may be good."""
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     manager.save(1, state(1))
     (manager.folder(1) / "metadata.json").write_text("{")
     before = files_in(manager.folder(1))
@@ -213,7 +202,7 @@ def no_descriptors() -> Iterator[None]:
 def test_no_error_of_the_system_is_damage_at_whatever_call(
     tmp_path: Path, backend: Any, code: int, check: Any
 ) -> None:
-    with CheckpointManager(tmp_path, backend) as manager:
+    with dc.CheckpointManager(tmp_path, backend) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
     folder = manager.folder(2)
@@ -225,7 +214,7 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
 
     while True:
         last_call += 1
-        manager = CheckpointManager(tmp_path, backend)
+        manager = dc.CheckpointManager(tmp_path, backend)
         found = None
         text = None
         with failing(*LOOKS, "io.open", code=code, nth=last_call, times=1, at=is_below) as calls:
@@ -234,7 +223,7 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
                     found = manager.load(state(-1))["step"]
                 else:
                     found = manager.latest_valid(check=check)
-            except RankFailedError as error:
+            except dc.RankFailedError as error:
                 text = str(error)
         assert found == 2 or (text is not None and os.strerror(code) in text), calls[-1]
         assert not manager._valid.damaged, calls[-1]
@@ -244,7 +233,7 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
             break
     assert raised >= 5
     # Whatever it could not read, it deletes nothing of it.
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(dc.CheckpointExistsError):
         manager.save(2, state(3))
     assert files_in(folder) == before
 
@@ -252,24 +241,24 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
 @BACKEND
 def test_out_of_descriptors(tmp_path: Path, backend: Any) -> None:
     """TensorStore opens files by itself, and reports all errors as ValueErrors."""
-    manager = CheckpointManager(tmp_path, backend)
+    manager = dc.CheckpointManager(tmp_path, backend)
     for step in (1, 2):
         manager.save(step, state(step))
     folder = manager.folder(2)
-    verify_checkpoint(folder)  # imports what it needs
+    dc.verify_checkpoint(folder)  # imports what it needs
     with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
-        verify_checkpoint(folder)
-    with no_descriptors(), pytest.raises(RankFailedError, match="Too many open files"):
+        dc.verify_checkpoint(folder)
+    with no_descriptors(), pytest.raises(dc.RankFailedError, match="Too many open files"):
         manager.latest_valid()
     assert manager.latest_valid() == 2
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(dc.CheckpointExistsError):
         manager.save(2, state(3))
 
 
 def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CheckpointManager(tmp_path) as alone:
+    with dc.CheckpointManager(tmp_path) as alone:
         for step in (1, 2):
             alone.save(step, state(step))
 
@@ -282,21 +271,21 @@ def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage
     monkeypatch.setattr(latest_valid, "verify_checkpoint", verify)
 
     def one(comm: Comm) -> tuple[int | None, set[int]]:
-        manager = CheckpointManager(tmp_path, comm=comm)
+        manager = dc.CheckpointManager(tmp_path, comm=comm)
         return manager.latest_valid(), set(manager._valid.damaged)
 
     def fails(comm: Comm) -> None:
-        with pytest.raises(RankFailedError, match=r"failed on rank 2 of 3(.|\n)*Input/output"):
+        with pytest.raises(dc.RankFailedError, match=r"failed on rank 2 of 3(.|\n)*Input/output"):
             one(comm)
 
     errors: list[Exception] = [OSError(errno.EIO, os.strerror(errno.EIO))]
     run_ranks(3, fails)
-    errors = [CorruptCheckpointError("flipped", [Finding("bits", "w")])]
+    errors = [dc.CorruptCheckpointError("flipped", [Finding("bits", "w")])]
     assert run_ranks(3, one) == [(1, {2})] * 3
     # What one rank cannot read does not hide what another one has found.
-    errors.append(CheckpointingException("cannot be read here", [Finding("codec")]))
+    errors.append(dc.CheckpointingException("cannot be read here", [Finding("codec")]))
     assert run_ranks(3, one) == [(1, {2})] * 3
-    errors = [CheckpointingException("cannot be read here", [Finding("codec")])]
+    errors = [dc.CheckpointingException("cannot be read here", [Finding("codec")])]
     assert run_ranks(3, one) == [(1, set())] * 3
 
 
@@ -304,34 +293,34 @@ def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage
 
 
 def test_a_damaged_step_stays_until_the_new_one_has_claimed_its_folder(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, "zarr")
+    manager = dc.CheckpointManager(tmp_path, "zarr")
     for step in (1, 2):
         manager.save(step, state(step))
     damage(manager.folder(2))
     assert manager.latest_valid() == 1
     before = files_in(manager.folder(2))
     # Not planned.
-    with pytest.raises(InvalidShardingError):
+    with pytest.raises(dc.InvalidShardingError):
         manager.save(2, {"w": [*state(3).values()], "v": [*state(3).values()]})
     assert files_in(manager.folder(2)) == before
     # No room.
     with replaced("os.access", lambda *_: False):
-        with pytest.raises(CheckpointingException, match="may not write"):
+        with pytest.raises(dc.CheckpointingException, match="may not write"):
             manager.save(2, state(2))
-        with pytest.raises(CheckpointingException, match="may not write"):
+        with pytest.raises(dc.CheckpointingException, match="may not write"):
             manager.async_save(2, state(2))
     assert files_in(manager.folder(2)) == before
     manager.async_save(2, state(4)).result(60)
     assert manager.latest_valid() == 2
-    assert load_plain_tensors(manager.folder(2))["step"] == 4
+    assert dc.load_plain_tensors(manager.folder(2))["step"] == 4
     # It is a good one now.
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(dc.CheckpointExistsError):
         manager.save(2, state(2))
     manager.close()
 
 
 def test_only_the_save_that_was_found_damaged_makes_room(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, "zarr")
+    manager = dc.CheckpointManager(tmp_path, "zarr")
     for step in (1, 2):
         manager.save(step, state(step))
     good = tmp_path / "good"
@@ -339,18 +328,18 @@ def test_only_the_save_that_was_found_damaged_makes_room(tmp_path: Path) -> None
     damage(manager.folder(2))
     assert manager.latest_valid() == 1
     # Another job has saved it meanwhile.
-    other = CheckpointManager(tmp_path, "zarr")
+    other = dc.CheckpointManager(tmp_path, "zarr")
     assert other.latest_valid() == 1
     other.save(2, state(2))
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(dc.CheckpointExistsError):
         manager.save(2, state(3))
-    assert load_plain_tensors(manager.folder(2))["step"] == 2
+    assert dc.load_plain_tensors(manager.folder(2))["step"] == 2
 
 
 def test_options_of_the_caller_are_heard(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, "zarr")
+    manager = dc.CheckpointManager(tmp_path, "zarr")
     manager.save(1, state(1))
     manager.save(1, state(2), overwrite=True)
     manager.async_save(1, state(3), overwrite=True).result(60)
     manager.close()
-    assert load_plain_tensors(manager.folder(1))["step"] == 3
+    assert dc.load_plain_tensors(manager.folder(1))["step"] == 3

@@ -11,14 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing import (
-    AsyncSaver,
-    CheckpointingException,
-    RankFailedError,
-    ShardedTensor,
-    async_save,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, ThreadComm, default_comm
 from dist_checkpointing.storage import Progress
 from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
@@ -26,8 +19,8 @@ from dist_checkpointing.testing import run_ranks
 from states import assert_at_step, at_step
 
 
-def kept_by(comm: Comm) -> AsyncSaver:
-    (saver,) = (kept for kept in comm.kept.values() if isinstance(kept, AsyncSaver))
+def kept_by(comm: Comm) -> dc.AsyncSaver:
+    (saver,) = (kept for kept in comm.kept.values() if isinstance(kept, dc.AsyncSaver))
     return saver
 
 
@@ -48,7 +41,7 @@ def test_async_save_keeps_one_saver_for_its_ranks(
         pointers = set()
         for step in (1, 2, 3):
             again = ThreadComm(comm._rendezvous, comm.rank)  # the same ranks
-            async_save(at_step(step, again), tmp_path / str(step), comm=again)
+            dc.async_save(at_step(step, again), tmp_path / str(step), comm=again)
             pointers.add(kept_by(comm)._buffers._memory.data_ptr())
         assert len(pointers) == 1
         kept_by(comm).close()
@@ -70,10 +63,10 @@ def test_the_next_async_save_raises_what_nobody_has_heard(
     def one(comm: Comm) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(TensorStoreWriter, "finish", fail)
-            async_save(at_step(1, comm), tmp_path / "1", comm=comm)
-            with pytest.raises(RankFailedError, match="No space left"):
-                async_save(at_step(2, comm), tmp_path / "2", comm=comm)
-        async_save(at_step(2, comm), tmp_path / "2", comm=comm).result(30)
+            dc.async_save(at_step(1, comm), tmp_path / "1", comm=comm)
+            with pytest.raises(dc.RankFailedError, match="No space left"):
+                dc.async_save(at_step(2, comm), tmp_path / "2", comm=comm)
+        dc.async_save(at_step(2, comm), tmp_path / "2", comm=comm).result(30)
 
     run_ranks(1, one)
     assert_at_step(tmp_path / "2", 2)
@@ -86,7 +79,7 @@ def test_a_world_that_is_taken_down_takes_its_saver_along(tmp_path: Path) -> Non
         store = dist.FileStore(str(tmp_path / f"store-{step}"), 1)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            async_save(at_step(step), tmp_path / str(step)).result(30)
+            dc.async_save(at_step(step), tmp_path / str(step)).result(30)
             savers.append(kept_by(default_comm()))
         finally:
             dist.destroy_process_group()
@@ -97,7 +90,7 @@ def test_a_world_that_is_taken_down_takes_its_saver_along(tmp_path: Path) -> Non
 
 
 def test_a_closed_saver(tmp_path: Path) -> None:
-    saver = AsyncSaver()
+    saver = dc.AsyncSaver()
     saver.close()
     saver.close()
     with pytest.raises(ValueError, match="closed"):
@@ -114,8 +107,8 @@ def test_a_progress_callback_that_fails_stops_nothing(
             raise ZeroDivisionError
 
         callback = fail if comm.rank == 1 else None
-        save(at_step(1, comm), tmp_path / "1", comm=comm, progress=callback)
-        with AsyncSaver(comm=comm) as saver:
+        dc.save(at_step(1, comm), tmp_path / "1", comm=comm, progress=callback)
+        with dc.AsyncSaver(comm=comm) as saver:
             saver.save(at_step(2, comm), tmp_path / "2", progress=callback)
 
     run_ranks(2, one, timeout_seconds=10)
@@ -135,7 +128,7 @@ def test_waiting_in_vain_is_told_to_all_ranks(tmp_path: Path) -> None:
             if comm.rank == 1 and report.phase == "writing":
                 assert gate.wait(30)
 
-        saver = AsyncSaver(comm=comm, finalize="caller")
+        saver = dc.AsyncSaver(comm=comm, finalize="caller")
         saver.save(at_step(1, comm), tmp_path / "1", progress=hold)
         with pytest.raises(TimeoutError, match="goes on"):
             saver.wait(0.2)
@@ -159,7 +152,7 @@ def test_without_a_thread_the_work_is_done_at_once(
         start(self)
 
     def one(comm: Comm) -> None:
-        with AsyncSaver(comm=comm) as saver:
+        with dc.AsyncSaver(comm=comm) as saver:
             saver.save(at_step(1, comm), tmp_path / "1").result(30)
 
     monkeypatch.setattr(threading.Thread, "start", fail)
@@ -173,7 +166,7 @@ def test_a_result_that_nobody_asks_for_is_mentioned(
 ) -> None:
     import gc
 
-    saver = AsyncSaver(finalize="caller")
+    saver = dc.AsyncSaver(finalize="caller")
     handle = saver.save(at_step(1), tmp_path / "1")
     assert handle.wait(30)
     with caplog.at_level(logging.WARNING):
@@ -181,7 +174,7 @@ def test_a_result_that_nobody_asks_for_is_mentioned(
         gc.collect()
     assert any("never committed" in text for text in caplog.messages)
     caplog.clear()
-    asked = AsyncSaver(finalize="caller")
+    asked = dc.AsyncSaver(finalize="caller")
     asked.save(at_step(2), tmp_path / "2").result(30)
     del asked
     gc.collect()
@@ -192,11 +185,11 @@ def test_a_last_step_that_fails_on_one_rank_fails_on_all() -> None:
     def one(comm: Comm) -> None:
         def last() -> None:
             if comm.rank == 1:
-                raise CheckpointingException("not today")
+                raise dc.CheckpointingException("not today")
 
         queue = AsyncCallsQueue(comm=comm)
         queue.schedule_async_request(AsyncRequest(None, (), [last]))
-        with pytest.raises(CheckpointingException, match="not today"):
+        with pytest.raises(dc.CheckpointingException, match="not today"):
             queue.maybe_finalize_async_calls(blocking=True)
         assert queue.get_num_unfinalized_calls() == 0
 
@@ -219,10 +212,10 @@ def test_a_rank_that_stopped_writing_in_any_way_is_not_left_out(
                 raise _Gone
 
         part = torch.full((2, 8), float(comm.rank))
-        state = {"w": ShardedTensor.from_rank_offsets("w", part, (0, comm.rank, 2))}
-        with AsyncSaver(comm=comm, finalize="caller") as saver:
+        state = {"w": dc.ShardedTensor.from_rank_offsets("w", part, (0, comm.rank, 2))}
+        with dc.AsyncSaver(comm=comm, finalize="caller") as saver:
             handle = saver.save(state, tmp_path / "c", backend, progress=stop)
-            with pytest.raises((CheckpointingException, _Gone)):
+            with pytest.raises((dc.CheckpointingException, _Gone)):
                 handle.result()
 
     run_ranks(2, train)

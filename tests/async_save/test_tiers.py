@@ -12,15 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import dist_checkpointing as dc
 from damage import damage
-from dist_checkpointing import (
-    CheckpointManager,
-    ObjectPath,
-    Retention,
-    ShardedTensor,
-    load,
-    verify_checkpoint,
-)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -35,21 +28,21 @@ from stores import new_url
 
 def state(value: float) -> ShardedStateDict:
     tensor = torch.full((64, 8), float(value))
-    return {"w": ShardedTensor.from_rank_offsets("w", tensor), "value": float(value)}
+    return {"w": dc.ShardedTensor.from_rank_offsets("w", tensor), "value": float(value)}
 
 
 def steps_in(place: object) -> list[str]:
-    root = ObjectPath.of(place) if isinstance(place, str) else place
-    assert isinstance(root, ObjectPath)
+    root = dc.ObjectPath.of(place) if isinstance(place, str) else place
+    assert isinstance(root, dc.ObjectPath)
     return [name for name in root.store.list_folder(root.prefix)[0] if name.startswith("step-")]
 
 
 @pytest.mark.parametrize("when", ["background", "wait"])
 def test_what_is_saved_to_the_disk_comes_into_the_store(
-    when: Any, tmp_path: Path, s3_place: ObjectPath
+    when: Any, tmp_path: Path, s3_place: dc.ObjectPath
 ) -> None:
-    keep = Retention(keep_last=2)
-    with CheckpointManager(s3_place, fast=tmp_path, drain=when, retention=keep) as manager:
+    keep = dc.Retention(keep_last=2)
+    with dc.CheckpointManager(s3_place, fast=tmp_path, drain=when, retention=keep) as manager:
         manager.save(1, state(1))
         for step in (2, 3):
             manager.async_save(step, state(step))
@@ -58,17 +51,17 @@ def test_what_is_saved_to_the_disk_comes_into_the_store(
     assert sorted(path.name for path in tmp_path.glob("step-*")) == steps_in(s3_place)
     for step in (2, 3):
         place = s3_place / f"step-0000000{step}"
-        verify_checkpoint(place)
-        assert load(state(0), place, verify=True)["value"] == step
+        dc.verify_checkpoint(place)
+        assert dc.load(state(0), place, verify=True)["value"] == step
 
 
 def test_a_node_whose_disk_is_gone_goes_on_from_the_store(tmp_path: Path) -> None:
     root = new_url()
-    with CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
     shutil.rmtree(tmp_path / "a")
-    with CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
         assert (manager.steps(), manager.latest()) == ([1, 2], 2)
         assert manager.load(state(0))["value"] == 2
         with pytest.raises(CheckpointExistsError, match="in the store already"):
@@ -81,11 +74,11 @@ def test_the_newest_whole_checkpoint_is_loaded_wherever_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = new_url()
-    with CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager(root, fast=tmp_path) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
     damage(tmp_path / "step-00000002")
-    with CheckpointManager(root, fast=tmp_path) as manager, caplog.at_level(logging.WARNING):
+    with dc.CheckpointManager(root, fast=tmp_path) as manager, caplog.at_level(logging.WARNING):
         assert manager.load(state(0))["value"] == 2
         assert "step 2 is skipped" in caplog.text
         assert str(manager.folder(2)).startswith("memory://")
@@ -102,14 +95,14 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
             damage(tmp_path / "step-00000002")
         return real(path, *args, **options)
 
-    manager = CheckpointManager(root, fast=tmp_path)
+    manager = dc.CheckpointManager(root, fast=tmp_path)
     manager.save(1, state(1))
     with replaced("io.open", damaging):
         manager.save(2, state(2))
         with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
             manager.close()
     assert damaged
-    with CheckpointManager(root) as stored:
+    with dc.CheckpointManager(root) as stored:
         assert stored.load(state(0))["value"] == 1
 
 
@@ -118,24 +111,24 @@ def test_a_copy_that_is_cut_off_is_made_again(nth: int, tmp_path: Path) -> None:
     """Whichever put fails, the store has all of a step or nothing of it."""
     root = new_url()
     with store_down(nth):
-        manager = CheckpointManager(root, fast=tmp_path)
+        manager = dc.CheckpointManager(root, fast=tmp_path)
         manager.save(1, state(1))
         with without_waiting(), pytest.raises(CheckpointingException, match="step 1 is not in the"):
             manager.close()
     place = f"{root}/step-00000001"
-    with CheckpointManager(root) as stored:
+    with dc.CheckpointManager(root) as stored:
         assert stored.steps() == []
-    with without_waiting(), CheckpointManager(root, fast=tmp_path) as manager:
+    with without_waiting(), dc.CheckpointManager(root, fast=tmp_path) as manager:
         assert manager.load(state(0))["value"] == 1
-    assert load(state(0), place, verify=True)["value"] == 1
+    assert dc.load(state(0), place, verify=True)["value"] == 1
 
 
 def test_training_goes_on_while_a_slow_store_is_filled(tmp_path: Path) -> None:
     """Retention does not delete what is not in the store, and skips what nobody would keep."""
-    root, gate, keep = new_url(), threading.Event(), Retention(keep_last=1)
+    root, gate, keep = new_url(), threading.Event(), dc.Retention(keep_last=1)
     with (
         store_waiting(gate, "/data/") as keys,
-        CheckpointManager(root, fast=tmp_path, retention=keep) as manager,
+        dc.CheckpointManager(root, fast=tmp_path, retention=keep) as manager,
     ):
         for step in range(1, 5):
             manager.save(step, state(step))
@@ -150,37 +143,37 @@ def test_training_goes_on_while_a_slow_store_is_filled(tmp_path: Path) -> None:
 
 def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: Path) -> None:
     root = new_url()
-    with CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
         manager.save(1, state(1))
-    with CheckpointManager(root, fast=tmp_path / "b") as manager:
+    with dc.CheckpointManager(root, fast=tmp_path / "b") as manager:
         manager.delete(1)
         manager.save(1, state(7))
-    with CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
         assert manager.load(state(0), 1)["value"] == 7
         assert manager.load(state(0))["value"] == 7
-    with CheckpointManager(root) as manager:
+    with dc.CheckpointManager(root) as manager:
         assert manager.load(state(0))["value"] == 7
 
 
 def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:
     root = new_url()
-    with CheckpointManager(root, fast=tmp_path, drain="wait") as manager:
+    with dc.CheckpointManager(root, fast=tmp_path, drain="wait") as manager:
         manager.save(1, state(1))
         damage(tmp_path / "step-00000001")
         assert manager.load(state(0))["value"] == 1
         manager.save(1, state(5))
         assert manager.load(state(0))["value"] == 5
-    with CheckpointManager(root) as manager:
+    with dc.CheckpointManager(root) as manager:
         assert manager.load(state(0))["value"] == 5
 
 
 def test_the_disk_may_be_incremental(tmp_path: Path) -> None:
     root = new_url()
-    with CheckpointManager(root, fast=tmp_path, incremental=True) as manager:
+    with dc.CheckpointManager(root, fast=tmp_path, incremental=True) as manager:
         manager.save(1, state(1))
         manager.save(2, state(1) | {"value": 2.0})
     shutil.rmtree(tmp_path)
-    with CheckpointManager(root) as manager:
+    with dc.CheckpointManager(root) as manager:
         assert manager.load(state(0))["value"] == 2
         assert manager.latest_valid() == 2
 
@@ -190,20 +183,20 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
 
     def part(comm: Comm, value: float) -> ShardedStateDict:
         return {
-            "w": ShardedTensor.from_rank_offsets(
+            "w": dc.ShardedTensor.from_rank_offsets(
                 "w", torch.full((4, 4), value + comm.rank), (0, comm.rank, 2)
             )
         }
 
     def train(comm: Comm) -> None:
-        with CheckpointManager(root, fast=tmp_path, comm=comm) as manager:
+        with dc.CheckpointManager(root, fast=tmp_path, comm=comm) as manager:
             manager.async_save(1, part(comm, 1.0))
 
     run_ranks(2, train)
     shutil.rmtree(tmp_path)
 
     def resume(comm: Comm) -> float:
-        with CheckpointManager(root, fast=tmp_path, comm=comm) as manager:
+        with dc.CheckpointManager(root, fast=tmp_path, comm=comm) as manager:
             return float(manager.load(part(comm, 0.0))["w"][0, 0])
 
     assert run_ranks(2, resume) == [1.0, 2.0]
@@ -211,7 +204,7 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
 
 def test_what_is_kept_in_two_places_is_deleted_in_both(tmp_path: Path) -> None:
     root = new_url()
-    with CheckpointManager(root, fast=tmp_path, drain="wait") as manager:
+    with dc.CheckpointManager(root, fast=tmp_path, drain="wait") as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
         manager.delete(1)
@@ -221,6 +214,6 @@ def test_what_is_kept_in_two_places_is_deleted_in_both(tmp_path: Path) -> None:
 
 def test_a_second_place_must_be_a_store(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedFormatError, match="root in an object store"):
-        CheckpointManager(tmp_path / "slow", fast=tmp_path / "fast")
+        dc.CheckpointManager(tmp_path / "slow", fast=tmp_path / "fast")
     with pytest.raises(ValueError, match="drain must be"):
-        CheckpointManager(new_url(), fast=tmp_path, drain="never")  # type: ignore[arg-type]
+        dc.CheckpointManager(new_url(), fast=tmp_path, drain="never")  # type: ignore[arg-type]

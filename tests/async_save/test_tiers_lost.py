@@ -72,9 +72,7 @@ def test_a_copy_that_is_cut_off_is_made_by_the_next_manager(first: int, tmp_path
 
 @pytest.mark.parametrize("lost", ["node0", "node1"])
 def test_without_one_disk_the_newest_step_of_the_store_is_loaded(
-    lost: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = new_url()
     save_steps(tmp_path, root, [1])

@@ -11,35 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    CheckpointManager,
-    ObjectPath,
-    Retention,
-    load,
-    verify_checkpoint,
-)
+from dist_checkpointing import CheckpointManager, ObjectPath, Retention, load, verify_checkpoint
 from dist_checkpointing.comm import Comm, ThreadComm
-from dist_checkpointing.errors import (
-    UnsupportedFormatError,
-)
+from dist_checkpointing.errors import UnsupportedFormatError
 from dist_checkpointing.testing import run_ranks
 from faults import short_waits, store_requests, store_waiting
 from real_ranks import run_script
-from split_disks import (
-    check,
-    check_newest,
-    disk,
-    save_steps,
-    state,
-    steps_in,
-    whole,
-)
+from split_disks import check, check_newest, disk, save_steps, state, steps_in, whole
 from stores import new_url
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [("tensorstore", 1), ("tensorstore", 6), ("zarr", 3), ("torch_dist", 4)],
+    ("strategy", "ranks"), [("tensorstore", 1), ("tensorstore", 6), ("zarr", 3), ("torch_dist", 4)]
 )
 def test_any_layout_loads_what_two_nodes_have_saved(
     ranks: int, strategy: str, tmp_path: Path

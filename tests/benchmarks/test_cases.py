@@ -87,9 +87,7 @@ def test_goals_name_ways_that_there_are(tmp_path: Path) -> None:
             assert {way for where, way in named if where == name} <= found
 
 
-def test_a_case_that_breaks_is_shown_and_the_others_run(
-    tmp_path: Path,
-) -> None:
+def test_a_case_that_breaks_is_shown_and_the_others_run(tmp_path: Path) -> None:
     large = Case("bf16", "needs more space than there is", CASES["bf16"].open, gib=2.0**40)
     reports = bench.run([large, CASES["plan-again"]], Settings(rounds=1), tmp_path, 1.0)
     assert reports["bf16"]["ways"] == []

@@ -220,11 +220,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_two(
-    samples: Samples,
-    tmp_path: Path,
-    dckpt: Run,
-    arguments: list[str],
-    words: str,
+    samples: Samples, tmp_path: Path, dckpt: Run, arguments: list[str], words: str
 ) -> None:
     for name in ("c", "half", "torn"):
         samples("tensorstore").copied(tmp_path / name)

@@ -13,16 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import dist_checkpointing as dc
 from damage import files_in
-from dist_checkpointing import (
-    Checkpoint,
-    CheckpointExistsError,
-    CorruptCheckpointError,
-    ShardedTensor,
-    UnsupportedFormatError,
-    save,
-    verify_checkpoint,
-)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import FolderLock
 from dist_checkpointing.storage import StorageOptions
@@ -73,7 +65,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def assert_holds(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    opened = Checkpoint.open(folder)
+    opened = dc.Checkpoint.open(folder)
     assert set(opened) == set(expected)
     for key, tensor in expected.items():
         assert torch.equal(opened[key][...], tensor), key
@@ -94,7 +86,7 @@ def test_a_section_goes_and_gives_its_disk_space_back(tmp_path: Path, backend: A
     assert "3 of 5 go: 768.0 KiB of values" in text
     assert "1 sharded object: optimizer.rng" in text
     assert_holds(folder, without("optimizer", values(256)))
-    verify_checkpoint(folder)
+    dc.verify_checkpoint(folder)
     # The files of torch DCP hold what a rank wrote, whatever it is.
     freed = before - disk_bytes(folder)
     if backend[0] == "torch_dist":
@@ -132,7 +124,7 @@ def test_what_is_not_freed_is_said_before(tmp_path: Path, backend: Any) -> None:
         # The tree goes, for another one; but no file with values of others.
         assert told["file_bytes"] <= 2 * BLOCK_BYTES
     assert_holds(folder, without("model.a", values()))
-    verify_checkpoint(folder)
+    dc.verify_checkpoint(folder)
 
 
 def test_files_of_a_data_group_are_freed_one_by_one(tmp_path: Path) -> None:
@@ -141,7 +133,7 @@ def test_files_of_a_data_group_are_freed_one_by_one(tmp_path: Path) -> None:
     told = json.loads(invoke(folder, "model.a", "--json", "--yes"))
     assert told["bytes_freed"] >= 2 * 2**16
     assert_holds(folder, without("model.a", values(256)))
-    verify_checkpoint(folder)
+    dc.verify_checkpoint(folder)
 
 
 @pytest.mark.exhaustive
@@ -155,7 +147,7 @@ def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: 
     finished = {name for name in files_in(steps[-1]) if not name.startswith("d/")}
     was_removed = False
     for copy in steps:
-        is_removed = set(Checkpoint.open(copy)) == set(kept)
+        is_removed = set(dc.Checkpoint.open(copy)) == set(kept)
         assert_holds(copy, kept if is_removed else values(32))
         # Once removed, always removed.
         assert is_removed or not was_removed
@@ -165,7 +157,7 @@ def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: 
             result = RUNNER.invoke(app.app, ["rm-prefix", str(copy), "optimizer.", "--yes"])
             nothing_left = isinstance(result.exception, LookupError)
             assert result.exit_code == 0 or nothing_left
-        assert set(Checkpoint.open(copy)) == set(kept)
+        assert set(dc.Checkpoint.open(copy)) == set(kept)
         left = {name for name in files_in(copy) if not name.startswith("d/")}
         # The lock file of a killed process is only a file.
         assert left - {".dckpt.lock"} == finished
@@ -180,12 +172,12 @@ def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend
     note.write_text(json.dumps({key: [key] for key in ("optimizer.a", "optimizer.b")}))
     full = {key: tensor + 100 for key, tensor in values().items()}
     state = {
-        key: ShardedTensor(key, t, t.dtype, t.shape, t.shape, (0, 0), (1, 1))
+        key: dc.ShardedTensor(key, t, t.dtype, t.shape, t.shape, (0, 0), (1, 1))
         for key, t in full.items()
     }
-    save(state, folder, backend, overwrite=True)
+    dc.save(state, folder, backend, overwrite=True)
     assert not note.exists()
-    opened = Checkpoint.open(folder)
+    opened = dc.Checkpoint.open(folder)
     assert set(opened) == set(full)
     assert all(torch.equal(opened[key][...], tensor) for key, tensor in full.items())
 
@@ -194,12 +186,12 @@ def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend
 def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "c"
     shutil.copytree(GOLDEN / name, folder)
-    before = Checkpoint.open(folder)
+    before = dc.Checkpoint.open(folder)
     kept = {key: before[key][...] for key in before if not key.startswith("optim")}
     assert 0 < len(kept) < len(before)
     told = json.loads(invoke(folder, "optim", "--json", "--yes"))
     assert set(told["keys"]) == set(before) - set(kept)
-    after = Checkpoint.open(folder)
+    after = dc.Checkpoint.open(folder)
     assert set(after) == set(kept)
     assert all(torch.equal(after[key][...], tensor) for key, tensor in kept.items())
     assert after.common.keys() == before.common.keys()
@@ -209,7 +201,7 @@ def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
 def test_long_keys_are_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = "optimizer.state." + ".".join(["a_long_name"] * 12)
     data = {long: shard(long, torch.ones(3))}
-    save(data, tmp_path / "c", "tensorstore")
+    dc.save(data, tmp_path / "c", "tensorstore")
     monkeypatch.setattr(report, "terminal_width", lambda: 80)
     _, key, facts, *_ = invoke(tmp_path / "c", "optimizer", "--dry-run").splitlines()
     assert key == long
@@ -235,11 +227,7 @@ def test_without_a_terminal_and_without_yes_nothing_happens(
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
 def test_on_a_terminal_it_asks(
-    tmp_path: Path,
-    dckpt: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: str,
-    code: int,
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
 ) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
     master, slave = pty.openpty()
@@ -279,7 +267,7 @@ def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
     with (
         FolderLock.acquire(folder),
-        pytest.raises(CheckpointExistsError, match="tensors are being removed"),
+        pytest.raises(dc.CheckpointExistsError, match="tensors are being removed"),
     ):
         invoke(folder, "optimizer", "--yes")
     assert_holds(folder, values())
@@ -289,15 +277,15 @@ def test_a_damaged_note_of_a_removal_is_not_followed(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
     for content in ('{"a": ["../.."]}', '{"a": ["/etc"]}', '{"a": [""]}', "[]", "{"):
         (folder / ".dckpt" / "removal.json").write_text(content)
-        with pytest.raises(CorruptCheckpointError, match="unfinished removal"):
+        with pytest.raises(dc.CorruptCheckpointError, match="unfinished removal"):
             invoke(folder, "optimizer", "--yes")
 
 
 def test_keys_are_shown_as_they_are(tmp_path: Path) -> None:
     key = "[red]x\n\x1b[31m"
     tensor = torch.ones(3)
-    leaf = ShardedTensor(key, tensor, tensor.dtype, (3,), (3,), (0,), (1,))
-    save({"x": leaf}, tmp_path / "c")
+    leaf = dc.ShardedTensor(key, tensor, tensor.dtype, (3,), (3,), (0,), (1,))
+    dc.save({"x": leaf}, tmp_path / "c")
     text = invoke(tmp_path / "c", "[red]", "--dry-run")
     assert "[red]x\\n\\x1b[31m" in text
     assert "\x1b" not in text
@@ -307,5 +295,5 @@ def test_a_backend_that_cannot_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     folder = saved(tmp_path / "c", ("zarr", 2))
     for name in ("plan_removal", "remove_sharded_tensors"):
         monkeypatch.setattr(Zarr3LoadShardedStrategy, name, getattr(LoadShardedStrategy, name))
-    with pytest.raises(UnsupportedFormatError, match="zarr 2"):
+    with pytest.raises(dc.UnsupportedFormatError, match="zarr 2"):
         invoke(folder, "optimizer", "--yes")

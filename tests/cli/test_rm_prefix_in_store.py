@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    Checkpoint,
-    CheckpointManager,
-    ShardedObject,
-    ShardedTensor,
-    remove_sharded_tensors,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointExistsError, UnsupportedFormatError
 from dist_checkpointing.filesystem import ObjectPath
@@ -42,23 +34,23 @@ def values() -> dict[str, torch.Tensor]:
 
 def state(comm: Comm) -> dict[str, Any]:
     own: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, full.chunk(2)[comm.rank], (0, comm.rank, 2))
+        key: dc.ShardedTensor.from_rank_offsets(key, full.chunk(2)[comm.rank], (0, comm.rank, 2))
         for key, full in values().items()
     }
-    own["rng"] = ShardedObject("optimizer.rng", {"rank": comm.rank}, (2,), (comm.rank,))
+    own["rng"] = dc.ShardedObject("optimizer.rng", {"rank": comm.rank}, (2,), (comm.rank,))
     return {**own, "step": 3}
 
 
 def saved(backend: str, place: Any = None) -> Any:
     place = new_url() if place is None else place
-    run_ranks(2, lambda comm: save(state(comm), place, backend, comm=comm))
+    run_ranks(2, lambda comm: dc.save(state(comm), place, backend, comm=comm))
     return place
 
 
 def require(place: Any, *, is_removed: bool) -> None:
     """All that must be there has the bits that were saved, and the rest is gone."""
-    verify_checkpoint(place)
-    opened = Checkpoint.open(place)
+    dc.verify_checkpoint(place)
+    opened = dc.Checkpoint.open(place)
     kept = {k: v for k, v in values().items() if not (is_removed and k.startswith("optimizer."))}
     assert set(opened) == set(kept)
     for key, value in kept.items():
@@ -99,7 +91,7 @@ def test_the_store_copies_the_values_by_itself(backend: str, s3_place: ObjectPat
         return answer
 
     with store_requests(noting):
-        remove_sharded_tensors(s3_place, "optimizer.")
+        dc.remove_sharded_tensors(s3_place, "optimizer.")
     assert sum(fetched) < 2**16  # far less than the 256 KiB that stay
     assert data_url(s3_place) != before
     require(s3_place, is_removed=True)
@@ -118,11 +110,11 @@ def test_a_removal_that_is_killed_at_any_request(
         at["url"] = saved(backend)
 
     seen = set()
-    for point in kill_points(lambda: remove_sharded_tensors(at["url"], "optimizer."), prepare):
-        is_removed = "optimizer.w" not in Checkpoint.open(at["url"])
+    for point in kill_points(lambda: dc.remove_sharded_tensors(at["url"], "optimizer."), prepare):
+        is_removed = "optimizer.w" not in dc.Checkpoint.open(at["url"])
         seen.add(is_removed)
         require(at["url"], is_removed=is_removed)
-        remove_sharded_tensors(at["url"], "optimizer.")
+        dc.remove_sharded_tensors(at["url"], "optimizer.")
         require(at["url"], is_removed=True)
         place = ObjectPath.of(at["url"])
         if not is_removed:
@@ -136,9 +128,9 @@ def test_a_store_that_fails_leaves_the_checkpoint() -> None:
         store_down(at=lambda name, _: name == "copy"),
         pytest.raises(Exception, match="server is on fire"),
     ):
-        remove_sharded_tensors(url, "optimizer.")
+        dc.remove_sharded_tensors(url, "optimizer.")
     require(url, is_removed=False)
-    remove_sharded_tensors(url, "optimizer.")
+    dc.remove_sharded_tensors(url, "optimizer.")
     require(url, is_removed=True)
 
 
@@ -146,16 +138,16 @@ def test_a_removal_stays_away_from_a_save_and_from_what_is_not_ours(tmp_path: An
     url = saved("tensorstore")
     attempt = StoreAttempt.begin(ObjectPath.of(url), ["x"], overwrite=True, period=PERIOD)
     with pytest.raises(CheckpointExistsError, match="in use"):
-        remove_sharded_tensors(url, "optimizer.")
+        dc.remove_sharded_tensors(url, "optimizer.")
     attempt.abandon()
     require(url, is_removed=False)
     of_dcp = saved("torch_dist")
     with pytest.raises(UnsupportedFormatError, match="dckpt convert"):
-        remove_sharded_tensors(of_dcp, "optimizer.")
+        dc.remove_sharded_tensors(of_dcp, "optimizer.")
     require(of_dcp, is_removed=False)
     # Its commit has no claim, as if it had been written by hand.
     copied = copied_up(saved("tensorstore", tmp_path / "c"), new_url())
-    remove_sharded_tensors(copied, "optimizer.")
+    dc.remove_sharded_tensors(copied, "optimizer.")
     require(copied, is_removed=True)
 
 
@@ -165,7 +157,7 @@ def test_a_manager_drops_the_optimizer_of_older_steps(backend: str) -> None:
 
     def train(comm: Comm) -> None:
         kept = Retention(keep_last=3, drop_optimizer_after=1, optimizer_prefix="optimizer.")
-        with CheckpointManager(root, backend, comm=comm, retention=kept) as manager:
+        with dc.CheckpointManager(root, backend, comm=comm, retention=kept) as manager:
             for step in (1, 2, 3, 4):
                 manager.save(step, state(comm))
 

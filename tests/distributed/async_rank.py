@@ -22,15 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing import (
-    AsyncSaver,
-    CheckpointingException,
-    CheckpointManager,
-    Retention,
-    ShardedObject,
-    ShardedTensor,
-    async_save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import TorchComm
 
 ROWS = 24
@@ -49,12 +41,12 @@ class Toy:
         self.part = part
 
     def state(self) -> dict[str, Any]:
-        shard = ShardedTensor.from_rank_offsets
+        shard = dc.ShardedTensor.from_rank_offsets
         return {
             "w": shard("w", self.weight, self.part),
             "m": shard("optimizer.m", self.moment, self.part),
             "s": shard("s", self.shared, replica_id=self.part[1]),
-            "rng": ShardedObject("rng", [self.step], (self.part[2],), (self.part[1],)),
+            "rng": dc.ShardedObject("rng", [self.step], (self.part[2],), (self.part[1],)),
             "step": self.step,
         }
 
@@ -80,7 +72,7 @@ def train(root: Path, rank: int, world_size: int, steps: int, kill_at: float) ->
     # Making a comm is a step too, to which ranks may come late.
     comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 20.0)
     comm.timeout_seconds = 2.0
-    manager = CheckpointManager(root, comm=comm, retention=Retention(keep_last=2))
+    manager = dc.CheckpointManager(root, comm=comm, retention=dc.Retention(keep_last=2))
     toy = Toy(rank, world_size)
     report: dict[str, Any] = {"resumed": None, "right": True}
     if manager.latest() is not None:
@@ -106,11 +98,11 @@ def with_kept_savers(root: Path, rank: int, world_size: int) -> dict[str, Any]:
     groups = []
     for step in (1, 2, 3):
         toy.advance()
-        async_save(toy.state(), root / f"step-{step:08d}")
+        dc.async_save(toy.state(), root / f"step-{step:08d}")
         if rank < 2:
             assert isinstance(pair, dist.ProcessGroup)
-            part = ShardedTensor.from_rank_offsets("w", torch.full((2,), step), (0, rank, 2))
-            async_save({"w": part}, root.parent / f"pair-{step}", comm=TorchComm(pair))
+            part = dc.ShardedTensor.from_rank_offsets("w", torch.full((2,), step), (0, rank, 2))
+            dc.async_save({"w": part}, root.parent / f"pair-{step}", comm=TorchComm(pair))
         groups.append(len(dist.distributed_c10d._world.pg_map))
     return {"groups": groups}
 
@@ -122,7 +114,7 @@ def with_dropped_savers(root: Path, rank: int, world_size: int, steps: int) -> d
     left = []
     for step in range(1, 1 + steps):
         toy.advance()
-        saver = AsyncSaver()
+        saver = dc.AsyncSaver()
         handle = saver.save(toy.state(), root / f"step-{step:08d}")
         if (rank + step) % 2:
             handle.result()
@@ -158,7 +150,7 @@ def main() -> None:
             toy.moment.fill_(1)
             toy.shared.fill_(-1)
             assert isinstance(pair, dist.ProcessGroup)
-            with CheckpointManager(root, comm=TorchComm(pair)) as manager:
+            with dc.CheckpointManager(root, comm=TorchComm(pair)) as manager:
                 manager.async_save(1, toy.state())
         dist.barrier()
         dist.destroy_process_group()
@@ -176,16 +168,16 @@ def main() -> None:
         # The last lines of a script that waits for nothing.
         toy = Toy(rank, int(size_text))
         toy.advance()
-        CheckpointManager(root).async_save(1, toy.state())
+        dc.CheckpointManager(root).async_save(1, toy.state())
         return
     if scenario in ("raise", "interrupt"):
         toy = Toy(rank, int(size_text))
         toy.advance()
-        CheckpointManager(root).async_save(1, toy.state())
+        dc.CheckpointManager(root).async_save(1, toy.state())
         raise KeyboardInterrupt if scenario == "interrupt" else ValueError("loss is nan")
     try:
         report = train(root, rank, int(size_text), int(steps), float(kill_at))
-    except (CheckpointingException, RuntimeError) as error:
+    except (dc.CheckpointingException, RuntimeError) as error:
         report = {"error": f"{type(error).__name__}: {error}"}
     report["at"] = time.time()
     (root.parent / f"report-{rank}.json").write_text(json.dumps(report))

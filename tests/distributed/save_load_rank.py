@@ -19,14 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing import (
-    CheckpointingException,
-    ShardedObject,
-    ShardedTensor,
-    check_is_distributed_checkpoint,
-    load,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import TorchComm
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
 from dist_checkpointing.strategies import StrategyAction, get_default_strategy
@@ -68,7 +61,7 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
     first, last = edges(42, *own)
     uneven, flat = whole("uneven"), whole("flat")
     per_rank = 12 // world_size
-    shard = ShardedTensor.from_rank_offsets
+    shard = dc.ShardedTensor.from_rank_offsets
     return {
         "rows": shard("rows", whole("rows").chunk(world_size)[rank], (0, *own)),
         "columns": shard("columns", whole("columns").chunk(world_size, 1)[rank], (1, *own)),
@@ -76,22 +69,22 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
             shard("layers", whole("layers")[layer], (0, layer, 12), prepend_axis_num=1)
             for layer in range(rank * per_rank, (rank + 1) * per_rank)
         ],
-        "uneven": ShardedTensor(
+        "uneven": dc.ShardedTensor(
             "uneven", uneven[start:stop], uneven.dtype, (stop - start, 3), (10, 3), (start, 0), None
         ),
-        "flat": ShardedTensor.from_rank_offsets_flat(
+        "flat": dc.ShardedTensor.from_rank_offsets_flat(
             "flat", flat.reshape(-1)[first:last], (6, 7), flattened_range=slice(first, last)
         ),
         "replicated": shard("replicated", whole("replicated"), replica_id=rank),
         "scalar": shard("scalar", whole("scalar"), replica_id=rank),
-        "rng": ShardedObject("rng", [rank], (world_size,), (rank,)),
+        "rng": dc.ShardedObject("rng", [rank], (world_size,), (rank,)),
         "step": 17,
     }
 
 
 def save_all(checkpoints: Path, rank: int, world_size: int) -> None:
     for backend, version in BACKENDS:
-        save(state(rank, world_size), checkpoints / f"{backend}-{version}", (backend, version))
+        dc.save(state(rank, world_size), checkpoints / f"{backend}-{version}", (backend, version))
 
 
 def load_all(checkpoints: Path, rank: int, world_size: int) -> list[str]:
@@ -102,12 +95,12 @@ def load_all(checkpoints: Path, rank: int, world_size: int) -> list[str]:
         wanted = state(rank, world_size)
         expected = {key: wanted[key] for key in GLOBAL}
         del wanted["rng"]  # the grid of objects is as large as the world that saved them
-        wanted["first rng"] = ShardedObject("rng", None, _cells(folder), (0,))
+        wanted["first rng"] = dc.ShardedObject("rng", None, _cells(folder), (0,))
         for key in ("columns", "flat"):
             wanted[key].data = None
         for key in ("rows", "uneven", "replicated", "scalar"):
             wanted[key].data = torch.zeros_like(expected[key].data)
-        result: Any = load(wanted, folder)
+        result: Any = dc.load(wanted, folder)
         if (result["step"], result["first rng"]) != (17, [0]):
             wrong.append(f"{folder.name}: {result['step']}, {result['first rng']}")
         again = state(rank, world_size)
@@ -157,7 +150,7 @@ def fails(scenario: str, checkpoints: Path, victim: int, backend: tuple[str, int
     comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 20.0)
     comm.timeout_seconds = WAIT_SECONDS
     mine = state(rank, world_size)
-    save(mine, checkpoints / "first", backend, comm=comm)
+    dc.save(mine, checkpoints / "first", backend, comm=comm)
     kind = type(get_default_strategy(StrategyAction.SAVE_SHARDED, *backend))
     planner = DefaultSavePlanner()
     if rank == victim:
@@ -167,24 +160,20 @@ def fails(scenario: str, checkpoints: Path, victim: int, backend: tuple[str, int
         if scenario == "killed-in-load":
             make = DiesInALoad if rank == victim else TorchComm
             comm = make(dist.new_group(timeout=timedelta(seconds=20)), WAIT_SECONDS)
-            load(mine, checkpoints / "first", comm=comm)
+            dc.load(mine, checkpoints / "first", comm=comm)
         else:
-            save(mine, checkpoints / "second", kind(planner=planner), comm=comm)
-    except CheckpointingException as error:
+            dc.save(mine, checkpoints / "second", kind(planner=planner), comm=comm)
+    except dc.CheckpointingException as error:
         named = sorted({r for finding in error.findings for r in finding.ranks})
-        seen: dict[str, Any] = {
-            "class": type(error).__name__,
-            "text": str(error),
-            "ranks": named,
-        }
+        seen: dict[str, Any] = {"class": type(error).__name__, "text": str(error), "ranks": named}
     else:
         seen = {"class": "nothing was raised"}
     seen |= {
         "seconds": time.monotonic() - begin,
-        "committed": check_is_distributed_checkpoint(checkpoints / "second"),
+        "committed": dc.check_is_distributed_checkpoint(checkpoints / "second"),
     }
     if scenario == "full-disk":
-        save(mine, checkpoints / "second", backend, comm=comm)
+        dc.save(mine, checkpoints / "second", backend, comm=comm)
     return seen
 
 

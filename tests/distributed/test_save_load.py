@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
 
-from dist_checkpointing import (
-    CheckpointNotFoundError,
-    check_is_distributed_checkpoint,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from real_ranks import processes, run_script, torchrun
 
 pytestmark = pytest.mark.timeout(120)
@@ -62,7 +57,7 @@ def test_one_plain_process(saved: Checkpoints, save_world: int) -> None:
     folder = saved(save_world)
     assert RANK["load_all"](folder, 0, 1) == []
     for backend, version in RANK["BACKENDS"]:
-        tensors = load_plain_tensors(folder / f"{backend}-{version}")
+        tensors = dc.load_plain_tensors(folder / f"{backend}-{version}")
         assert tensors.keys() == {*RANK["GLOBAL"], "step"}
         for key in RANK["GLOBAL"]:
             assert tensors[key].equal(RANK["whole"](key)), (backend, version, key)
@@ -92,7 +87,7 @@ def reports_of(
 
 
 def assert_holds_everything(folder: Path) -> None:
-    tensors = load_plain_tensors(folder)
+    tensors = dc.load_plain_tensors(folder)
     assert tensors.keys() == {*RANK["GLOBAL"], "step"}
     for key in RANK["GLOBAL"]:
         assert tensors[key].equal(RANK["whole"](key)), key
@@ -135,14 +130,14 @@ def test_a_rank_is_killed_while_it_writes(
     assert_holds_everything(tmp_path / "first")
 
     second = tmp_path / "second"
-    assert not check_is_distributed_checkpoint(second)
-    with pytest.raises(CheckpointNotFoundError, match="not a distributed checkpoint"):
-        load_plain_tensors(second)
+    assert not dc.check_is_distributed_checkpoint(second)
+    with pytest.raises(dc.CheckpointNotFoundError, match="not a distributed checkpoint"):
+        dc.load_plain_tensors(second)
     # What the dead left behind is no hindrance, and does not show in the next checkpoint.
     state = RANK["state"](0, 1)
     del state["columns"]
-    save(state, second, backend)
-    tensors = load_plain_tensors(second)
+    dc.save(state, second, backend)
+    tensors = dc.load_plain_tensors(second)
     assert tensors.keys() == {*RANK["GLOBAL"], "step"} - {"columns"}
     for key in RANK["GLOBAL"].keys() - {"columns"}:
         assert tensors[key].equal(RANK["whole"](key)), key

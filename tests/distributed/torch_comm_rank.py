@@ -23,12 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its stubs
-    FileStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in its stubs
 
 from dist_checkpointing import PlanCache, ShardedTensor, load, save
 from dist_checkpointing.comm import (
@@ -463,11 +458,7 @@ def start(name: str) -> None:
     rank, world_size, place = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     store = make_store(name, rank, world_size, place)
     dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
 
 

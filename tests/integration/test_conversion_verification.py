@@ -15,14 +15,8 @@ import torch
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
+import dist_checkpointing as dc
 import samples
-from dist_checkpointing import (
-    Checkpoint,
-    CorruptCheckpointError,
-    load_plain_tensors,
-    save,
-    verify_checkpoint,
-)
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import (
@@ -103,7 +97,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(
         damaged = tmp_path / "source"
         shutil.copytree(sources[source], damaged)
         flip_a_bit_of(damaged, values)
-        with pytest.raises(CorruptCheckpointError, match="bits were flipped") as raised:
+        with pytest.raises(dc.CorruptCheckpointError, match="bits were flipped") as raised:
             convert(damaged, tmp_path / "out", to, options=ROOMY)
         (finding,) = raised.value.findings
         assert finding.key == key
@@ -130,8 +124,8 @@ def test_without_verification_it_is_converted_as_it_is(
     options = ConvertOptions(memory_bytes=8 * 2**30, verify=False)
     done = convert(damaged, tmp_path / "out", options=options)
     assert (done.verified_bytes, done.not_verified) == (0, "verification was turned off")
-    verify_checkpoint(tmp_path / "out")
-    loaded = load_plain_tensors(tmp_path / "out")
+    dc.verify_checkpoint(tmp_path / "out")
+    loaded = dc.load_plain_tensors(tmp_path / "out")
     assert (loaded["even"] != FULL["even"]).sum() == 1
 
 
@@ -167,14 +161,14 @@ def test_parts_that_are_larger_than_what_is_read_at_a_time(
         damaged = tmp_path / f"damaged-{to}"
         shutil.copytree(sources[source], damaged)
         flip_a_bit_of(damaged, FULL["across"][23, 44:])
-        with pytest.raises(CorruptCheckpointError, match="'across'"):
+        with pytest.raises(dc.CorruptCheckpointError, match="'across'"):
             convert(damaged, tmp_path / "out", to, rules=rules, options=ROOMY)
         assert not (tmp_path / "out").exists()
 
 
 def test_compressed_chunks_are_compared_as_they_are_decoded(tmp_path: Path) -> None:
     leaves = {key: shard(key, full.repeat(50, 1)) for key, full in FULL.items()}
-    save(dict(leaves), tmp_path / "source", Zarr3SaveShardedStrategy(codec="zstd"))
+    dc.save(dict(leaves), tmp_path / "source", Zarr3SaveShardedStrategy(codec="zstd"))
     done = convert(tmp_path / "source", tmp_path / "out", options=ROOMY)
     assert done.verified_bytes == 50 * NUM_BYTES
 
@@ -183,7 +177,7 @@ def test_checksums_that_are_lost_let_nothing_pass(sources: dict[str, Path], tmp_
     source = tmp_path / "source"
     shutil.copytree(sources["zarr-2"], source)
     min((source / CHECKSUMS_NAME).glob("*.bin")).unlink()
-    with pytest.raises(CorruptCheckpointError, match="file is missing"):
+    with pytest.raises(dc.CorruptCheckpointError, match="file is missing"):
         convert(source, tmp_path / "out", options=ROOMY)
     assert not (tmp_path / "out").exists()
 
@@ -200,7 +194,7 @@ def test_damaged_common_state_does_not_travel_along(
     changed = content.replace(b"stepq\x01K\x04", b"stepq\x01K\x05")
     assert changed != content
     path.write_bytes(changed)
-    with pytest.raises(CorruptCheckpointError, match=r"common\.pt"):
+    with pytest.raises(dc.CorruptCheckpointError, match=r"common\.pt"):
         convert(source, tmp_path / "out", options=ROOMY)
     assert not (tmp_path / "out").exists()
 
@@ -210,7 +204,7 @@ def test_a_source_without_checksums_is_said(tmp_path: Path) -> None:
     save_on(2, state, tmp_path / "source", strategy)
     done = convert(tmp_path / "source", tmp_path / "out", "tensorstore", options=ROOMY)
     assert (done.verified_bytes, done.not_verified) == (0, "the source keeps no checksums")
-    assert Checkpoint.open(tmp_path / "out").keys() == FULL.keys()
+    assert dc.Checkpoint.open(tmp_path / "out").keys() == FULL.keys()
 
 
 def test_the_command_says_what_was_verified(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -307,7 +301,7 @@ def test_any_parts_are_found_in_whatever_is_read(
     def compare(box: Box) -> int:
         try:
             checks.compare([("w", box)], read([("w", box)]))
-        except CorruptCheckpointError as error:
+        except dc.CorruptCheckpointError as error:
             return len(error.findings)
         return 0
 

@@ -23,11 +23,7 @@ from damage import files_in
 from dist_checkpointing import save
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.filesystem import LOCK_NAME
-from dist_checkpointing.planning import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    WriteItem,
-)
+from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner, WriteItem
 from dist_checkpointing.strategies import (
     SaveShardedStrategy,
     TorchCommonSaveStrategy,

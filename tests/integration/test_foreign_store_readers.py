@@ -98,10 +98,7 @@ def test_torch_reads_a_downloaded_checkpoint(s3_place: ObjectPath, tmp_path: Pat
 def test_errors_name_the_object_and_the_last_answer(s3_options: ObjectStoreOptions) -> None:
     assert s3_options.endpoint is not None
     with proxy_before(s3_options.endpoint) as proxy:
-        place = ObjectPath.of(
-            new_url("s3"),
-            replace(s3_options, endpoint=proxy.url, max_retries=1),
-        )
+        place = ObjectPath.of(new_url("s3"), replace(s3_options, endpoint=proxy.url, max_retries=1))
         proxy.fault = lambda method, path: (
             Fault(status=503) if method == "PUT" and "common.pt" in path else None
         )
@@ -115,10 +112,7 @@ def test_errors_name_the_object_and_the_last_answer(s3_options: ObjectStoreOptio
 def test_a_server_that_is_busy_is_asked_again(s3_options: ObjectStoreOptions) -> None:
     assert s3_options.endpoint is not None
     with proxy_before(s3_options.endpoint) as proxy:
-        place = ObjectPath.of(
-            new_url("s3"),
-            replace(s3_options, endpoint=proxy.url, max_retries=8),
-        )
+        place = ObjectPath.of(new_url("s3"), replace(s3_options, endpoint=proxy.url, max_retries=8))
         seen: set[tuple[str, str]] = set()
 
         def first_time(method: str, path: str) -> Fault | None:

@@ -13,14 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dist_checkpointing import (
-    ShardedObject,
-    check_is_distributed_checkpoint,
-    load_plain_tensors,
-    remove_sharded_tensors,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.interop import DCPWriter
 from dist_checkpointing.storage import Durability, StorageOptions
 from dist_checkpointing.strategies import (
@@ -50,15 +43,15 @@ class PowerCuts:
     def __call__(self, disk: LossyDisk) -> None:
         for left in disk.after_power_cuts(self._parent):
             folder = left / self._name
-            if check_is_distributed_checkpoint(folder):
-                verify_checkpoint(folder)
-                step = load_plain_tensors(folder)["step"]
+            if dc.check_is_distributed_checkpoint(folder):
+                dc.verify_checkpoint(folder)
+                step = dc.load_plain_tensors(folder)["step"]
                 assert step in self._steps
                 assert_at_step(folder, step)
                 self.seen.add(step)
             else:
                 # Nothing is in the way of the next save.
-                save(trained(99), folder, fast())
+                dc.save(trained(99), folder, fast())
                 assert_at_step(folder, 99)
             shutil.rmtree(left)
 
@@ -90,7 +83,7 @@ def watched(
 def check_kept(disk: LossyDisk, parent: Path, step: int, name: str = "run/c") -> None:
     """What a call has done when it returns is safe."""
     for left in disk.after_power_cuts(parent):
-        verify_checkpoint(left / name)
+        dc.verify_checkpoint(left / name)
         assert_at_step(left / name, step)
         shutil.rmtree(left)
 
@@ -107,42 +100,42 @@ def test_a_new_checkpoint(
 
 @BACKEND
 def test_one_that_overwrites(places: tuple[Path, Path], watched: Any, backend: Backend) -> None:
-    save(trained(1), places[0] / "run/c", backend)
+    dc.save(trained(1), places[0] / "run/c", backend)
     cuts = PowerCuts(places[1], {1, 2})
     disk = watched(cuts)
-    save(trained(2), places[0] / "run/c", backend, overwrite=True)
+    dc.save(trained(2), places[0] / "run/c", backend, overwrite=True)
     check_kept(disk, places[1], 2)
     assert cuts.seen == {1, 2}
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_one_that_shares_files(places: tuple[Path, Path], watched: Any, backend: Backend) -> None:
-    save(trained(1), places[0] / "run/base", backend)
+    dc.save(trained(1), places[0] / "run/base", backend)
     disk = watched(PowerCuts(places[1], {1}))
     state = trained(1) | {"b": trained(2, key="b")["w"]}
-    save(state, places[0] / "run/c", backend, base=places[0] / "run/base")
+    dc.save(state, places[0] / "run/c", backend, base=places[0] / "run/base")
     for left in disk.after_power_cuts(places[1]):
-        verify_checkpoint(left / "run/c")
-        verify_checkpoint(left / "run/base")
-        assert load_plain_tensors(left / "run/c")["b"].unique().tolist() == [2]
+        dc.verify_checkpoint(left / "run/c")
+        dc.verify_checkpoint(left / "run/base")
+        assert dc.load_plain_tensors(left / "run/c")["b"].unique().tolist() == [2]
 
 
 @BACKEND
 def test_what_is_removed(places: tuple[Path, Path], watched: Any, backend: Backend) -> None:
-    save(trained(1), places[0] / "run/c", backend)
+    dc.save(trained(1), places[0] / "run/c", backend)
 
     def cut(disk: LossyDisk) -> None:
         for left in disk.after_power_cuts(places[1]):
-            found = load_plain_tensors(left / "run/c")
+            found = dc.load_plain_tensors(left / "run/c")
             assert found["w"].unique().tolist() == [1]
             if "optimizer.m" in found:
                 assert torch.equal(found["optimizer.m"], torch.ones(4))
-            remove_sharded_tensors(left / "run/c", "optimizer")
-            verify_checkpoint(left / "run/c")
+            dc.remove_sharded_tensors(left / "run/c", "optimizer")
+            dc.verify_checkpoint(left / "run/c")
             shutil.rmtree(left)
 
     disk = watched(cut)
-    remove_sharded_tensors(places[0] / "run/c", "optimizer")
+    dc.remove_sharded_tensors(places[0] / "run/c", "optimizer")
     check_kept(disk, places[1], 1)
 
 
@@ -155,7 +148,7 @@ def test_nothing_is_waited_for_twice(
 ) -> None:
     (places[0] / "run").mkdir()
     disk = watched()
-    save({"w": trained(1)["w"], "step": 1}, places[0] / "run/c", backend)
+    dc.save({"w": trained(1)["w"], "step": 1}, places[0] / "run/c", backend)
     assert not disk.in_vain
     assert len(disk.synced) == NUM_SYNCS[f"{backend[0]}{backend[1]}"], disk.synced
 
@@ -208,9 +201,9 @@ def test_a_save_waits_for_the_disk_or_not(
 ) -> None:
     state = {
         "w": shard("w", torch.arange(6.0)),
-        "o": ShardedObject("o", [1], (1,), (0,)),
+        "o": dc.ShardedObject("o", [1], (1,), (0,)),
         "step": 1,
     }
-    save(state, tmp_path / "c", strategy(*backend, durability))
+    dc.save(state, tmp_path / "c", strategy(*backend, durability))
     check_synced(tmp_path / "c", synced, durability)
-    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], torch.arange(6.0))
+    assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], torch.arange(6.0))

@@ -182,10 +182,7 @@ FILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
         {"f": shard("s", torch.ones(2)), "t": torch.ones(2)},
         {
             "f": dc.ShardedTensorFactory(
-                "s",
-                torch.ones(2),
-                lambda key, data, *_: {"x": shard(key, data)},
-                lambda t: t["x"],
+                "s", torch.ones(2), lambda key, data, *_: {"x": shard(key, data)}, lambda t: t["x"]
             ),
             "t": torch.zeros(2),
         },

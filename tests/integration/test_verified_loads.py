@@ -10,14 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import dist_checkpointing as dc
 from damage import flip, place_of
-from dist_checkpointing import (
-    CheckpointingException,
-    CorruptCheckpointError,
-    ShardedTensor,
-    load,
-    save,
-)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import DefaultLoadPlanner
 from dist_checkpointing.strategies import (
@@ -79,11 +73,11 @@ def test_what_is_wanted_as_it_is_stored_is_read_once(
         return state
 
     def one(comm: Comm) -> None:
-        loaded: Any = load(own(comm, -1), tmp_path, comm=comm, verify=True)
+        loaded: Any = dc.load(own(comm, -1), tmp_path, comm=comm, verify=True)
         for key, leaf in own(comm).items():
             assert torch.equal(loaded[key], leaf.data)
 
-    run_ranks(2, lambda comm: save(own(comm), tmp_path, BACKENDS[backend](), comm=comm))
+    run_ranks(2, lambda comm: dc.save(own(comm), tmp_path, BACKENDS[backend](), comm=comm))
     reads.num_bytes = 0
     run_ranks(2, one)
     num_bytes = large.nbytes + sum(tensor.nbytes for tensor in small.values())
@@ -99,7 +93,7 @@ def saved(folder: Path, backend: str) -> None:
     def one(comm: Comm) -> None:
         own = shard("w", block(comm.rank), (0, comm.rank, COUNT))
         other = shard("b", -block(comm.rank), (0, comm.rank, COUNT))
-        save({"w": own, "b": other}, folder, BACKENDS[backend](), comm=comm)
+        dc.save({"w": own, "b": other}, folder, BACKENDS[backend](), comm=comm)
 
     run_ranks(COUNT, one)
 
@@ -113,36 +107,36 @@ def chunk(folder: Path, backend: str, number: int) -> tuple[Path, int]:
     return path, start + 1000 * number + 5
 
 
-def own_rows(comm: Comm) -> ShardedTensor:
+def own_rows(comm: Comm) -> dc.ShardedTensor:
     return rows("w", torch.zeros(SHAPE), comm)
 
 
-def columns(comm: Comm) -> ShardedTensor:
+def columns(comm: Comm) -> dc.ShardedTensor:
     return rows("w", torch.zeros(SHAPE), comm, axis=1)
 
 
-def strided(_: Comm) -> ShardedTensor:
+def strided(_: Comm) -> dc.ShardedTensor:
     return shard("w", torch.zeros(SHAPE[::-1]).T)
 
 
-def pieces(comm: Comm) -> ShardedTensor:
+def pieces(comm: Comm) -> dc.ShardedTensor:
     count = torch.Size(SHAPE).numel()
     cut = count // comm.world_size - 7
     bounds = [cut * rank for rank in range(comm.world_size)] + [count]
     return flat("w", torch.zeros(SHAPE), bounds[comm.rank], bounds[comm.rank + 1])
 
 
-def converted(comm: Comm) -> ShardedTensor:
+def converted(comm: Comm) -> dc.ShardedTensor:
     return rows("w", torch.zeros(SHAPE, dtype=torch.float64), comm)
 
 
-def allocated(comm: Comm) -> ShardedTensor:
+def allocated(comm: Comm) -> dc.ShardedTensor:
     leaf = own_rows(comm)
     leaf.data = None
     return leaf
 
 
-TEMPLATES: list[tuple[Callable[[Comm], ShardedTensor], int]] = [
+TEMPLATES: list[tuple[Callable[[Comm], dc.ShardedTensor], int]] = [
     (own_rows, 1),
     (own_rows, 8),
     (columns, 2),
@@ -170,14 +164,14 @@ def test_a_flipped_bit_of_any_chunk_is_found_by_all_ranks_alike(
     saved(folder, backend)
 
     def whole(comm: Comm, **options: Any) -> Any:
-        return load({"w": template(comm)}, folder, comm=comm, cast="any", verify=True, **options)
+        return dc.load({"w": template(comm)}, folder, comm=comm, cast="any", verify=True, **options)
 
     def raises(comm: Comm) -> str:
-        with pytest.raises(CorruptCheckpointError) as raised:
+        with pytest.raises(dc.CorruptCheckpointError) as raised:
             whole(comm)
         assert {finding.key for finding in raised.value.findings} == {"w"}
         # What is not asked for is not verified.
-        load({"b": shard("b", torch.zeros(SHAPE))}, folder, comm=comm, verify=True)
+        dc.load({"b": shard("b", torch.zeros(SHAPE))}, folder, comm=comm, verify=True)
         return str(raised.value)
 
     expected = torch.cat([block(number) for number in range(COUNT)])
@@ -199,8 +193,8 @@ def test_every_finding_of_every_rank_is_said(tmp_path: Path) -> None:
 
     def one(comm: Comm) -> list[tuple[str, tuple[int, ...], str]]:
         wanted = own_rows(comm)
-        with pytest.raises(CorruptCheckpointError, match="not what was saved") as raised:
-            load({"w": wanted}, tmp_path, comm=comm, verify=True)
+        with pytest.raises(dc.CorruptCheckpointError, match="not what was saved") as raised:
+            dc.load({"w": wanted}, tmp_path, comm=comm, verify=True)
         assert raised.value.__notes__ == ["The given tensors of 1 keys may be partly filled: w"]
         return [(f.problem[:16], f.ranks, Path(str(f.path)).name) for f in raised.value.findings]
 
@@ -218,10 +212,10 @@ def test_what_another_rank_has_read_is_verified_too(tmp_path: Path) -> None:
     def whole(comm: Comm) -> Any:
         strategy = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy())
         wanted = {"w": shard("w", torch.zeros(SHAPE), replica_id=comm.rank)}
-        return load(wanted, tmp_path, strategy, comm=comm, verify=True)
+        return dc.load(wanted, tmp_path, strategy, comm=comm, verify=True)
 
     def fails(comm: Comm) -> None:
-        with pytest.raises(CorruptCheckpointError, match="checksum differs"):
+        with pytest.raises(dc.CorruptCheckpointError, match="checksum differs"):
             whole(comm)
 
     assert all(loaded["w"][-1, -1] == COUNT for loaded in run_ranks(2, whole))
@@ -240,26 +234,28 @@ def test_a_planner_of_a_user_may_change_values(tmp_path: Path) -> None:
     saved(tmp_path, "zarr-2-zstd")
     strategy = Zarr3LoadShardedStrategy(planner=Negating())
     wanted = {"w": shard("w", torch.zeros(SHAPE, dtype=torch.float64))}
-    loaded: Any = load(wanted, tmp_path, strategy, cast="any", verify=True)
+    loaded: Any = dc.load(wanted, tmp_path, strategy, cast="any", verify=True)
     assert loaded["w"][-1, -1] == -COUNT
     flip(*chunk(tmp_path, "zarr-2-zstd", 1))
-    with pytest.raises(CorruptCheckpointError):
-        load(wanted, tmp_path, strategy, cast="any", verify=True)
+    with pytest.raises(dc.CorruptCheckpointError):
+        dc.load(wanted, tmp_path, strategy, cast="any", verify=True)
 
 
 def test_memory_that_two_leaves_share_is_no_damage(tmp_path: Path) -> None:
     saved(tmp_path, "tensorstore")
     memory = torch.zeros(SHAPE)
     wanted = {"w": shard("w", memory), "b": shard("b", memory)}
-    with pytest.raises(CheckpointingException, match="Give each leaf memory of its own") as raised:
-        load(wanted, tmp_path, verify=True)
-    assert not isinstance(raised.value, CorruptCheckpointError)
-    load({"v": shard("w", memory), "w": shard("w", memory)}, tmp_path, verify=True)
+    with pytest.raises(
+        dc.CheckpointingException, match="Give each leaf memory of its own"
+    ) as raised:
+        dc.load(wanted, tmp_path, verify=True)
+    assert not isinstance(raised.value, dc.CorruptCheckpointError)
+    dc.load({"v": shard("w", memory), "w": shard("w", memory)}, tmp_path, verify=True)
 
 
 def test_memory_that_two_small_leaves_share_is_noticed(tmp_path: Path) -> None:
-    save({f"w{n}": shard(f"w{n}", torch.full((64,), float(n))) for n in range(4)}, tmp_path)
+    dc.save({f"w{n}": shard(f"w{n}", torch.full((64,), float(n))) for n in range(4)}, tmp_path)
     shared = torch.zeros(64)
     memory = [torch.zeros(64), shared, shared, torch.zeros(64)]
-    with pytest.raises(CheckpointingException, match="memory of its own"):
-        load({f"w{n}": shard(f"w{n}", memory[n]) for n in range(4)}, tmp_path, verify=True)
+    with pytest.raises(dc.CheckpointingException, match="memory of its own"):
+        dc.load({f"w{n}": shard(f"w{n}", memory[n]) for n in range(4)}, tmp_path, verify=True)

@@ -29,18 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save as dcp_save,
 )
 
-from dist_checkpointing import (
-    CheckpointExistsError,
-    ShardedObject,
-    ShardedTensor,
-    StrategyNotFoundError,
-    UnsupportedFormatError,
-    check_is_distributed_checkpoint,
-    load,
-    load_common_state_dict,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.format import leftovers, read_index
 from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
 from dist_checkpointing.mapping import DTYPES
@@ -133,11 +122,11 @@ def test_everything_comes_back_through_dcp(tmp_path: Path, backend: tuple[str, i
 @backends
 def test_it_is_an_ordinary_checkpoint(tmp_path: Path, backend: tuple[str, int]) -> None:
     save_through(tmp_path, state(), backend)
-    assert check_is_distributed_checkpoint(tmp_path)
+    assert dc.check_is_distributed_checkpoint(tmp_path)
     config = json.loads((tmp_path / "metadata.json").read_text())
     assert (config["sharded_backend"], config["sharded_backend_version"]) == backend
-    assert_same(load(shard_state_dict(empty_like(state())), tmp_path), state())
-    tensors = load_plain_tensors(tmp_path)
+    assert_same(dc.load(shard_state_dict(empty_like(state())), tmp_path), state())
+    tensors = dc.load_plain_tensors(tmp_path)
     assert torch.equal(tensors["model.layers.0.weight"], state()["model"]["layers.0.weight"])
     if backend != ("zarr", 1):
         index = read_index(tmp_path)
@@ -147,14 +136,14 @@ def test_it_is_an_ordinary_checkpoint(tmp_path: Path, backend: tuple[str, int]) 
 
 @backends
 def test_dcp_reads_what_save_has_written(tmp_path: Path, backend: tuple[str, int]) -> None:
-    save(shard_state_dict(state()), tmp_path, backend)
+    dc.save(shard_state_dict(state()), tmp_path, backend)
     assert_same(read_back(tmp_path, state()), state())
 
 
 @backends
 def test_sharded_objects_have_their_unique_keys(tmp_path: Path, backend: tuple[str, int]) -> None:
-    objects = [ShardedObject("rng", {"seed": cell}, (2,), (cell,)) for cell in range(2)]
-    save({"a": objects, "w": shard("w", torch.ones(3))}, tmp_path, backend)
+    objects = [dc.ShardedObject("rng", {"seed": cell}, (2,), (cell,)) for cell in range(2)]
+    dc.save({"a": objects, "w": shard("w", torch.ones(3))}, tmp_path, backend)
     found: dict[str, Any] = {"rng/shard_1_2": None, "rng/shard_0_2": None, "w": torch.zeros(3)}
     dcp_load(found, storage_reader=DCPReader(tmp_path))
     assert found["rng/shard_0_2"] == {"seed": 0}
@@ -166,16 +155,16 @@ def test_parts_of_any_cut_are_read_as_one_tensor(tmp_path: Path) -> None:
     """Grids with a smaller last chunk, pieces, and flattened ranges: DCP sees one chunk."""
     full = torch.arange(70).reshape(7, 10)
     uneven = [
-        ShardedTensor("u", full[a:b], full.dtype, (b - a, 10), (7, 10), (a, 0), None)
+        dc.ShardedTensor("u", full[a:b], full.dtype, (b - a, 10), (7, 10), (a, 0), None)
         for a, b in ((0, 1), (1, 6), (6, 7))
     ]
     flat = [
-        ShardedTensor.from_rank_offsets_flat(
+        dc.ShardedTensor.from_rank_offsets_flat(
             "f", full.reshape(-1)[a:b], (7, 10), flattened_range=slice(a, b)
         )
         for a, b in ((0, 13), (13, 58), (58, 70))
     ]
-    save({"u": uneven, "f": flat}, tmp_path)
+    dc.save({"u": uneven, "f": flat}, tmp_path)
     found = {"u": torch.zeros_like(full), "f": torch.zeros_like(full)}
     dcp_load(found, storage_reader=DCPReader(tmp_path))
     assert torch.equal(found["u"], full)
@@ -230,7 +219,7 @@ def test_a_tensor_is_resolved_once_however_many_chunks_it_has(tmp_path: Path) ->
 
 def test_checksums_are_kept(tmp_path: Path) -> None:
     save_through(tmp_path, {"w": torch.arange(8.0)})
-    load({"w": shard("w", torch.zeros(8))}, tmp_path, verify=True)
+    dc.load({"w": shard("w", torch.zeros(8))}, tmp_path, verify=True)
 
 
 def test_without_flattening_nested_values_are_one_item(tmp_path: Path) -> None:
@@ -241,7 +230,7 @@ def test_without_flattening_nested_values_are_one_item(tmp_path: Path) -> None:
     reading = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp_load(found, storage_reader=DCPReader(tmp_path), planner=reading)
     assert_same(found, given)
-    assert_same(load_common_state_dict(tmp_path), {"nested": given["nested"], "n": 4})
+    assert_same(dc.load_common_state_dict(tmp_path), {"nested": given["nested"], "n": 4})
 
 
 def test_a_missing_key_is_an_error_and_partial_loads_are_not(tmp_path: Path) -> None:
@@ -293,7 +282,7 @@ def test_only_some_keys(tmp_path: Path, keys: Any, expected: set[str]) -> None:
 
 
 def test_keys_of_what_save_wrote_are_names_at_the_top(tmp_path: Path) -> None:
-    save(shard_state_dict({"model": {"w": torch.ones(2)}, "a": {"b": 1}}), tmp_path)
+    dc.save(shard_state_dict({"model": {"w": torch.ones(2)}, "a": {"b": 1}}), tmp_path)
     found = _load_state_dict_from_keys({"model.w", "a"}, storage_reader=DCPReader(tmp_path))
     assert_same(found, {"model.w": torch.ones(2), "a": {"b": 1}})
 
@@ -354,7 +343,7 @@ def test_a_plan_that_was_cached_for_another_storage_is_refused(tmp_path: Path) -
     writer = DCPWriter(tmp_path / "a")
     with pytest.raises(CheckpointException, match="cached by a save into another storage"):
         dcp_save(state(), storage_writer=writer, planner=planner())
-    assert not check_is_distributed_checkpoint(tmp_path / "a")
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "a")
     # The same writer clears away what it has begun.
     dcp_save(state(), storage_writer=writer)
     assert_same(read_back(tmp_path / "a", state()), state())
@@ -376,7 +365,7 @@ def test_a_cache_that_is_out_of_date_is_noticed(tmp_path: Path) -> None:
         dcp_save(more, storage_writer=Fails(tmp_path / "1"), planner=planner())
     with pytest.raises(CheckpointException, match=r"'more': was not written by any rank"):
         dcp_save(more, storage_writer=DCPWriter(tmp_path / "2"), planner=planner())
-    assert not check_is_distributed_checkpoint(tmp_path / "2")
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "2")
 
 
 def test_the_files_of_all_ranks_are_announced(tmp_path: Path) -> None:
@@ -391,11 +380,11 @@ def test_a_committed_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
     save_through(tmp_path, state(1))
     with pytest.raises(CheckpointException, match="already holds a checkpoint") as raised:
         save_through(tmp_path, state(2))
-    assert isinstance(raised.value.failures[0][0], CheckpointExistsError)
+    assert isinstance(raised.value.failures[0][0], dc.CheckpointExistsError)
     assert_same(read_back(tmp_path, state()), state(1))
     dcp_save({"w": torch.ones(1)}, storage_writer=DCPWriter(tmp_path, overwrite=True))
-    assert load_plain_tensors(tmp_path).keys() == {"w"}
-    assert load_common_state_dict(tmp_path) == {}
+    assert dc.load_plain_tensors(tmp_path).keys() == {"w"}
+    assert dc.load_common_state_dict(tmp_path) == {}
 
 
 def test_a_failed_save_leaves_no_checkpoint_and_the_folder_is_free_again(tmp_path: Path) -> None:
@@ -408,7 +397,7 @@ def test_a_failed_save_leaves_no_checkpoint_and_the_folder_is_free_again(tmp_pat
     writer = DCPWriter(tmp_path)
     with pytest.raises(CheckpointException, match="No space left on device"):
         dcp_save(state(), storage_writer=writer, planner=Full())
-    assert not check_is_distributed_checkpoint(tmp_path)
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
     with pytest.raises(
         CheckpointException, match=r"is not a distributed checkpoint.*\n.*never committed"
     ):
@@ -450,7 +439,7 @@ def test_a_planner_may_convert_if_its_plan_says_so(tmp_path: Path) -> None:
             return data.half()
 
     dcp_save({"w": torch.arange(3.0)}, storage_writer=DCPWriter(tmp_path), planner=Half())
-    assert load_plain_tensors(tmp_path)["w"].dtype == torch.float16
+    assert dc.load_plain_tensors(tmp_path)["w"].dtype == torch.float16
 
 
 def test_bytes_of_a_planner_s_own_format_come_back_as_they_were(tmp_path: Path) -> None:
@@ -468,7 +457,7 @@ def test_bytes_of_a_planner_s_own_format_come_back_as_they_were(tmp_path: Path) 
     dcp_save({"a": {"b": [1, 2]}}, storage_writer=DCPWriter(tmp_path), planner=Json())
     dcp_load({"a": {"b": None}}, storage_reader=DCPReader(tmp_path), planner=Reads())
     assert seen == {"a.b": b"[1, 2]"}
-    assert load_common_state_dict(tmp_path) == {"a": {"b": b"[1, 2]"}}
+    assert dc.load_common_state_dict(tmp_path) == {"a": {"b": b"[1, 2]"}}
 
 
 class Custom:
@@ -483,7 +472,7 @@ def test_objects_are_only_unpickled_if_they_are_trusted(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="load would refuse") as raised:
         save_through(tmp_path, {"object": Custom()})
     assert "state_dict['object']" in str(raised.value)
-    assert not check_is_distributed_checkpoint(tmp_path)
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
     dcp_save({"object": Custom()}, storage_writer=DCPWriter(tmp_path, trusted=True))
     found: dict[str, Any] = {"object": None}
     with pytest.raises(CheckpointException, match="refused to unpickle"):
@@ -506,8 +495,8 @@ def test_gaps_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "error"),
     [
-        ("nonsense", StrategyNotFoundError),
-        (TensorStoreSaveShardedStrategy(planner=OurSavePlanner()), UnsupportedFormatError),
+        ("nonsense", dc.StrategyNotFoundError),
+        (TensorStoreSaveShardedStrategy(planner=OurSavePlanner()), dc.UnsupportedFormatError),
     ],
 )
 def test_backends_that_cannot_be_driven(tmp_path: Path, backend: Any, error: type) -> None:
@@ -516,7 +505,7 @@ def test_backends_that_cannot_be_driven(tmp_path: Path, backend: Any, error: typ
 
 
 def test_saves_without_a_common_commit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormatError, match="one commit"):
+    with pytest.raises(dc.UnsupportedFormatError, match="one commit"):
         dcp_save(state(), storage_writer=DCPWriter(tmp_path), use_collectives=False)
 
 
@@ -543,18 +532,14 @@ def test_damaged_names(tmp_path: Path, damage: Callable[[Any], Any]) -> None:
     with pytest.raises(CheckpointException, match=r"names cannot be read|contradicts itself"):
         read_back(tmp_path, state())
     # Our own load needs no such file.
-    assert_same(load(shard_state_dict(empty_like(state())), tmp_path), state())
+    assert_same(dc.load(shard_state_dict(empty_like(state())), tmp_path), state())
 
 
 @pytest.mark.parametrize(
-    "clash",
-    [
-        {"a.b": 1, "a": {"b": 2}},
-        {"a": {"b": 1}, "w": shard("a.b", torch.ones(2))},
-    ],
+    "clash", [{"a.b": 1, "a": {"b": 2}}, {"a": {"b": 1}, "w": shard("a.b", torch.ones(2))}]
 )
 def test_two_things_of_one_name_are_refused(tmp_path: Path, clash: dict[str, Any]) -> None:
     """Which of them DCP would be given, nobody could say."""
-    save(clash, tmp_path)
-    with pytest.raises(UnsupportedFormatError, match=r"'a\.b'"):
+    dc.save(clash, tmp_path)
+    with pytest.raises(dc.UnsupportedFormatError, match=r"'a\.b'"):
         DCPReader(tmp_path).read_metadata()

@@ -18,18 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dist_checkpointing import (
-    CorruptCheckpointError,
-    InvalidShardingError,
-    ShardedObject,
-    ShardedTensor,
-    StateMismatchError,
-    StrategyNotFoundError,
-    load,
-    load_common_state_dict,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.interop import (
     DCPReader,
     DCPStorageLoadStrategy,
@@ -90,7 +79,7 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
             for layer in range(rank, 4, world_size)
         ],
         "half": shard("half", FULL[0].to(torch.bfloat16), replica_id=rank),
-        "rng": ShardedObject("rng", [rank], (world_size,), (rank,)),
+        "rng": dc.ShardedObject("rng", [rank], (world_size,), (rank,)),
         "step": 9,
     }
 
@@ -98,7 +87,7 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
 def save_on(world_size: int, folder: Path, writer: Any) -> None:
     def one(comm: Any) -> None:
         given = state(comm.rank, world_size)
-        save(given, folder, DCPStorageSaveStrategy(writer), comm=comm)
+        dc.save(given, folder, DCPStorageSaveStrategy(writer), comm=comm)
 
     run_ranks(world_size, one)
 
@@ -111,7 +100,7 @@ def test_every_storage_keeps_every_sharding(tmp_path: Path, pair: str) -> None:
     def one(comm: Any) -> Any:
         start, stop = (0, 3) if comm.rank == 0 else (3, 10)
         template = {
-            "rows": ShardedTensor(
+            "rows": dc.ShardedTensor(
                 "rows", None, FULL.dtype, (7, stop - start), (7, 10), (0, start), None
             ),
             "layers": [
@@ -119,9 +108,9 @@ def test_every_storage_keeps_every_sharding(tmp_path: Path, pair: str) -> None:
                 for i in range(4)
             ],
             "half": shard("half", torch.zeros(10, dtype=torch.bfloat16)),
-            "rng": ShardedObject("rng", None, (4,), (2,)),
+            "rng": dc.ShardedObject("rng", None, (4,), (2,)),
         }
-        return load(template, tmp_path, DCPStorageLoadStrategy(reader), comm=comm)
+        return dc.load(template, tmp_path, DCPStorageLoadStrategy(reader), comm=comm)
 
     found = run_ranks(2, one)
     assert torch.equal(torch.cat([found[0]["rows"], found[1]["rows"]], dim=1), FULL)
@@ -153,7 +142,7 @@ def test_a_folder_that_dcp_alone_has_written(tmp_path: Path, pair: str) -> None:
     strategy = DCPStorageLoadStrategy(reader)
     assert strategy.load_tensors_metadata(tmp_path).keys() == {"rows", "half"}
     template = {
-        "rows": ShardedTensor("rows", None, FULL.dtype, (2, 5), (7, 10), (3, 4), None),
+        "rows": dc.ShardedTensor("rows", None, FULL.dtype, (2, 5), (7, 10), (3, 4), None),
         "half": shard("half", torch.zeros(10, dtype=torch.bfloat16)),
     }
     found = strategy.load(template, tmp_path)
@@ -167,8 +156,8 @@ def test_flattened_ranges_are_stored_as_boxes_that_dcp_reads(tmp_path: Path) -> 
     def one(comm: Any) -> None:
         part = slice(cuts[comm.rank], cuts[comm.rank + 1])
         data = FULL.reshape(-1)[part]
-        leaf = ShardedTensor.from_rank_offsets_flat("f", data, (7, 10), flattened_range=part)
-        save({"f": leaf}, tmp_path, DCPStorageSaveStrategy(writes_files), comm=comm)
+        leaf = dc.ShardedTensor.from_rank_offsets_flat("f", data, (7, 10), flattened_range=part)
+        dc.save({"f": leaf}, tmp_path, DCPStorageSaveStrategy(writes_files), comm=comm)
 
     run_ranks(3, one)
     found = {"f": torch.zeros(7, 10)}
@@ -193,9 +182,9 @@ def test_both_doors_at_once(tmp_path: Path) -> None:
 def test_a_safetensors_file_cannot_hold_two_parts_of_a_tensor(tmp_path: Path) -> None:
     halves = [shard("w", FULL[:, 5 * i : 5 * i + 5], (1, i, 2)) for i in range(2)]
     strategy = DCPStorageSaveStrategy(PAIRS["safetensors"][0])
-    with pytest.raises(InvalidShardingError, match="'w': this rank has several parts"):
-        save({"w": halves}, tmp_path, strategy)
-    save({"w": halves}, tmp_path, DCPStorageSaveStrategy(writes_files))
+    with pytest.raises(dc.InvalidShardingError, match="'w': this rank has several parts"):
+        dc.save({"w": halves}, tmp_path, strategy)
+    dc.save({"w": halves}, tmp_path, DCPStorageSaveStrategy(writes_files))
 
 
 def test_the_reader_must_be_passed_or_registered(
@@ -203,13 +192,13 @@ def test_the_reader_must_be_passed_or_registered(
 ) -> None:
     save_on(1, tmp_path, writes_files)
     with pytest.raises(
-        StrategyNotFoundError, match=r"Pass sharded_strategy=DCPStorageLoadStrategy"
+        dc.StrategyNotFoundError, match=r"Pass sharded_strategy=DCPStorageLoadStrategy"
     ):
-        load_plain_tensors(tmp_path)
-    assert load_common_state_dict(tmp_path) == {"step": 9}
+        dc.load_plain_tensors(tmp_path)
+    assert dc.load_common_state_dict(tmp_path) == {"step": 9}
     loads = default_strategies[StrategyAction.LOAD_SHARDED.value]
     monkeypatch.setitem(loads, ("dcp", 1), DCPStorageLoadStrategy(FileSystemReader))
-    assert torch.equal(load_plain_tensors(tmp_path)["rows"], FULL)
+    assert torch.equal(dc.load_plain_tensors(tmp_path)["rows"], FULL)
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
@@ -218,8 +207,10 @@ def test_metadata_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "dcp" / ".metadata"
     path.unlink() if damage == "missing" else path.write_bytes(b"garbage")
     template = {"rows": shard("rows", torch.zeros(7, 10))}
-    with pytest.raises(CorruptCheckpointError, match="FileSystemReader cannot read its metadata"):
-        load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
+    with pytest.raises(
+        dc.CorruptCheckpointError, match="FileSystemReader cannot read its metadata"
+    ):
+        dc.load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
 
 
 def test_numbers_in_metadata_are_not_believed(tmp_path: Path) -> None:
@@ -231,8 +222,8 @@ def test_numbers_in_metadata_are_not_believed(tmp_path: Path) -> None:
 
     save_on(1, tmp_path, writes_files)
     template = {"rows": shard("rows", torch.zeros(7, 10))}
-    with pytest.raises(CorruptCheckpointError, match="'rows' has pieces outside of it"):
-        load(template, tmp_path, DCPStorageLoadStrategy(Lies))
+    with pytest.raises(dc.CorruptCheckpointError, match="'rows' has pieces outside of it"):
+        dc.load(template, tmp_path, DCPStorageLoadStrategy(Lies))
 
 
 def test_what_differs_is_found_before_anything_is_read(tmp_path: Path) -> None:
@@ -242,6 +233,6 @@ def test_what_differs_is_found_before_anything_is_read(tmp_path: Path) -> None:
         "half": shard("half", torch.zeros(10)),
         "other": shard("other", torch.zeros(1)),
     }
-    with pytest.raises(StateMismatchError) as raised:
-        load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
+    with pytest.raises(dc.StateMismatchError) as raised:
+        dc.load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
     assert [finding.key for finding in raised.value.findings] == ["rows", "half", "other"]

@@ -19,14 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dist_checkpointing import (
-    InvalidShardingError,
-    LocalNonpersistentObject,
-    ShardedTensor,
-    load,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.interop import shard_state_dict, unshard_state_dict
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import fake_rank
@@ -67,7 +60,7 @@ def cut(tensor: torch.Tensor, mesh: Any, placements: Placements) -> DTensor:
 
 
 def save_all(shards: list[Any], folder: Path) -> None:
-    run_ranks(len(shards), lambda comm: save(shards[comm.rank], folder, comm=comm))
+    run_ranks(len(shards), lambda comm: dc.save(shards[comm.rank], folder, comm=comm))
 
 
 def fsdp_over_tp(tensor: torch.Tensor, mesh: Any, axis: int) -> DTensor:
@@ -118,14 +111,14 @@ def test_every_placement_saves_the_whole_tensor_and_loads_in_place(
     mesh_shape, shape, placements = CASES[case]
     full = whole(*shape)
     save_all(states(mesh_shape, lambda mesh: {"w": cut(full, mesh, placements)}), tmp_path)
-    assert torch.equal(load_plain_tensors(tmp_path)["w"], full)
+    assert torch.equal(dc.load_plain_tensors(tmp_path)["w"], full)
 
     expected = on_each_rank(mesh_shape, lambda mesh: cut(full, mesh, placements).to_local())
     given = on_each_rank(
         mesh_shape, lambda mesh: {"w": cut(torch.zeros_like(full), mesh, placements)}
     )
     templates = sharded(given)
-    found = run_ranks(len(given), lambda comm: load(templates[comm.rank], tmp_path, comm=comm))
+    found = run_ranks(len(given), lambda comm: dc.load(templates[comm.rank], tmp_path, comm=comm))
     for own, loaded, part in zip(given, found, expected, strict=True):
         memory = own["w"].to_local().data_ptr()
         restored = unshard_state_dict(loaded, own)
@@ -139,26 +132,26 @@ def test_a_dtensor_as_one_shard(case: str, tmp_path: Path) -> None:
     mesh_shape, shape, placements = CASES[case]
     full = whole(*shape)
 
-    def wrap(mesh: Any) -> ShardedTensor:
-        return ShardedTensor.from_dtensor("w", cut(full, mesh, placements))
+    def wrap(mesh: Any) -> dc.ShardedTensor:
+        return dc.ShardedTensor.from_dtensor("w", cut(full, mesh, placements))
 
     if case.startswith("interleaved"):
-        with pytest.raises(InvalidShardingError, match=r"not neighbours.*shard_state_dict"):
+        with pytest.raises(dc.InvalidShardingError, match=r"not neighbours.*shard_state_dict"):
             on_each_rank(mesh_shape, wrap)
         return
     shards = on_each_rank(mesh_shape, wrap)
     save_all([{"w": shard} for shard in shards], tmp_path)
-    assert torch.equal(load_plain_tensors(tmp_path)["w"], full)
+    assert torch.equal(dc.load_plain_tensors(tmp_path)["w"], full)
 
 
 def test_what_is_no_dtensor_of_this_rank_is_refused() -> None:
-    with pytest.raises(InvalidShardingError, match="not a DTensor"):
-        ShardedTensor.from_dtensor("w", torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(dc.InvalidShardingError, match="not a DTensor"):
+        dc.ShardedTensor.from_dtensor("w", torch.ones(2))  # type: ignore[arg-type]
     with fake_rank(2, 1):
         mesh = DeviceMesh("cpu", [0])
         other = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
-        with pytest.raises(InvalidShardingError, match="not in the mesh"):
-            ShardedTensor.from_dtensor("w", other)
+        with pytest.raises(dc.InvalidShardingError, match="not in the mesh"):
+            dc.ShardedTensor.from_dtensor("w", other)
 
 
 @examples(40)
@@ -174,7 +167,7 @@ def test_fsdp_over_tensor_parallel_on_one_axis(
     full = whole(extent, 3) if axis == 0 else whole(3, extent)
     folder = tmp_path_factory.mktemp("saved")
     save_all(states((dp, tp), lambda mesh: {"w": fsdp_over_tp(full, mesh, axis)}), folder)
-    assert torch.equal(load_plain_tensors(folder)["w"], full)
+    assert torch.equal(dc.load_plain_tensors(folder)["w"], full)
 
 
 def test_other_meshes_load_what_one_has_saved(tmp_path: Path) -> None:
@@ -199,7 +192,7 @@ def assert_loads(
     templates = states(mesh_shape, lambda mesh: {"w": cut(full * 0, mesh, placements)})
     expected = on_each_rank(mesh_shape, lambda mesh: cut(full, mesh, placements).to_local())
     found = run_ranks(
-        len(templates), lambda comm: load(templates[comm.rank], folder, comm=comm)["w"]
+        len(templates), lambda comm: dc.load(templates[comm.rank], folder, comm=comm)["w"]
     )
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
@@ -235,7 +228,7 @@ def test_nesting_keys_and_other_values() -> None:
     assert (found["empty"], found["none"], found["list"][1]) == ({}, None, 7)
     assert type(found["model"]) is collections.OrderedDict
     leaf = found["optim"]["state"][0]["step"]
-    assert isinstance(leaf, ShardedTensor)
+    assert isinstance(leaf, dc.ShardedTensor)
     assert (leaf.key, leaf.replica_id, leaf.global_shape) == ("optim.state.0.step", 0, ())
     assert leaf.data is not None
     assert leaf.data.data_ptr() == step.data_ptr()
@@ -250,7 +243,7 @@ def test_partial_sums_and_clashing_names_are_refused_all_at_once() -> None:
         partial = DTensor.from_local(whole(3), mesh, [Partial()], run_check=False)
         return {"loss": partial, "a": {"b": whole(1)}, "a.b": whole(2), "grad": [partial]}
 
-    with pytest.raises(InvalidShardingError) as raised:
+    with pytest.raises(dc.InvalidShardingError) as raised:
         states((2,), make)
     assert sorted(str(finding.key) for finding in raised.value.findings) == [
         "a.b",
@@ -269,7 +262,7 @@ def test_a_local_tensor_that_contradicts_its_placements_is_refused() -> None:
             whole(3, 2), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 2)), stride=(2, 1)
         )
 
-    with pytest.raises(InvalidShardingError, match="not what the placements say"):
+    with pytest.raises(dc.InvalidShardingError, match="not what the placements say"):
         states((2,), lambda mesh: {"w": make(mesh)})
 
 
@@ -279,7 +272,7 @@ def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
             return []
 
     tensor = whole(2).as_subclass(Scattered)
-    with pytest.raises(InvalidShardingError, match=r"no memory of its own.*found Scattered"):
+    with pytest.raises(dc.InvalidShardingError, match=r"no memory of its own.*found Scattered"):
         shard_state_dict({"w": tensor})
 
 
@@ -290,10 +283,10 @@ def test_a_rank_outside_of_the_mesh_stores_nothing_and_keeps_its_own(tmp_path: P
             mesh = dist.device_mesh.DeviceMesh("cpu", [0, 2])
             given.append({"w": cut(whole(4, 2), mesh, [Shard(0)])})
     found = sharded(given)
-    assert isinstance(found[1]["w"], LocalNonpersistentObject)
+    assert isinstance(found[1]["w"], dc.LocalNonpersistentObject)
     save_all(found, tmp_path)
-    assert torch.equal(load_plain_tensors(tmp_path)["w"], whole(4, 2))
-    loaded = run_ranks(3, lambda comm: load(found[comm.rank], tmp_path, comm=comm))
+    assert torch.equal(dc.load_plain_tensors(tmp_path)["w"], whole(4, 2))
+    loaded = run_ranks(3, lambda comm: dc.load(found[comm.rank], tmp_path, comm=comm))
     assert loaded[1]["w"] is given[1]["w"]
 
 
@@ -308,7 +301,7 @@ def test_replicas_on_meshes_side_by_side_and_tensors_on_few_ranks(tmp_path: Path
     assert [state["w"].replica_id for state in found] == [0, 0, 1, 1]
     assert [state[f"stage.{r // 2}"].replica_id for r, state in enumerate(found)] == [0, 1, 0, 1]
     save_all(found, tmp_path)
-    tensors = load_plain_tensors(tmp_path)
+    tensors = dc.load_plain_tensors(tmp_path)
     assert tensors.keys() == {"w", "stage.0", "stage.1"}
     assert torch.equal(tensors["w"], whole(4, 2))
 
@@ -319,7 +312,7 @@ def test_all_ranks_hear_of_a_tensor_that_one_of_them_cannot_shard() -> None:
         partial = DTensor.from_local(whole(3), mesh, [Partial()], run_check=False)
 
     def one(comm: Any) -> str:
-        with pytest.raises(InvalidShardingError) as raised:
+        with pytest.raises(dc.InvalidShardingError) as raised:
             shard_state_dict({"w": partial if comm.rank == 1 else whole(3)}, comm=comm)
         assert [finding.ranks for finding in raised.value.findings] == [(1,)]
         return str(raised.value)

@@ -16,19 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel
 
-from dist_checkpointing import (
-    CheckpointManager,
-    InvalidShardingError,
-    RankFailedError,
-    ShardedTensor,
-    StateMismatchError,
-    async_save,
-    fingerprint,
-    load,
-    load_common_state_dict,
-    load_tensors_metadata,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.interop import TorchState, shard_state_dict
 from dist_checkpointing.testing import run_ranks
 
@@ -82,7 +70,7 @@ def test_a_training_goes_on_as_without_a_break(name: str, tmp_path: Path) -> Non
     optimizer = OPTIMIZERS[name](model.parameters())
     scheduler = CosineAnnealingLR(optimizer, 10)
     train(model, optimizer, scheduler)
-    save(TorchState(model, optimizer, scheduler=scheduler, step=3), tmp_path / "ckpt")
+    dc.save(TorchState(model, optimizer, scheduler=scheduler, step=3), tmp_path / "ckpt")
     saved = bits(optimizer.state_dict())
     expected = train(model, optimizer, scheduler)
 
@@ -90,7 +78,7 @@ def test_a_training_goes_on_as_without_a_break(name: str, tmp_path: Path) -> Non
     optimizer = OPTIMIZERS[name](model.parameters())
     scheduler = CosineAnnealingLR(optimizer, 10)
     state = TorchState(model, optimizer, scheduler=scheduler)
-    load(state, tmp_path / "ckpt", verify=True)
+    dc.load(state, tmp_path / "ckpt", verify=True)
     assert state.step == 3
     assert bits(optimizer.state_dict()) == saved
     assert train(model, optimizer, scheduler) == expected
@@ -101,10 +89,10 @@ def test_tensors_that_are_there_are_filled_in_place(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
     state = TorchState(model, optimizer)
-    save(state, tmp_path / "ckpt")
+    dc.save(state, tmp_path / "ckpt")
     expected = train(model, optimizer)
     own = [(p, p.data_ptr(), optimizer.state[p]["exp_avg"].data_ptr()) for p in model.parameters()]
-    load(state, tmp_path / "ckpt")
+    dc.load(state, tmp_path / "ckpt")
     assert all(
         p.data_ptr() == at and optimizer.state[p]["exp_avg"].data_ptr() == its_state
         for p, at, its_state in own
@@ -132,9 +120,9 @@ def test_state_from_before_the_first_step_takes_later_state_away(tmp_path: Path)
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters())
     state = TorchState(model, optimizer)
-    save(state, tmp_path / "ckpt")
+    dc.save(state, tmp_path / "ckpt")
     expected = train(model, optimizer)
-    load(state, tmp_path / "ckpt")
+    dc.load(state, tmp_path / "ckpt")
     assert not optimizer.state_dict()["state"]
     assert train(model, optimizer) == expected
 
@@ -149,10 +137,10 @@ def test_state_keeps_a_dtype_of_its_own(tmp_path: Path) -> None:
             "exp_avg": torch.rand(parameter.shape),
             "exp_avg_sq": torch.rand(parameter.shape),
         }
-    save(TorchState(model, optimizer), tmp_path / "ckpt")
+    dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
     saved = bits(optimizer.state_dict())
     other = torch.optim.AdamW(model.parameters())
-    load(TorchState(model, other), tmp_path / "ckpt")
+    dc.load(TorchState(model, other), tmp_path / "ckpt")
     assert bits(other.state_dict()) == saved
 
 
@@ -162,13 +150,13 @@ def test_values_and_nests_in_optimizer_state(tmp_path: Path) -> None:
     made = {"step": 7, "factors": {0: torch.rand(2, 2), 1: torch.rand(3, 3)}, "flag": None}
     optimizer.state[model.weight] = copy.deepcopy(made)
     state = TorchState(model, optimizer)
-    save(state, tmp_path / "ckpt")
+    dc.save(state, tmp_path / "ckpt")
     optimizer.state[model.weight]["step"] = 9
     optimizer.state[model.weight]["factors"][0].zero_()
-    load(state, tmp_path / "ckpt")
+    dc.load(state, tmp_path / "ckpt")
     assert bits(dict(optimizer.state[model.weight])) == bits(made)
     fresh = torch.optim.SGD(model.parameters(), lr=0.1)
-    load(TorchState(model, fresh), tmp_path / "ckpt")
+    dc.load(TorchState(model, fresh), tmp_path / "ckpt")
     assert bits(dict(fresh.state[model.weight])) == bits(made)
 
 
@@ -188,14 +176,14 @@ def test_another_grouping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     optimizer = torch.optim.AdamW(two_groups(model), lr=0.5)
     scheduler = CosineAnnealingLR(optimizer, 10)
     train(model, optimizer, scheduler)
-    save(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "two")
+    dc.save(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "two")
     saved, rate = state_by_name(model, optimizer), optimizer.param_groups[0]["lr"]
 
     model = model_of(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
     scheduler = CosineAnnealingLR(optimizer, 10)
     with caplog.at_level(logging.WARNING):
-        load(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "two")
+        dc.load(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "two")
     assert state_by_name(model, optimizer) == saved
     (group,) = optimizer.param_groups
     assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (rate, 0.5, 0.3)
@@ -203,10 +191,10 @@ def test_another_grouping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert (scheduler.base_lrs, scheduler.get_last_lr(), scheduler.last_epoch) == ([0.5], [rate], 3)
     train(model, optimizer, scheduler)
 
-    save(TorchState(model, optimizer), tmp_path / "one")
+    dc.save(TorchState(model, optimizer), tmp_path / "one")
     saved, rate = state_by_name(model, optimizer), group["lr"]
     optimizer = torch.optim.AdamW(two_groups(model))
-    load(TorchState(model, optimizer), tmp_path / "one")
+    dc.load(TorchState(model, optimizer), tmp_path / "one")
     assert state_by_name(model, optimizer) == saved
     assert [group["lr"] for group in optimizer.param_groups] == [rate, rate]
 
@@ -215,23 +203,23 @@ def test_frozen_and_new_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixt
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
-    save(TorchState(model, optimizer), tmp_path / "all")
+    dc.save(TorchState(model, optimizer), tmp_path / "all")
     saved = state_by_name(model, optimizer)
 
     model[0].requires_grad_(requires_grad=False)
     only = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     with caplog.at_level(logging.INFO):
-        load(TorchState(model, only), tmp_path / "all")
+        dc.load(TorchState(model, only), tmp_path / "all")
     assert "optimizer state of 2 parameters of the checkpoint is not used" in caplog.text
     found = state_by_name(model, only)
     assert found.pop("0.weight") == found.pop("0.bias") == {}
     assert found == {name: saved[name] for name in found}
 
-    save(TorchState(model, only), tmp_path / "frozen")
+    dc.save(TorchState(model, only), tmp_path / "frozen")
     model.requires_grad_()
     everything = torch.optim.AdamW(model.parameters())
     train(model, everything)
-    load(TorchState(model, everything), tmp_path / "frozen")
+    dc.load(TorchState(model, everything), tmp_path / "frozen")
     assert "2 of 6 parameters start without optimizer state" in caplog.text
     assert state_by_name(model, everything) == {"0.weight": {}, "0.bias": {}} | found
     train(model, everything)
@@ -255,28 +243,28 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
-    save(TorchState(model, optimizer), tmp_path / "ckpt")
-    keys = [key for key in load_tensors_metadata(tmp_path / "ckpt") if key.startswith("model.")]
+    dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
+    keys = [key for key in dc.load_tensors_metadata(tmp_path / "ckpt") if key.startswith("model.")]
     assert keys == ["model.embed.weight"]
     expected = train(model, optimizer)
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
-    load(TorchState(model, optimizer), tmp_path / "ckpt")
+    dc.load(TorchState(model, optimizer), tmp_path / "ckpt")
     assert model.head.weight is model.embed.weight
     assert train(model, optimizer) == expected
 
 
 def test_tied_weights_into_a_model_without_ties_and_back(tmp_path: Path) -> None:
     tied = Tied()
-    save(TorchState(tied), tmp_path / "tied")
+    dc.save(TorchState(tied), tmp_path / "tied")
     apart = Tied(is_tied=False)
-    load(TorchState(apart), tmp_path / "tied")
+    dc.load(TorchState(apart), tmp_path / "tied")
     assert torch.equal(apart.embed.weight, tied.embed.weight)
     assert torch.equal(apart.head.weight, tied.embed.weight)
     assert apart.head.weight is not apart.embed.weight
     apart.head.weight.data.zero_()
-    save(TorchState(apart), tmp_path / "apart")
-    load(TorchState(tied), tmp_path / "apart")
+    dc.save(TorchState(apart), tmp_path / "apart")
+    dc.load(TorchState(tied), tmp_path / "apart")
     assert torch.equal(tied.head.weight, apart.embed.weight)
 
 
@@ -291,12 +279,12 @@ def test_a_tie_whose_first_name_is_another_one(tmp_path: Path) -> None:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
-    save(TorchState(model, optimizer), tmp_path / "ckpt")
+    dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
     expected = train(model, optimizer)
     other = Reversed()
     assert next(iter(other.state_dict())) == "head.weight"
     own = torch.optim.AdamW(other.parameters())
-    load(TorchState(other, own), tmp_path / "ckpt")
+    dc.load(TorchState(other, own), tmp_path / "ckpt")
     assert train(other, own) == expected
 
 
@@ -304,16 +292,16 @@ def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     plain = model_of()
-    save(TorchState(plain), tmp_path / "ckpt")
+    dc.save(TorchState(plain), tmp_path / "ckpt")
     inner: Any = model_of(1)
     inner[0] = checkpoint_wrapper(inner[0])
     inner[3] = torch.compile(inner[3], backend="eager")
     wrapped: Any = torch.compile(inner, backend="eager")
-    load(TorchState(wrapped), tmp_path / "ckpt")
+    dc.load(TorchState(wrapped), tmp_path / "ckpt")
     for own, expected in zip(inner.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own, expected)
-    save(TorchState(wrapped), tmp_path / "wrapped")
-    stored, expected_keys = (load_tensors_metadata(tmp_path / n) for n in ("wrapped", "ckpt"))
+    dc.save(TorchState(wrapped), tmp_path / "wrapped")
+    stored, expected_keys = (dc.load_tensors_metadata(tmp_path / n) for n in ("wrapped", "ckpt"))
     assert list(stored) == list(expected_keys)
 
 
@@ -337,16 +325,16 @@ def test_other_parts(tmp_path: Path) -> None:
     ema = AveragedModel(model, use_buffers=True)
     loader, scaler = Loader(5), torch.amp.GradScaler("cpu", init_scale=512.0)
     progress: dict[str, Any] = {"tokens": 2**40, "names": ["a", ("b", 2.5)]}
-    save(
+    dc.save(
         TorchState(model, ema=ema, loader=loader, scaler=scaler, progress=progress),
         tmp_path / "ckpt",
     )
-    assert "ema.module.0.weight" in load_tensors_metadata(tmp_path / "ckpt")
+    assert "ema.module.0.weight" in dc.load_tensors_metadata(tmp_path / "ckpt")
     other = AveragedModel(model_of(3), use_buffers=True)
     restored = Loader()
     scaler2 = torch.amp.GradScaler("cpu", init_scale=2.0)
     counts: dict[str, Any] = {"tokens": 0, "other": 1}
-    load(
+    dc.load(
         TorchState(model_of(4), ema=other, loader=restored, scaler=scaler2, progress=counts),
         tmp_path / "ckpt",
     )
@@ -364,13 +352,13 @@ def test_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
     train(model, optimizer)
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer}
-    save(shard_state_dict(state), tmp_path / "ckpt")
+    dc.save(shard_state_dict(state), tmp_path / "ckpt")
     saved = state_by_name(model, optimizer)
     train(model, optimizer)
-    load(TorchState(model, optimizer), tmp_path / "ckpt")
+    dc.load(TorchState(model, optimizer), tmp_path / "ckpt")
     assert state_by_name(model, optimizer) == saved
-    with pytest.raises(StateMismatchError, match="'loader': not in the checkpoint"):
-        load(TorchState(model, loader=Loader()), tmp_path / "ckpt")
+    with pytest.raises(dc.StateMismatchError, match="'loader': not in the checkpoint"):
+        dc.load(TorchState(model, loader=Loader()), tmp_path / "ckpt")
 
 
 def test_what_differs_between_ranks_is_kept_for_each(
@@ -380,11 +368,11 @@ def test_what_differs_between_ranks_is_kept_for_each(
 
     def save_own(comm: Any) -> None:
         parts: Any = {"loader": Loader(10 + comm.rank), "same": Loader(3)}
-        save(TorchState(model, **parts), tmp_path / "ckpt", comm=comm)
+        dc.save(TorchState(model, **parts), tmp_path / "ckpt", comm=comm)
 
     def load_own(comm: Any) -> tuple[int, int]:
         parts: Any = {"loader": Loader(), "same": Loader()}
-        load(TorchState(model_of(), **parts), tmp_path / "ckpt", comm=comm)
+        dc.load(TorchState(model_of(), **parts), tmp_path / "ckpt", comm=comm)
         return parts["loader"].position, parts["same"].position
 
     run_ranks(3, save_own)
@@ -408,10 +396,10 @@ def test_stages_of_a_pipeline(tmp_path: Path) -> None:
 
     def work(comm: Any) -> Any:
         model, optimizer = stages[comm.rank]
-        save(TorchState(model, optimizer), tmp_path / "ckpt", comm=comm)
+        dc.save(TorchState(model, optimizer), tmp_path / "ckpt", comm=comm)
         other, own = stage(comm.rank, 9)
         own.param_groups[0]["lr"] = 5.0
-        load(TorchState(other, own), tmp_path / "ckpt", comm=comm)
+        dc.load(TorchState(other, own), tmp_path / "ckpt", comm=comm)
         return bits([other.state_dict(), own.state_dict()])
 
     found = run_ranks(2, work)
@@ -426,10 +414,10 @@ def test_several_optimizers(tmp_path: Path) -> None:
 
     model, optimizers = make()
     train(model, *optimizers)
-    save(TorchState(model, optimizers), tmp_path / "ckpt")
+    dc.save(TorchState(model, optimizers), tmp_path / "ckpt")
     expected = train(model, *optimizers)
     model, optimizers = make()
-    load(TorchState(model, optimizers), tmp_path / "ckpt")
+    dc.load(TorchState(model, optimizers), tmp_path / "ckpt")
     assert train(model, *optimizers) == expected
 
 
@@ -437,21 +425,21 @@ def test_manager_async_save_and_fingerprint(tmp_path: Path) -> None:
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters())
     state = TorchState(model, optimizer)
-    with CheckpointManager(tmp_path / "run") as manager:
+    with dc.CheckpointManager(tmp_path / "run") as manager:
         for state.step in (1, 2):
             train(model, optimizer, steps=1)
             manager.async_save(state.step, state)
-        saved = fingerprint(state)
+        saved = dc.fingerprint(state)
         expected = train(model, optimizer)
         state.step = 0
         manager.load(state)
     assert state.step == 2
-    assert fingerprint(state) == saved
+    assert dc.fingerprint(state) == saved
     assert train(model, optimizer) == expected
     # All of it was read and compared, so it counts as verified.
     assert '"verified": true' in (tmp_path / "run" / "manager.json").read_text()
-    async_save(state, tmp_path / "other").result()
-    assert load_common_state_dict(tmp_path / "other")["step"] == 2
+    dc.async_save(state, tmp_path / "other").result()
+    assert dc.load_common_state_dict(tmp_path / "other")["step"] == 2
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -461,23 +449,23 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="lr must be a module, a dict, or have state_dict"):
         TorchState(model, lr=0.1)  # type: ignore[arg-type]
     foreign = torch.optim.SGD(model_of().parameters(), lr=0.1)
-    with pytest.raises(InvalidShardingError, match="that the model does not have"):
-        save(TorchState(model, foreign), tmp_path / "ckpt")
-    save(TorchState(model), tmp_path / "ckpt")
+    with pytest.raises(dc.InvalidShardingError, match="that the model does not have"):
+        dc.save(TorchState(model, foreign), tmp_path / "ckpt")
+    dc.save(TorchState(model), tmp_path / "ckpt")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(StateMismatchError, match="the checkpoint has no optimizer"):
-        load(TorchState(model, optimizer), tmp_path / "ckpt")
-    with pytest.raises(StateMismatchError, match="'loader': not in the checkpoint"):
-        load(TorchState(model, loader=Loader()), tmp_path / "ckpt")
-    with pytest.raises(StateMismatchError, match=r"model\.extra\.weight"):
-        load(TorchState(nn.ModuleDict({"extra": nn.Linear(2, 2)})), tmp_path / "ckpt")
+    with pytest.raises(dc.StateMismatchError, match="the checkpoint has no optimizer"):
+        dc.load(TorchState(model, optimizer), tmp_path / "ckpt")
+    with pytest.raises(dc.StateMismatchError, match="'loader': not in the checkpoint"):
+        dc.load(TorchState(model, loader=Loader()), tmp_path / "ckpt")
+    with pytest.raises(dc.StateMismatchError, match=r"model\.extra\.weight"):
+        dc.load(TorchState(nn.ModuleDict({"extra": nn.Linear(2, 2)})), tmp_path / "ckpt")
 
     class Broken(Loader):
         def state_dict(self) -> dict[str, Any]:
             raise OSError("no state today")
 
-    with pytest.raises(RankFailedError, match="no state today"):
-        save(TorchState(model, loader=Broken()), tmp_path / "other")
+    with pytest.raises(dc.RankFailedError, match="no state today"):
+        dc.save(TorchState(model, loader=Broken()), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -489,7 +477,7 @@ class Own:
         self.loaded: Any = None
 
     def sharded_state_dict(self, comm: Any) -> dict[str, Any]:
-        shard = ShardedTensor.from_rank_offsets("w", self.w, replica_id=comm.rank)
+        shard = dc.ShardedTensor.from_rank_offsets("w", self.w, replica_id=comm.rank)
         return {"w": shard, "count": 3}
 
     def template_for(self, stored: Any, comm: Any) -> Any:
@@ -507,19 +495,19 @@ def test_a_class_of_a_user(tmp_path: Path) -> None:
     own = [Own() for _ in range(2)]
     for one in own:
         one.w += 5
-    run_ranks(2, lambda comm: save(own[comm.rank], tmp_path / "ckpt", comm=comm))
+    run_ranks(2, lambda comm: dc.save(own[comm.rank], tmp_path / "ckpt", comm=comm))
     others = [Own(), Own()]
-    run_ranks(2, lambda comm: load(others[comm.rank], tmp_path / "ckpt", comm=comm))
+    run_ranks(2, lambda comm: dc.load(others[comm.rank], tmp_path / "ckpt", comm=comm))
     assert all(torch.equal(other.w, own[0].w) for other in others)
     assert [other.loaded["count"] for other in others] == [3, 3]
 
 
 def test_all_ranks_hear_of_one_that_cannot_be_restored(tmp_path: Path) -> None:
-    run_ranks(2, lambda comm: save(Own(), tmp_path / "ckpt", comm=comm))
+    run_ranks(2, lambda comm: dc.save(Own(), tmp_path / "ckpt", comm=comm))
 
     def load_own(comm: Any) -> str:
-        with pytest.raises(RankFailedError) as caught:
-            load(Own(fails=comm.rank == 1), tmp_path / "ckpt", comm=comm)
+        with pytest.raises(dc.RankFailedError) as caught:
+            dc.load(Own(fails=comm.rank == 1), tmp_path / "ckpt", comm=comm)
         return str(caught.value)
 
     assert all("cannot be restored" in text for text in run_ranks(2, load_own))

@@ -12,14 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from dist_checkpointing import (
-    RankFailedError,
-    StateMismatchError,
-    load,
-    load_common_state_dict,
-    load_tensors_metadata,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.testing import run_ranks
 
@@ -62,12 +55,12 @@ def test_lists_in_optimizer_state_may_be_of_another_length(
 
     model, optimizer = make(0)
     lbfgs_steps(model, optimizer, saved_steps)
-    save(TorchState(model, optimizer), tmp_path / "ckpt")
+    dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
     saved = copy.deepcopy(optimizer.state_dict())
     expected = lbfgs_steps(model, optimizer, 4)
     model, optimizer = make(1)
     lbfgs_steps(model, optimizer, own_steps)
-    load(TorchState(model, optimizer), tmp_path / "ckpt", verify=True)
+    dc.load(TorchState(model, optimizer), tmp_path / "ckpt", verify=True)
     assert bits(optimizer.state_dict()) == bits(saved)
     assert lbfgs_steps(model, optimizer, 4) == expected
 
@@ -105,10 +98,10 @@ ONES = torch.ones(3)
 )
 def test_an_object_gets_the_state_that_was_saved(saved: Any, own: Any, tmp_path: Path) -> None:
     parts: Any = {"other": Holder(saved), "plain": dict(saved)}
-    save(TorchState(nn.Linear(1, 1), **parts), tmp_path / "ckpt")
+    dc.save(TorchState(nn.Linear(1, 1), **parts), tmp_path / "ckpt")
     other, plain = Holder(copy.deepcopy(own)), copy.deepcopy(own)
     found: Any = {"other": other, "plain": plain}
-    load(TorchState(nn.Linear(1, 1), **found), tmp_path / "ckpt", verify=True)
+    dc.load(TorchState(nn.Linear(1, 1), **found), tmp_path / "ckpt", verify=True)
     assert bits(other.state) == bits(plain) == bits(saved)
 
 
@@ -120,9 +113,9 @@ def test_an_optimizer_may_be_one_of_the_others(tmp_path: Path) -> None:
     model, optimizer = make(0)
     model(torch.rand(2, 6)).sum().backward()
     optimizer.step()
-    save(TorchState(nn.Linear(1, 1), critic=model, rates=optimizer), tmp_path / "ckpt")
+    dc.save(TorchState(nn.Linear(1, 1), critic=model, rates=optimizer), tmp_path / "ckpt")
     other, rates = make(1)
-    load(TorchState(nn.Linear(1, 1), critic=other, rates=rates), tmp_path / "ckpt")
+    dc.load(TorchState(nn.Linear(1, 1), critic=other, rates=rates), tmp_path / "ckpt")
     assert bits(rates.state_dict()) == bits(optimizer.state_dict())
 
 
@@ -151,13 +144,13 @@ class Extra(nn.Linear):
     ],
 )
 def test_extra_state_may_have_other_tensors(saved: Any, own: Any, tmp_path: Path) -> None:
-    save(TorchState(nn.Sequential(Extra(saved))), tmp_path / "ckpt")
+    dc.save(TorchState(nn.Sequential(Extra(saved))), tmp_path / "ckpt")
     other = Extra(own)
-    load(TorchState(nn.Sequential(other)), tmp_path / "ckpt")
+    dc.load(TorchState(nn.Sequential(other)), tmp_path / "ckpt")
     assert bits(other.extra) == bits(saved)
-    save(TorchState(nn.Sequential(nn.Linear(2, 2))), tmp_path / "without")
-    with pytest.raises(StateMismatchError, match=r"'model\.0\._extra_state': not in the checkp"):
-        load(TorchState(nn.Sequential(Extra(ONES))), tmp_path / "without")
+    dc.save(TorchState(nn.Sequential(nn.Linear(2, 2))), tmp_path / "without")
+    with pytest.raises(dc.StateMismatchError, match=r"'model\.0\._extra_state': not in the checkp"):
+        dc.load(TorchState(nn.Sequential(Extra(ONES))), tmp_path / "without")
 
 
 def test_floats_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> None:
@@ -165,16 +158,16 @@ def test_floats_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> N
 
     def save_own(comm: Any) -> None:
         own = Holder({"mean": torch.tensor([0.5, comm.rank])})
-        save(TorchState(model, own=own, same=Holder({"w": ONES})), tmp_path / "ckpt", comm=comm)
+        dc.save(TorchState(model, own=own, same=Holder({"w": ONES})), tmp_path / "ckpt", comm=comm)
 
     def load_own(comm: Any) -> Any:
         own = Holder({"mean": torch.zeros(2)})
         state = TorchState(nn.Linear(1, 1), own=own, same=Holder({"w": torch.zeros(3)}))
-        load(state, tmp_path / "ckpt", comm=comm)
+        dc.load(state, tmp_path / "ckpt", comm=comm)
         return own.state["mean"].tolist()
 
     run_ranks(2, save_own)
-    assert "same.w" in load_tensors_metadata(tmp_path / "ckpt")
+    assert "same.w" in dc.load_tensors_metadata(tmp_path / "ckpt")
     assert run_ranks(2, load_own) == [[0.5, 0.0], [0.5, 1.0]]
 
 
@@ -235,14 +228,14 @@ def test_rates_follow_the_parameters_into_another_order_of_groups(
 
     optimizer, scheduler, state = make(is_reversed=False)
     train(optimizer, scheduler)
-    save(state, tmp_path / "ckpt")
+    dc.save(state, tmp_path / "ckpt")
     saved = copy.deepcopy(scheduler.state_dict())
     expected = train(optimizer, scheduler)
     optimizer, scheduler, state = make(is_reversed=True)
-    load(state, tmp_path / "ckpt")
+    dc.load(state, tmp_path / "ckpt")
     assert train(optimizer, scheduler) == expected
     _, scheduler, state = make(is_reversed=False)
-    load(state, tmp_path / "ckpt")
+    dc.load(state, tmp_path / "ckpt")
     assert scheduler.state_dict() == saved
 
 
@@ -254,21 +247,21 @@ def test_rates_in_tensors_and_in_numbers(tmp_path: Path) -> None:
         return optimizer, TorchState(model, optimizer, scheduler=scheduler)
 
     _, state = make(0.5)
-    save(state, tmp_path / "ckpt")
+    dc.save(state, tmp_path / "ckpt")
     optimizer, state = make(torch.tensor(0.25))
-    load(state, tmp_path / "ckpt")
+    dc.load(state, tmp_path / "ckpt")
     assert bits(optimizer.param_groups[0]["lr"]) == (torch.float32, 0.5)
 
 
 def test_an_error_says_that_the_model_was_restored(tmp_path: Path) -> None:
-    save(TorchState(nn.Linear(1, 1), part=Holder({"a": 1})), tmp_path / "ckpt")
+    dc.save(TorchState(nn.Linear(1, 1), part=Holder({"a": 1})), tmp_path / "ckpt")
 
     class Refusing(Holder):
         def load_state_dict(self, state: Any) -> None:
             raise KeyError(f"no such key: {[*state]}")
 
-    with pytest.raises(RankFailedError, match="no such key") as caught:
-        load(TorchState(nn.Linear(1, 1), part=Refusing({})), tmp_path / "ckpt")
+    with pytest.raises(dc.RankFailedError, match="no such key") as caught:
+        dc.load(TorchState(nn.Linear(1, 1), part=Refusing({})), tmp_path / "ckpt")
     assert "part.load_state_dict failed when the model and the optimizer were restored" in str(
         caught.value
     )
@@ -276,10 +269,10 @@ def test_an_error_says_that_the_model_was_restored(tmp_path: Path) -> None:
 
 def test_another_optimizer_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of(0)
-    save(TorchState(model, torch.optim.SGD(model.parameters())), tmp_path / "ckpt")
-    load(TorchState(model, torch.optim.SGD(model.parameters())), tmp_path / "ckpt")
+    dc.save(TorchState(model, torch.optim.SGD(model.parameters())), tmp_path / "ckpt")
+    dc.load(TorchState(model, torch.optim.SGD(model.parameters())), tmp_path / "ckpt")
     assert not caplog.text
-    load(TorchState(model, torch.optim.Adam(model.parameters())), tmp_path / "ckpt")
+    dc.load(TorchState(model, torch.optim.Adam(model.parameters())), tmp_path / "ckpt")
     assert "Adam has no dampening, momentum, nesterov, but the optimizer that" in caplog.text
 
 
@@ -292,8 +285,8 @@ def test_arguments_of_a_wrong_kind(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match=f"optimizer must be an optimizer, .*found {name}"):
             TorchState(model, wrong)
     wrong_step: Any = 0.5
-    with pytest.raises(RankFailedError, match="'float' object cannot be interpreted"):
-        save(TorchState(model, step=wrong_step), tmp_path / "ckpt")
+    with pytest.raises(dc.RankFailedError, match="'float' object cannot be interpreted"):
+        dc.save(TorchState(model, step=wrong_step), tmp_path / "ckpt")
     of_tensor: Any = torch.tensor(7)
-    save(TorchState(model, step=of_tensor), tmp_path / "ckpt")
-    assert load_common_state_dict(tmp_path / "ckpt")["step"] == 7
+    dc.save(TorchState(model, step=of_tensor), tmp_path / "ckpt")
+    assert dc.load_common_state_dict(tmp_path / "ckpt")["step"] == 7

@@ -94,10 +94,7 @@ def without_cuda() -> None:
 def made(model: str, tp_size: int, seed: int) -> tuple[Any, Any]:
     """A GPTModel and its DistributedOptimizer after one step, with values of the seed."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -16,15 +16,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dist_checkpointing as dc
-from dist_checkpointing import (
-    CheckpointExistsError,
-    CheckpointingException,
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StrategyNotFoundError,
-)
 from dist_checkpointing.format import Attempt
 from dist_checkpointing.interop import megatron
 from scripts import run_fresh
@@ -56,8 +47,8 @@ def theirs(name: str = "") -> Any:
     return importlib.import_module(f"{PACKAGE}.{name}" if name else PACKAGE)
 
 
-def shard(key: str, data: torch.Tensor, **more: Any) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, data, **more)
+def shard(key: str, data: torch.Tensor, **more: Any) -> dc.ShardedTensor:
+    return dc.ShardedTensor.from_rank_offsets(key, data, **more)
 
 
 # The hook.
@@ -66,11 +57,11 @@ def shard(key: str, data: torch.Tensor, **more: Any) -> ShardedTensor:
 def test_the_package_and_what_is_below_it_resolve_to_ours() -> None:
     megatron.install()
     package = theirs()
-    assert package.ShardedTensor is ShardedTensor
+    assert package.ShardedTensor is dc.ShardedTensor
     assert not hasattr(package, "theirs")
     assert importlib.import_module("megatron.core").real
-    assert package.core.CheckpointingException is CheckpointingException
-    assert theirs("mapping").ShardedTensor is ShardedTensor
+    assert package.core.CheckpointingException is dc.CheckpointingException
+    assert theirs("mapping").ShardedTensor is dc.ShardedTensor
     assert package.strategies.zarr is theirs("strategies.zarr")
     assert (
         theirs("strategies.base").LoadShardedStrategy
@@ -85,13 +76,13 @@ def test_uninstall_lets_the_next_import_find_the_real_one() -> None:
     theirs("strategies.torch")
     megatron.uninstall()
     assert theirs().theirs
-    with pytest.raises(CheckpointingException, match=r"was imported before(.|\n)*at the top"):
+    with pytest.raises(dc.CheckpointingException, match=r"was imported before(.|\n)*at the top"):
         megatron.install()
 
 
 def test_a_second_install_changes_the_arguments(tmp_path: Path) -> None:
     megatron.install()
-    with pytest.raises(StrategyNotFoundError, match="nonsense"):
+    with pytest.raises(dc.StrategyNotFoundError, match="nonsense"):
         megatron.install(backend="nonsense")
     megatron.install(backend="tensorstore")
     theirs().save({"w": shard("w", torch.ones(2))}, str(tmp_path / "a"))
@@ -176,7 +167,7 @@ def test_what_megatron_wrote_is_overwritten_once_the_plan_stands(
     (folder / "tokenizer" / "vocab.txt").write_text("kept")
     before = dc.load_plain_tensors(folder)
     overlapping = {1: shard("w", torch.ones(2)), 2: shard("w", torch.ones(2))}
-    with pytest.raises(CheckpointingException, match="Invalid access pattern"):
+    with pytest.raises(dc.CheckpointingException, match="Invalid access pattern"):
         theirs().save(overlapping, str(folder))
     assert dc.load_plain_tensors(folder).keys() == before.keys()
     theirs().save({"w": shard("w", torch.ones(2))}, str(folder))
@@ -195,7 +186,7 @@ def test_a_save_that_is_cut_off_after_the_folder_was_adopted_leaves_the_old_chec
     shutil.copytree(GOLDEN / "mc0.15.3_torch_dist", folder)
     before = dc.load_plain_tensors(folder)
     monkeypatch.setattr(Attempt, "begin", lambda *_, **__: 1 / 0)
-    with pytest.raises(CheckpointingException, match="division by zero"):
+    with pytest.raises(dc.CheckpointingException, match="division by zero"):
         theirs().save({"w": shard("w", torch.ones(2))}, str(folder))
     assert dc.load_plain_tensors(folder).keys() == before.keys()
 
@@ -214,7 +205,7 @@ def test_other_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / ".zarray").write_text("mine")
     (tmp_path / "common.pt").write_text("mine")
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(dc.CheckpointExistsError):
         theirs().save({"w": shard("w", torch.ones(2))}, str(tmp_path), ("zarr", 1))
     assert (tmp_path / "w" / ".zarray").read_text() == "mine"
     assert (tmp_path / "common.pt").read_text() == "mine"
@@ -236,14 +227,14 @@ def test_another_dtype_is_converted_and_a_partial_template_refused(tmp_path: Pat
     loaded = theirs().load({"w": shard("w", torch.zeros(4, dtype=torch.bfloat16))}, str(tmp_path))
     assert loaded["w"].dtype is torch.bfloat16
     assert loaded["w"].tolist() == [0, 1, 2, 3]
-    half = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))
-    with pytest.raises(CheckpointingException, match="Invalid access pattern"):
+    half = dc.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))
+    with pytest.raises(dc.CheckpointingException, match="Invalid access pattern"):
         theirs().load({"w": half}, str(tmp_path))
     loaded = theirs().load({"w": half}, str(tmp_path), validate_access_integrity=False)
     assert loaded["w"].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("error", [CheckpointException, CheckpointingException])
+@pytest.mark.parametrize("error", [CheckpointException, dc.CheckpointingException])
 def test_an_unexpected_key_raises_torchs_error_too(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
@@ -336,7 +327,7 @@ def test_differences_are_found() -> None:
     *_, ((path, *_, shape, other),) = diff(torch.ones(2), torch.ones(3))
     assert (path, shape, other) == ((), (2,), (3,))
     *_, ((path, *_),) = diff({"w": shard("w", torch.ones(2))}, {"w": shard("w", torch.zeros(2))})
-    assert path == ("w", ShardedTensor)
+    assert path == ("w", dc.ShardedTensor)
 
 
 def test_nests_are_mapped_and_merged(capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,12 +363,12 @@ def test_nests_are_mapped_and_merged(capsys: pytest.CaptureFixture[str]) -> None
 def test_leaves_are_taken_out_and_renamed(caplog: pytest.LogCaptureFixture) -> None:
     megatron.install()
     utils = theirs("utils")
-    factory = ShardedTensorFactory("f", torch.ones(1), lambda *_: None, sum)
+    factory = dc.ShardedTensorFactory("f", torch.ones(1), lambda *_: None, sum)
     state = {
         "t": shard("t", torch.ones(2)),
         "f": factory,
-        "o": ShardedObject("o", 1, (1,), (0,)),
-        "l": LocalNonpersistentObject(2),
+        "o": dc.ShardedObject("o", 1, (1,), (0,)),
+        "l": dc.LocalNonpersistentObject(2),
         "plain": 3,
     }
     for name, kinds in {
@@ -430,8 +421,8 @@ def test_the_state_of_an_optimizer_is_sharded_as_its_parameters() -> None:
     w, fused = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))
     adam = torch.optim.AdamW([fused, w])
     model = {
-        "w": ShardedTensor.from_rank_offsets("w", w, (0, 1, 2)),
-        "f": ShardedTensorFactory("f", fused, lambda *_: None, sum),
+        "w": dc.ShardedTensor.from_rank_offsets("w", w, (0, 1, 2)),
+        "f": dc.ShardedTensorFactory("f", fused, lambda *_: None, sum),
     }
     numbers = optimizer.get_param_id_to_sharded_param_map(model, [fused, w])
     assert {number: leaf.key for number, leaf in numbers.items()} == {0: "f", 1: "w"}
@@ -454,15 +445,15 @@ def test_each_rank_is_told_what_is_wrong_with_a_template() -> None:
     megatron.install()
     validation = theirs("validation")
     strict = validation.StrictHandling
-    halves = [ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, n, 2)) for n in (0, 1)]
+    halves = [dc.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, n, 2)) for n in (0, 1)]
     validation.validate_sharding_integrity([[halves[0]], [halves[1]]])
-    with pytest.raises(CheckpointingException, match="Invalid access pattern"):
+    with pytest.raises(dc.CheckpointingException, match="Invalid access pattern"):
         validation.validate_sharding_integrity([[halves[0]], [halves[0]]])
-    flat = ShardedTensor.from_rank_offsets_flat(
+    flat = dc.ShardedTensor.from_rank_offsets_flat(
         "f", torch.ones(2), (4,), flattened_range=slice(0, 2)
     )
     text = "Flattened ranges dont cover the whole shard ShardedTensor"
-    with pytest.raises(CheckpointingException, match=text):
+    with pytest.raises(dc.CheckpointingException, match=text):
         validation.validate_sharding_integrity([[flat]])
     stored = {"w": halves[0], "other": shard("other", torch.ones(1))}
     state = {"w": halves[0], "new": shard("new", torch.ones(1))}
@@ -472,25 +463,27 @@ def test_each_rank_is_told_what_is_wrong_with_a_template() -> None:
     assert (list(kept), missing, unexpected) == (["w"], {"other"}, {"new"})
     *_, missing, unexpected = check(state, strict.RETURN_UNEXPECTED, False, None, of_ranks, stored)
     assert (missing, unexpected) == (set(), {"new"})
-    with pytest.raises(CheckpointingException, match=r"Missing keys.*other(.|\n)*Unexpected.*new"):
+    with pytest.raises(
+        dc.CheckpointingException, match=r"Missing keys.*other(.|\n)*Unexpected.*new"
+    ):
         check(state, strict.RAISE_ALL, False, own, of_ranks, stored)
-    with pytest.raises(CheckpointingException, match="ckpt_sharded_metadata=None"):
+    with pytest.raises(dc.CheckpointingException, match="ckpt_sharded_metadata=None"):
         check(state, strict.LOG_ALL, False)
-    with pytest.raises(CheckpointingException, match="without global_metadata"):
+    with pytest.raises(dc.CheckpointingException, match="without global_metadata"):
         check(state, strict.ASSUME_OK_UNEXPECTED, True)
 
 
 def test_a_state_dict_is_sorted_out() -> None:
     megatron.install()
     preprocess = theirs("state_dict_utils")
-    empty = ShardedTensor.from_rank_offsets_flat(
+    empty = dc.ShardedTensor.from_rank_offsets_flat(
         "e", torch.ones(0), (4,), flattened_range=slice(1, 1)
     )
 
     def state_dict() -> dict[str, Any]:
         return {
-            "f": ShardedTensorFactory("f", torch.ones(2), lambda k, t, *_: [shard(k, t)], sum),
-            "l": LocalNonpersistentObject(3),
+            "f": dc.ShardedTensorFactory("f", torch.ones(2), lambda k, t, *_: [shard(k, t)], sum),
+            "l": dc.LocalNonpersistentObject(3),
             "e": empty,
             "plain": [4],
         }
@@ -499,7 +492,7 @@ def test_a_state_dict_is_sorted_out() -> None:
     assert ([*sharded], common) == (["f"], {"plain": [4]})
     state = state_dict()
     template, local, factories = preprocess.load_preprocess(state)
-    assert isinstance(state["f"], ShardedTensorFactory)
+    assert isinstance(state["f"], dc.ShardedTensorFactory)
     assert (template["f"][0].key, local) == ("f", {"l": 3})
     assert factories["f"].data is None
     assert "e" not in template
@@ -509,11 +502,7 @@ def test_a_tensor_aware_state_dict_gives_its_tensors_and_takes_them() -> None:
     megatron.install()
     kind = theirs("tensor_aware_state_dict").MCoreTensorAwareStateDict
     weight = torch.arange(3.0)
-    state = {
-        "w": shard("w", weight),
-        "o": ShardedObject("o", "rng", (1,), (0,)),
-        "step": 7,
-    }
+    state = {"w": shard("w", weight), "o": dc.ShardedObject("o", "rng", (1,), (0,)), "step": 7}
     saved, _ = kind.from_state_dict(state, algo="atomic")
     saved.copy_tensors_to_cpu()
     weight.zero_()
@@ -522,7 +511,7 @@ def test_a_tensor_aware_state_dict_gives_its_tensors_and_takes_them() -> None:
     with pytest.raises(AssertionError):
         saved.pop_tensors()
     saved.insert_tensors(tensors)
-    template = {"w": shard("w", torch.zeros(3)), "o": ShardedObject("o", None, (1,), (0,))}
+    template = {"w": shard("w", torch.zeros(3)), "o": dc.ShardedObject("o", None, (1,), (0,))}
     loaded = saved.to_state_dict(template)
     assert (loaded["w"].tolist(), loaded["o"], loaded["step"]) == ([0, 1, 2], "rng", 7)
     with pytest.raises(AssertionError):

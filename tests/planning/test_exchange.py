@@ -11,13 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dist_checkpointing import (
-    InvalidShardingError,
-    ShardedObject,
-    ShardedTensor,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning import (
@@ -53,7 +47,7 @@ def worlds(draw: st.DrawFn) -> list[list[ShardedBase]]:
             own = torch.arange(4.0) + 4 * place
             flat = slice(0, draw(st.integers(1, 4))) if draw(st.booleans()) else None
             leaves.append(
-                ShardedTensor(
+                dc.ShardedTensor(
                     key,
                     own if flat is None else own[flat],
                     torch.float32,
@@ -66,7 +60,7 @@ def worlds(draw: st.DrawFn) -> list[list[ShardedBase]]:
                 )
             )
         if draw(st.booleans()):
-            leaves.append(ShardedObject("o", 5, (1,), (0,), draw(st.integers(0, 1))))
+            leaves.append(dc.ShardedObject("o", 5, (1,), (0,), draw(st.integers(0, 1))))
         kinds.append(leaves)
     return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
 
@@ -80,13 +74,13 @@ def test_a_plan_is_what_all_rows_of_all_ranks_make_it(ranks: list[list[ShardedBa
 
             def one(comm: Comm) -> None:
                 strategy = TensorStoreSaveShardedStrategy(planner=planner())
-                save({"leaves": ranks[comm.rank]}, place, strategy, comm=comm)
+                dc.save({"leaves": ranks[comm.rank]}, place, strategy, comm=comm)
 
             try:
                 run_ranks(len(ranks), one)
-            except InvalidShardingError as error:
+            except dc.InvalidShardingError as error:
                 return str(error)
-            saved = load_plain_tensors(place)
+            saved = dc.load_plain_tensors(place)
             return {key: saved[key].tolist() for key in "abcd" if key in saved}
 
     assert outcome(DefaultSavePlanner) == outcome(SeesAllPlans) == outcome(BalancedSavePlanner)
@@ -101,13 +95,13 @@ def model(rank: int, copies: int) -> list[ShardedBase]:
         own = slice(24 * copy // copies, 24 * (copy + 1) // copies)
         pair: list[ShardedBase] = [
             shard(f"w{layer}", data, (0, place, 2), replica_id=copy),
-            ShardedTensor.from_rank_offsets_flat(
+            dc.ShardedTensor.from_rank_offsets_flat(
                 f"m{layer}", data.reshape(-1)[own], (4, 6), (0, place, 2), flattened_range=own
             ),
         ]
         # Ranks differ in which leaves come before: what they hold alike is alike all the same.
         leaves += pair[::-1] if copy % 2 else pair
-    return [*leaves, ShardedObject("rng", rank, (2 * copies,), (rank,))]
+    return [*leaves, dc.ShardedObject("rng", rank, (2 * copies,), (rank,))]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +128,7 @@ def test_what_copies_hold_is_written_once(
     def one(comm: Comm) -> int:
         written = [0]
         strategy = TensorStoreSaveShardedStrategy(planner=planner())
-        save(
+        dc.save(
             {"leaves": model(comm.rank, copies)},
             tmp_path / "c",
             strategy,
@@ -146,7 +140,7 @@ def test_what_copies_hold_is_written_once(
         return max(written)
 
     written = run_ranks(2 * copies, one)
-    saved = load_plain_tensors(tmp_path / "c")
+    saved = dc.load_plain_tensors(tmp_path / "c")
     for layer in range(3):
         whole = torch.cat([torch.full((4, 6), 10.0 * layer + place) for place in range(2)])
         assert torch.equal(saved[f"w{layer}"], whole)
@@ -158,6 +152,6 @@ def test_what_copies_hold_is_written_once(
 
 def test_a_mistake_of_all_copies_names_them(tmp_path: Path) -> None:
     """All copies say that theirs is the main one: equal tables, which are written twice."""
-    with pytest.raises(InvalidShardingError, match="6 shards hold this part") as raised:
-        run_ranks(6, lambda comm: save({"w": shard("w", torch.zeros(4))}, tmp_path, comm=comm))
+    with pytest.raises(dc.InvalidShardingError, match="6 shards hold this part") as raised:
+        run_ranks(6, lambda comm: dc.save({"w": shard("w", torch.zeros(4))}, tmp_path, comm=comm))
     assert raised.value.findings[0].ranks == (0, 1, 2, 3, 4, 5)

@@ -14,14 +14,8 @@ import torch
 import xxhash
 from hypothesis import given, strategies as st
 
+import dist_checkpointing as dc
 from damage import sealed
-from dist_checkpointing import (
-    CheckpointingException,
-    CorruptCheckpointError,
-    ShardedTensor,
-    load_plain_tensors,
-    save,
-)
 from dist_checkpointing.format import (
     FORMAT,
     FORMAT_MINOR,
@@ -203,14 +197,14 @@ def test_pieces_whose_text_is_spoilt_are_refused(flat: bytes) -> None:
     pieces = Pieces.of(1, [(box, (0, 1)), (box, (3, 4))])
     text = Index.of([StoredTensor("w", INT64, (4,), None, pieces)]).to_json()
     body = b"{" + text[text.index(b",") + 1 :].replace(b"[[0,1],[3,4]]", flat)
-    with pytest.raises(CorruptCheckpointError):
+    with pytest.raises(dc.CorruptCheckpointError):
         Index.from_json(b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:])
 
 
 def test_a_table_of_pieces_for_a_shape_is_refused() -> None:
     content = good()
     content["more"] = content["pieces"]["cut"]
-    with pytest.raises(CorruptCheckpointError, match="pieces by key"):
+    with pytest.raises(dc.CorruptCheckpointError, match="pieces by key"):
         Index.from_json(sealed(content))
 
 
@@ -229,7 +223,7 @@ RAW: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", RAW)
 def test_what_is_no_index_is_refused(name: str) -> None:
-    with pytest.raises(CorruptCheckpointError) as raised:
+    with pytest.raises(dc.CorruptCheckpointError) as raised:
         Index.from_json(RAW[name], "somewhere/index.json")
     assert "somewhere/index.json" in str(raised.value)
 
@@ -249,7 +243,7 @@ def test_any_json_in_any_place_is_refused_or_read(value: Any, data: st.DataObjec
     (content["pieces"]["cut"] if place in ("offsets", "shapes", "flat") else content)[place] = value
     try:
         index = Index.from_json(sealed(content))
-    except CheckpointingException:
+    except dc.CheckpointingException:
         return
     seen(index)
 
@@ -274,12 +268,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real checkpoint whose index is ``good()``, but for the object."""
     folder, full = tmp_path_factory.mktemp("index") / "c", torch.arange(24).reshape(4, 6)
     last = [
-        ShardedTensor("cut", full[0, a:b], full.dtype, (4,), (6,), (2,), None, flattened_range=flat)
+        dc.ShardedTensor(
+            "cut", full[0, a:b], full.dtype, (4,), (6,), (2,), None, flattened_range=flat
+        )
         for a, b, flat in ((2, 3, slice(0, 1)), (3, 6, slice(1, 4)))
     ]
-    first = ShardedTensor("cut", full[0, :2], full.dtype, (2,), (6,), (0,), None)
+    first = dc.ShardedTensor("cut", full[0, :2], full.dtype, (2,), (6,), (0,), None)
     rows = [shard("grid", full[i : i + 2], (0, i // 2, 2)) for i in (0, 2)]
-    save({"cut": [first, *last], "grid": rows}, folder, ("zarr", 2))
+    dc.save({"cut": [first, *last], "grid": rows}, folder, ("zarr", 2))
     content = json.loads((folder / INDEX_NAME).read_bytes())
     assert {**content, "checksum": 0, "objects": 0} == {**good(), "checksum": 0, "objects": 0}
     return folder
@@ -292,11 +288,11 @@ def test_a_spoilt_index_never_yields_tensors(tmp_path: Path, checkpoint: Path, n
     shutil.copytree(checkpoint, folder)
     content = good()
     (folder / INDEX_NAME).write_bytes(sealed(content))
-    assert load_plain_tensors(folder)["cut"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert dc.load_plain_tensors(folder)["cut"].tolist() == [0, 1, 2, 3, 4, 5]
     HOSTILE_LOADS[name](content)
     (folder / INDEX_NAME).write_bytes(sealed(content))
-    with pytest.raises(CheckpointingException):
-        load_plain_tensors(folder)
+    with pytest.raises(dc.CheckpointingException):
+        dc.load_plain_tensors(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"c"}
 
 
@@ -305,5 +301,5 @@ def test_a_flipped_digit_is_found() -> None:
     for place in range(len(data)):
         if data[place : place + 1].isdigit():
             flipped = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-            with pytest.raises(CorruptCheckpointError):
+            with pytest.raises(dc.CorruptCheckpointError):
                 Index.from_json(flipped)

@@ -16,16 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    InvalidShardingError,
-    ShardedObject,
-    ShardedTensor,
-    StateMismatchError,
-    load,
-    load_plain_tensors,
-    load_tensors_metadata,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Index
 from dist_checkpointing.planning import (
@@ -85,16 +76,13 @@ class SaveUnder(DefaultSavePlanner):
 @BACKENDS
 def test_save_under_another_name(tmp_path: Path, backend: tuple[str, int]) -> None:
     def one(comm: Comm) -> None:
-        state = {
-            "w": rows("weight", WEIGHT, comm),
-            "b": rows("bias", BIAS, comm),
-        }
+        state = {"w": rows("weight", WEIGHT, comm), "b": rows("bias", BIAS, comm)}
         strategy = saver(backend, SaveUnder({"weight": "decoder.weight"}))
-        save(state, tmp_path / "c", strategy, comm=comm)
+        dc.save(state, tmp_path / "c", strategy, comm=comm)
         assert state["w"].key == "weight"
 
     run_ranks(2, one)
-    saved = load_plain_tensors(tmp_path / "c")
+    saved = dc.load_plain_tensors(tmp_path / "c")
     assert saved.keys() == {"decoder.weight", "bias"}
     assert torch.equal(saved["decoder.weight"], WEIGHT)
     assert torch.equal(saved["bias"], BIAS)
@@ -102,8 +90,8 @@ def test_save_under_another_name(tmp_path: Path, backend: tuple[str, int]) -> No
 
 def test_two_keys_cannot_become_one(tmp_path: Path) -> None:
     state = {"a": shard("a", WEIGHT), "b": shard("b", WEIGHT)}
-    with pytest.raises(InvalidShardingError, match="2 shards hold this part"):
-        save(state, tmp_path / "c", saver(("zarr", 2), SaveUnder({"a": "b"})))
+    with pytest.raises(dc.InvalidShardingError, match="2 shards hold this part"):
+        dc.save(state, tmp_path / "c", saver(("zarr", 2), SaveUnder({"a": "b"})))
     assert not (tmp_path / "c").exists()
 
 
@@ -126,14 +114,14 @@ class LoadFrom(DefaultLoadPlanner):
 
 @BACKENDS
 def test_load_from_another_name(tmp_path: Path, backend: tuple[str, int]) -> None:
-    save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", backend)
+    dc.save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", backend)
 
     def one(comm: Comm) -> torch.Tensor:
         given = torch.zeros(2, 6)
         strategy = loader(backend, LoadFrom({"new.weight": "old.weight"}))
         wanted = rows("new.weight", torch.zeros(4, 6), comm)
         wanted.data = given
-        result: Any = load({"w": wanted}, tmp_path / "c", strategy, comm=comm)
+        result: Any = dc.load({"w": wanted}, tmp_path / "c", strategy, comm=comm)
         assert result["w"].data_ptr() == given.data_ptr()
         return given
 
@@ -144,17 +132,17 @@ def test_load_from_another_name(tmp_path: Path, backend: tuple[str, int]) -> Non
 def test_load_from_another_name_by_the_strategy_itself(
     tmp_path: Path, backend: tuple[str, int]
 ) -> None:
-    save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", backend)
+    dc.save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", backend)
     strategy = loader(backend, LoadFrom({"new.weight": "old.weight"}))
     result = strategy.load({"w": shard("new.weight", torch.zeros(4, 6))}, tmp_path / "c")
     assert torch.equal(result["w"], WEIGHT)
 
 
 def test_a_name_that_is_not_stored_either(tmp_path: Path) -> None:
-    save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", ("zarr", 2))
+    dc.save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", ("zarr", 2))
     strategy = Zarr3LoadShardedStrategy(planner=LoadFrom({"new.weight": "older.weight"}))
-    with pytest.raises(StateMismatchError, match=r"older\.weight|new\.weight"):
-        load({"w": shard("new.weight", torch.zeros(4, 6))}, tmp_path / "c", strategy)
+    with pytest.raises(dc.StateMismatchError, match=r"older\.weight|new\.weight"):
+        dc.load({"w": shard("new.weight", torch.zeros(4, 6))}, tmp_path / "c", strategy)
 
 
 # --- skip a key ---------------------------------------------------------------------------------
@@ -185,19 +173,16 @@ def test_save_without_some_keys(
         state = {key: rows(key, data, comm) for key in ("model.w", "cache.k", "cache.v")}
         if comm.rank == 2:
             # All that this rank holds is left out.
-            state = {
-                "w": rows("cache.k", data, comm),
-                "v": rows("cache.v", data, comm),
-            }
-        save(state, tmp_path / "c", saver(backend, SaveWithout("cache.")), comm=comm)
+            state = {"w": rows("cache.k", data, comm), "v": rows("cache.v", data, comm)}
+        dc.save(state, tmp_path / "c", saver(backend, SaveWithout("cache.")), comm=comm)
 
     caplog.set_level(logging.INFO, "dist_checkpointing")
     if world_size == 3:
-        with pytest.raises(InvalidShardingError, match=r"model\.w"):
+        with pytest.raises(dc.InvalidShardingError, match=r"model\.w"):
             run_ranks(3, one)  # the third rank's rows of model.w are really missing
         world_size = 2
     run_ranks(world_size, one)
-    saved = load_plain_tensors(tmp_path / "c")
+    saved = dc.load_plain_tensors(tmp_path / "c")
     assert saved.keys() == {"model.w"}
     assert torch.equal(saved["model.w"], data)
     assert "left out by the planner: cache.k, cache.v" in caplog.text
@@ -219,9 +204,9 @@ class LoadWithout(DefaultLoadPlanner):
 
 @BACKENDS
 def test_load_without_some_keys(tmp_path: Path, backend: tuple[str, int]) -> None:
-    save({"w": shard("w", WEIGHT), "b": shard("b", BIAS)}, tmp_path / "c", backend)
+    dc.save({"w": shard("w", WEIGHT), "b": shard("b", BIAS)}, tmp_path / "c", backend)
     wanted = {"w": shard("w", torch.full((4, 6), 7.0)), "b": shard("b", torch.full((4,), 7.0))}
-    result = load(wanted, tmp_path / "c", loader(backend, LoadWithout(["w"])))
+    result = dc.load(wanted, tmp_path / "c", loader(backend, LoadWithout(["w"])))
     assert torch.equal(result["w"], torch.full((4, 6), 7.0))
     assert torch.equal(result["b"], BIAS)
 
@@ -255,24 +240,21 @@ def test_save_in_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None
     steps = torch.arange(4)
 
     def one(comm: Comm) -> None:
-        state = {
-            "w": rows("w", WEIGHT, comm),
-            "steps": rows("steps", steps, comm),
-        }
-        state["f"] = ShardedTensor.from_rank_offsets_flat(
+        state = {"w": rows("w", WEIGHT, comm), "steps": rows("steps", steps, comm)}
+        state["f"] = dc.ShardedTensor.from_rank_offsets_flat(
             "f",
             WEIGHT.reshape(-1)[5 * comm.rank : 5 + 19 * comm.rank],
             (4, 6),
             flattened_range=slice(5 * comm.rank, 5 + 19 * comm.rank),
         )
-        save(state, tmp_path / "c", saver(backend, SaveAsBfloat16()), comm=comm)
+        dc.save(state, tmp_path / "c", saver(backend, SaveAsBfloat16()), comm=comm)
         assert state["w"].dtype == torch.float32
 
     run_ranks(2, one)
-    listed = load_tensors_metadata(tmp_path / "c")
+    listed = dc.load_tensors_metadata(tmp_path / "c")
     assert listed["w"].dtype == listed["f"].dtype == torch.bfloat16
     assert listed["steps"].dtype == torch.int64
-    saved = load_plain_tensors(tmp_path / "c")
+    saved = dc.load_plain_tensors(tmp_path / "c")
     assert torch.equal(saved["w"], WEIGHT.to(torch.bfloat16))
     assert torch.equal(saved["f"], WEIGHT.to(torch.bfloat16))
     assert torch.equal(saved["steps"], steps)
@@ -281,11 +263,11 @@ def test_save_in_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None
 @BACKENDS
 def test_load_into_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
     """For this no planner is needed: ``cast`` says that the difference is meant."""
-    save({"w": shard("w", WEIGHT)}, tmp_path / "c", saver(backend, SaveAsBfloat16()))
+    dc.save({"w": shard("w", WEIGHT)}, tmp_path / "c", saver(backend, SaveAsBfloat16()))
     wanted = {"w": shard("w", torch.zeros(4, 6))}
-    with pytest.raises(StateMismatchError, match="dtype differs"):
-        load(wanted, tmp_path / "c")
-    result = load(wanted, tmp_path / "c", cast="widen")
+    with pytest.raises(dc.StateMismatchError, match="dtype differs"):
+        dc.load(wanted, tmp_path / "c")
+    result = dc.load(wanted, tmp_path / "c", cast="widen")
     assert torch.equal(result["w"], WEIGHT.to(torch.bfloat16).float())
 
 
@@ -302,12 +284,12 @@ class LoadScaled(DefaultLoadPlanner):
 
 @BACKENDS
 def test_change_values_while_loading(tmp_path: Path, backend: tuple[str, int]) -> None:
-    save({"w": shard("w", WEIGHT)}, tmp_path / "c", backend)
+    dc.save({"w": shard("w", WEIGHT)}, tmp_path / "c", backend)
 
     def one(comm: Comm) -> Any:
         strategy = loader(backend, LoadScaled())
         wanted = {"w": rows("w", torch.zeros(4, 6), comm)}
-        return load(wanted, tmp_path / "c", strategy, comm=comm)["w"]
+        return dc.load(wanted, tmp_path / "c", strategy, comm=comm)["w"]
 
     assert torch.equal(torch.cat(run_ranks(4, one)), WEIGHT * 10)
 
@@ -324,10 +306,10 @@ def test_a_method_may_be_put_on_the_planner_itself(tmp_path: Path) -> None:
         DefaultLoadPlanner.acquire_tensor(to_load, item).div_(2)
 
     to_save.get_data, to_load.apply_tensor = doubled, halved  # type: ignore[method-assign]
-    save({"w": shard("w", WEIGHT)}, tmp_path / "c", saver(("zarr", 2), to_save))
+    dc.save({"w": shard("w", WEIGHT)}, tmp_path / "c", saver(("zarr", 2), to_save))
     wanted = {"w": shard("w", torch.zeros(4, 6))}
-    assert torch.equal(load(wanted, tmp_path / "c")["w"], WEIGHT * 2)
-    result = load(wanted, tmp_path / "c", loader(("zarr", 2), to_load))
+    assert torch.equal(dc.load(wanted, tmp_path / "c")["w"], WEIGHT * 2)
+    result = dc.load(wanted, tmp_path / "c", loader(("zarr", 2), to_load))
     assert torch.equal(result["w"], WEIGHT)
 
 
@@ -339,12 +321,12 @@ def test_objects_can_be_renamed_and_skipped_too(tmp_path: Path, backend: tuple[s
     """Where the backend stores ShardedObjects itself, they are items like any other."""
 
     def objects() -> dict[str, Any]:
-        return {key: ShardedObject(key, [key], (1,), (0,)) for key in ("rng", "log.a")}
+        return {key: dc.ShardedObject(key, [key], (1,), (0,)) for key in ("rng", "log.a")}
 
-    save(objects(), tmp_path / "a", saver(backend, SaveUnder({"rng": "random"})))
-    wanted = {"rng": ShardedObject("random", None, (1,), (0,))}
-    assert load(wanted, tmp_path / "a") == {"rng": ["rng"]}
-    save(objects(), tmp_path / "b", saver(backend, SaveWithout("log.")))
-    with pytest.raises(StateMismatchError, match=r"log\.a"):
-        load(objects(), tmp_path / "b")
-    assert load({"rng": objects()["rng"]}, tmp_path / "b") == {"rng": ["rng"]}
+    dc.save(objects(), tmp_path / "a", saver(backend, SaveUnder({"rng": "random"})))
+    wanted = {"rng": dc.ShardedObject("random", None, (1,), (0,))}
+    assert dc.load(wanted, tmp_path / "a") == {"rng": ["rng"]}
+    dc.save(objects(), tmp_path / "b", saver(backend, SaveWithout("log.")))
+    with pytest.raises(dc.StateMismatchError, match=r"log\.a"):
+        dc.load(objects(), tmp_path / "b")
+    assert dc.load({"rng": objects()["rng"]}, tmp_path / "b") == {"rng": ["rng"]}

@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    InvalidShardingError,
-    PlanCache,
-    ShardedObject,
-    ShardedTensor,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
@@ -33,7 +26,7 @@ State = dict[str, Any]
 
 
 def state(rank: int, step: int = 0) -> State:
-    def rows(key: str, count: int) -> ShardedTensor:
+    def rows(key: str, count: int) -> dc.ShardedTensor:
         data = torch.full((count, 4), float(10 * step + rank))
         return shard(key, data, (0, rank, WORLD))
 
@@ -41,7 +34,7 @@ def state(rank: int, step: int = 0) -> State:
         "a": rows("a", 2),
         "b": rows("b", 5),
         "norm": shard("norm", torch.full((3,), float(step)), replica_id=rank),
-        "rng": ShardedObject("rng", step, (WORLD,), (rank,)),
+        "rng": dc.ShardedObject("rng", step, (WORLD,), (rank,)),
     }
 
 
@@ -73,11 +66,11 @@ def reorder(own: State, _rank: int) -> None:
 def save_all(
     folder: Path,
     make: Callable[[int], State],
-    caches: Sequence[PlanCache | None],
+    caches: Sequence[dc.PlanCache | None],
     backend: str = "tensorstore",
 ) -> None:
     def save_rank(comm: Comm) -> None:
-        save(make(comm.rank), folder, backend, comm=comm, plan_cache=caches[comm.rank])
+        dc.save(make(comm.rank), folder, backend, comm=comm, plan_cache=caches[comm.rank])
 
     run_ranks(len(caches), save_rank)
 
@@ -99,11 +92,11 @@ def test_new_values_are_saved_with_the_old_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     planned = count_plans(monkeypatch)
-    caches = [PlanCache() for _ in range(WORLD)]
+    caches = [dc.PlanCache() for _ in range(WORLD)]
     for step in range(3):
         save_all(tmp_path / str(step), partial(state, step=step), caches, backend)
         assert len(planned) == WORLD  # the first save only
-        loaded = load_plain_tensors(tmp_path / str(step))
+        loaded = dc.load_plain_tensors(tmp_path / str(step))
         for rank in range(WORLD):
             assert (loaded["b"][5 * rank : 5 * rank + 5] == 10 * step + rank).all()
         assert (loaded["norm"] == step).all()
@@ -128,7 +121,7 @@ Change = Callable[[State, int], None]
 def test_any_change_on_any_one_rank_is_noticed(tmp_path: Path, change: Change, rank: int) -> None:
     """What a save does with a cache from before the change, it does without one."""
 
-    def outcome(folder: Path, caches: Sequence[PlanCache | None]) -> Any:
+    def outcome(folder: Path, caches: Sequence[dc.PlanCache | None]) -> Any:
         def changed(own_rank: int) -> State:
             own = state(own_rank, 1)
             if own_rank == rank:
@@ -139,16 +132,16 @@ def test_any_change_on_any_one_rank_is_noticed(tmp_path: Path, change: Change, r
             save_all(folder, changed, caches)
         except Exception as error:  # noqa: BLE001 - to be compared with the other one
             return type(error), str(error).replace(str(folder), "")
-        tensors = load_plain_tensors(folder)
+        tensors = dc.load_plain_tensors(folder)
         return {key: value.tolist() for key, value in tensors.items()}
 
-    caches = [PlanCache() for _ in range(WORLD)]
+    caches = [dc.PlanCache() for _ in range(WORLD)]
     save_all(tmp_path / "first", state, caches)
     assert outcome(tmp_path / "cached", caches) == outcome(tmp_path / "fresh", [None] * WORLD)
 
 
-FIELDS: dict[type[ShardedTensor | ShardedObject], dict[str, Any]] = {
-    ShardedTensor: {
+FIELDS: dict[type[dc.ShardedTensor | dc.ShardedObject], dict[str, Any]] = {
+    dc.ShardedTensor: {
         "key": "b",
         "data": torch.ones(2, 4, dtype=torch.float64),
         "dtype": torch.float64,
@@ -161,7 +154,7 @@ FIELDS: dict[type[ShardedTensor | ShardedObject], dict[str, Any]] = {
         "allow_shape_mismatch": True,
         "flattened_range": slice(0, 4),
     },
-    ShardedObject: {"key": "b", "global_shape": (3,), "global_offset": (1,), "replica_id": 1},
+    dc.ShardedObject: {"key": "b", "global_shape": (3,), "global_offset": (1,), "replica_id": 1},
 }
 
 
@@ -172,38 +165,38 @@ def test_every_field_of_a_leaf_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str
 ) -> None:
     assert {field.name for field in fields(kind)} - FIELDS[kind].keys() <= {"data"}
-    if kind is ShardedTensor:
+    if kind is dc.ShardedTensor:
         leaves: list[Any] = [shard("a", torch.ones(2, 4), (0, i, 2)) for i in range(2)]
     else:
-        leaves = [ShardedObject("a", i, (2,), (i,)) for i in range(2)]
+        leaves = [dc.ShardedObject("a", i, (2,), (i,)) for i in range(2)]
     planned = count_plans(monkeypatch)
-    cache = PlanCache()
+    cache = dc.PlanCache()
 
     for number in range(3):
         if number == 2:
             setattr(leaves[0], name, FIELDS[kind][name])
-        with suppress(InvalidShardingError):
-            save({"leaves": leaves}, tmp_path / str(number), plan_cache=cache)
+        with suppress(dc.InvalidShardingError):
+            dc.save({"leaves": leaves}, tmp_path / str(number), plan_cache=cache)
         assert len(planned) == 1 + (number == 2)
 
 
 def test_a_list_that_is_changed_in_place_is_noticed(tmp_path: Path) -> None:
-    cache = PlanCache()
-    own = {"a": ShardedTensor("a", torch.ones(2), torch.float32, (2,), (4,), (0,), None)}
+    cache = dc.PlanCache()
+    own = {"a": dc.ShardedTensor("a", torch.ones(2), torch.float32, (2,), (4,), (0,), None)}
     own["a"].global_offset = [0]  # type: ignore[assignment]  # the constructor makes tuples
-    other = {"a": ShardedTensor("a", torch.zeros(2), torch.float32, (2,), (4,), (2,), None)}
+    other = {"a": dc.ShardedTensor("a", torch.zeros(2), torch.float32, (2,), (4,), (2,), None)}
     both = {"x": own["a"], "y": other["a"]}
-    save(both, tmp_path / "1", plan_cache=cache)
+    dc.save(both, tmp_path / "1", plan_cache=cache)
     own["a"].global_offset[0], other["a"].global_offset = 2, (0,)  # type: ignore[index]
-    save(both, tmp_path / "2", plan_cache=cache)
-    assert load_plain_tensors(tmp_path / "1")["a"].tolist() == [1, 1, 0, 0]
-    assert load_plain_tensors(tmp_path / "2")["a"].tolist() == [0, 0, 1, 1]
+    dc.save(both, tmp_path / "2", plan_cache=cache)
+    assert dc.load_plain_tensors(tmp_path / "1")["a"].tolist() == [1, 1, 0, 0]
+    assert dc.load_plain_tensors(tmp_path / "2")["a"].tolist() == [0, 0, 1, 1]
 
 
 def test_caches_that_do_not_belong_together_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caches = [[PlanCache() for _ in range(2)] for _ in range(2)]
+    caches = [[dc.PlanCache() for _ in range(2)] for _ in range(2)]
 
     def whole(rank: int, writer: int) -> State:
         replica = 0 if rank == writer else 1
@@ -214,16 +207,16 @@ def test_caches_that_do_not_belong_together_are_not_used(
         save_all(tmp_path / f"of {writer}", partial(whole, writer=writer), caches[writer])
     planned = count_plans(monkeypatch)
     # Rank 0 is as in the first save, where it wrote; so is rank 1 as in the second: both write.
-    with pytest.raises(InvalidShardingError, match="w"):
+    with pytest.raises(dc.InvalidShardingError, match="w"):
         save_all(tmp_path / "mixed", lambda rank: whole(rank, rank), [caches[0][0], caches[1][1]])
     assert len(planned) == 2
 
 
 def test_ranks_without_a_cache_and_ranks_with_one_save_together(tmp_path: Path) -> None:
-    caches = [PlanCache(), None, None]
+    caches = [dc.PlanCache(), None, None]
     for step in range(2):
         save_all(tmp_path / str(step), partial(state, step=step), caches)
-    assert (load_plain_tensors(tmp_path / "1")["norm"] == 1).all()
+    assert (dc.load_plain_tensors(tmp_path / "1")["norm"] == 1).all()
 
 
 def test_a_planner_of_the_user_plans_every_time(tmp_path: Path) -> None:
@@ -235,18 +228,18 @@ def test_a_planner_of_the_user_plans_every_time(tmp_path: Path) -> None:
             return super().build_local_plan()
 
     strategy = TensorStoreSaveShardedStrategy(planner=Renaming())
-    cache = PlanCache()
+    cache = dc.PlanCache()
     for step in range(2):
         leaf = shard("w", torch.ones(2))
-        save({"w": leaf}, tmp_path / str(step), strategy, plan_cache=cache)
+        dc.save({"w": leaf}, tmp_path / str(step), strategy, plan_cache=cache)
     assert Renaming.plans == 2
 
 
 def test_a_cache_keeps_no_values_alive(tmp_path: Path) -> None:
-    cache = PlanCache()
+    cache = dc.PlanCache()
     data = torch.ones(4)
     seen = weakref.ref(data)
-    save({"w": shard("w", data)}, tmp_path, plan_cache=cache)
+    dc.save({"w": shard("w", data)}, tmp_path, plan_cache=cache)
     del data
     gc.collect()
     assert seen() is None

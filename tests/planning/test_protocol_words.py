@@ -13,15 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp, planner as dcp_planner
 
-from dist_checkpointing import (
-    CheckpointingException,
-    InvalidShardingError,
-    ShardedObject,
-    StateMismatchError,
-    load,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box, Index, Pieces, SealedFile, StoredTensor, Window
 from dist_checkpointing.mapping import tensor_memory
@@ -118,10 +110,12 @@ CHUNK = {"offsets": (0,), "sizes": (4,)}
     ],
 )
 def test_tensor_data_that_is_not_usable(given: Any, said: str) -> None:
-    with pytest.raises(CheckpointingException) as raised:
+    with pytest.raises(dc.CheckpointingException) as raised:
         WriteItem(MetadataIndex("w", (0,)), WriteItemType.TENSOR, tensor_data=given)
     assert said in str(raised.value)
-    with pytest.raises(InvalidShardingError, match="'w': a tensor needs it, and bytes have none"):
+    with pytest.raises(
+        dc.InvalidShardingError, match="'w': a tensor needs it, and bytes have none"
+    ):
         WriteItem(WHERE, WriteItemType.BYTE_IO, tensor_data=DATA)
 
 
@@ -193,7 +187,7 @@ def test_the_chunks_of_items_are_found() -> None:
     plan = LoadPlan([item("grid", (0, 0), (0, 0), (1, 6), dest_index=wrong)])
     assert user_planner.placed(plan, INDEX, LEAVES).items[0].dest_index.index == 1
     where = MetadataIndex("o")
-    leaves = [ShardedObject("o", None, (1,), (0,))]
+    leaves = [dc.ShardedObject("o", None, (1,), (0,))]
     plan = LoadPlan([ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)])
     (cell,) = user_planner.placed(plan, INDEX, leaves).items
     assert (cell.storage_index, cell.dest_index.index) == (MetadataIndex("o", (0,)), 0)
@@ -219,7 +213,7 @@ def test_the_chunks_of_items_are_found() -> None:
     ],
 )
 def test_items_that_read_what_is_not_there(read: ReadItem, said: str) -> None:
-    with pytest.raises(StateMismatchError) as raised:
+    with pytest.raises(dc.StateMismatchError) as raised:
         user_planner.placed(LoadPlan([read, item("nor this", (0,), (0,), (1,))]), INDEX, LEAVES)
     assert said in str(raised.value)
     assert "'nor this': not in the checkpoint" in str(raised.value)
@@ -236,7 +230,7 @@ def test_items_that_read_what_is_not_there(read: ReadItem, said: str) -> None:
     ],
 )
 def test_items_that_say_too_little(changes: Any) -> None:
-    with pytest.raises(InvalidShardingError, match="'grid': a ReadItem lacks a usable"):
+    with pytest.raises(dc.InvalidShardingError, match="'grid': a ReadItem lacks a usable"):
         item("grid", (0, 0), (0, 0), (1, 6), **changes)
 
 
@@ -313,7 +307,7 @@ def test_configure_planner_takes_what_the_constructor_takes() -> None:
     planner.configure_planner({}, True, 0, True, False)
     assert (planner.remove_redundancy, planner.save_to_minimum_rank) == (True, False)
     DefaultSavePlanner().configure_planner({}, True, 0, True, False)
-    with pytest.raises(CheckpointingException, match="Use BalancedSavePlanner"):
+    with pytest.raises(dc.CheckpointingException, match="Use BalancedSavePlanner"):
         DefaultSavePlanner().configure_planner({}, save_to_minimum_rank=True)
 
 
@@ -326,9 +320,9 @@ def test_a_planner_need_not_know_the_layout(tmp_path: Path) -> None:
 
     planner = Named()
     data = torch.arange(9 << 20, dtype=torch.int32).reshape(9, -1)  # more than a chunk otherwise
-    save({"w": shard("w", data)}, tmp_path / "c", ZarrSaveShardedStrategy(planner=planner))
+    dc.save({"w": shard("w", data)}, tmp_path / "c", ZarrSaveShardedStrategy(planner=planner))
     assert isinstance(planner.layout, WholeShardLayout)
-    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], data)
+    assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], data)
 
 
 def test_items_without_a_hint_find_their_leaf(tmp_path: Path) -> None:
@@ -347,22 +341,22 @@ def test_items_without_a_hint_find_their_leaf(tmp_path: Path) -> None:
                 shard("b", FULL[half * 2 :][:2], (0, half, 2), replica_id=comm.rank)
                 for half in (1, 0)
             ],
-            "o": ShardedObject("o", comm.rank, (2,), (comm.rank,)),
+            "o": dc.ShardedObject("o", comm.rank, (2,), (comm.rank,)),
         }
-        save(state, tmp_path / "c", TensorStoreSaveShardedStrategy(planner=Forgets()), comm=comm)
+        dc.save(state, tmp_path / "c", TensorStoreSaveShardedStrategy(planner=Forgets()), comm=comm)
 
     run_ranks(2, one)
-    found = load_plain_tensors(tmp_path / "c")
+    found = dc.load_plain_tensors(tmp_path / "c")
     assert torch.equal(found["a"], torch.cat([FULL, FULL + 1]))
     assert torch.equal(found["b"], FULL)
-    cells = {"o": [ShardedObject("o", None, (2,), (rank,)) for rank in range(2)]}
-    assert load(cells, tmp_path / "c")["o"] == [0, 1]
+    cells = {"o": [dc.ShardedObject("o", None, (2,), (rank,)) for rank in range(2)]}
+    assert dc.load(cells, tmp_path / "c")["o"] == [0, 1]
 
 
 def test_an_item_that_nobody_holds() -> None:
     planner = DefaultSavePlanner()
     planner.configure_planner({("w",): shard("w", FULL)})  # type: ignore[dict-item]
-    with pytest.raises(InvalidShardingError, match="'v': no leaf of this rank holds this item"):
+    with pytest.raises(dc.InvalidShardingError, match="'v': no leaf of this rank holds this item"):
         planner.get_data(WriteItem(MetadataIndex("v", (2, 0)), WriteItemType.TENSOR, DATA))
 
 
@@ -380,8 +374,8 @@ def test_a_global_plan_is_checked(tmp_path: Path, plans: Any, metadata: Any, sai
             return all_plans if plans is None else plans, metadata
 
     strategy = TensorStoreSaveShardedStrategy(planner=Wrong())
-    with pytest.raises(CheckpointingException, match=said):
-        save({"w": shard("w", FULL)}, tmp_path / "c", strategy)
+    with pytest.raises(dc.CheckpointingException, match=said):
+        dc.save({"w": shard("w", FULL)}, tmp_path / "c", strategy)
 
 
 class TakesBytes(DefaultLoadPlanner):
@@ -402,24 +396,23 @@ class TakesObjects(DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize(
-    ("planner", "found"),
-    [(TakesBytes, "apply"), (LoadsBytes, "load"), (TakesObjects, "object")],
+    ("planner", "found"), [(TakesBytes, "apply"), (LoadsBytes, "load"), (TakesObjects, "object")]
 )
 def test_bytes_for_those_that_ask_for_them(tmp_path: Path, planner: Any, found: str) -> None:
-    save({"o": ShardedObject("o", {"a": 1}, (1,), (0,))}, tmp_path / "c")
-    wanted = {"o": ShardedObject("o", None, (1,), (0,))}
+    dc.save({"o": dc.ShardedObject("o", {"a": 1}, (1,), (0,))}, tmp_path / "c")
+    wanted = {"o": dc.ShardedObject("o", None, (1,), (0,))}
     strategy = TensorStoreLoadShardedStrategy(planner=planner())
-    assert load(wanted, tmp_path / "c", strategy) == {"o": [found, {"a": 1}]}
+    assert dc.load(wanted, tmp_path / "c", strategy) == {"o": [found, {"a": 1}]}
 
 
 def test_bytes_are_not_unpickled_without_trust() -> None:
-    planner, leaf = DefaultLoadPlanner(), ShardedObject("o", None, (1,), (0,))
+    planner, leaf = DefaultLoadPlanner(), dc.ShardedObject("o", None, (1,), (0,))
     planner.configure_planner({("o",): leaf}, Metadata())
     where = MetadataIndex("o", (0,), 0)
     read = ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)
     stream = io.BytesIO()
     torch.save(Part(1, 2, 3), stream)
     stream.seek(0)
-    with pytest.raises(CheckpointingException, match="'o': cannot be unpickled without trust"):
+    with pytest.raises(dc.CheckpointingException, match="'o': cannot be unpickled without trust"):
         planner.load_bytes(read, stream)
     assert leaf.data is None

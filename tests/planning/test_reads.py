@@ -253,10 +253,7 @@ def grid_shards(index: Index, counts: Ints) -> Iterator[ShardedTensor]:
         yield shard_of(index["w"], Box(offset, extents))
 
 
-@pytest.mark.parametrize(
-    ("stored", "wanted"),
-    [((64, 1), (1, 4096)), ((96, 1), (64, 1))],
-)
+@pytest.mark.parametrize(("stored", "wanted"), [((64, 1), (1, 4096)), ((96, 1), (64, 1))])
 def test_thousands_of_ranks_that_do_not_exist(stored: Ints, wanted: Ints) -> None:
     """Bytes planned are bytes needed, for ranks all over a world of 4096."""
     shape = (24576, 16384)

@@ -12,17 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dist_checkpointing import (
-    CheckpointManager,
-    InvalidShardingError,
-    PlanCache,
-    ReplicaCheck,
-    ShardedObject,
-    ShardedTensor,
-    async_save,
-    load,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import replica_check
@@ -45,32 +35,32 @@ def place(comm: Comm) -> tuple[int, int]:
     return comm.rank % PARTS, comm.rank // PARTS
 
 
-def grid(full: torch.Tensor, comm: Comm) -> ShardedTensor:
+def grid(full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
     part, replica = place(comm)
     return shard("w", full.chunk(PARTS)[part].clone(), (0, part, PARTS), replica_id=replica)
 
 
-def columns(full: torch.Tensor, comm: Comm) -> ShardedTensor:
+def columns(full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
     part, replica = place(comm)
     # As a view of other memory: its own is not contiguous.
     own = full.clone().chunk(PARTS, 1)[part]
     return shard("w", own, (1, part, PARTS), replica_id=(0, replica))
 
 
-def uneven(full: torch.Tensor, comm: Comm) -> ShardedTensor:
+def uneven(full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
     part, replica = place(comm)
     bounds = [0, 1, 4, 6, 8]
     own = full[bounds[part] : bounds[part + 1]].clone()
     shape, offset = tuple(own.shape), (bounds[part], 0)
-    return ShardedTensor("w", own, own.dtype, shape, tuple(full.shape), offset, None, replica)
+    return dc.ShardedTensor("w", own, own.dtype, shape, tuple(full.shape), offset, None, replica)
 
 
-def flattened(full: torch.Tensor, comm: Comm) -> ShardedTensor:
+def flattened(full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
     part, replica = place(comm)
     size = full.numel()
     bounds = [0, size // 3, size // 2, size - 5, size]
     begin, end = bounds[part], bounds[part + 1]
-    return ShardedTensor.from_rank_offsets_flat(
+    return dc.ShardedTensor.from_rank_offsets_flat(
         "w",
         full.reshape(-1)[begin:end].clone(),
         tuple(full.shape),
@@ -79,17 +69,17 @@ def flattened(full: torch.Tensor, comm: Comm) -> ShardedTensor:
     )
 
 
-def layered(full: torch.Tensor, comm: Comm) -> ShardedTensor:
+def layered(full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
     part, replica = place(comm)
     own = full[2 * part].clone()
     return shard("w", own, (0, part, PARTS), prepend_axis_num=1, replica_id=replica)
 
 
-def scalar(full: torch.Tensor, comm: Comm) -> ShardedTensor:
+def scalar(full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
     return shard("w", full.reshape(-1)[0].clone(), replica_id=comm.rank)
 
 
-KINDS: list[Callable[[torch.Tensor, Comm], ShardedTensor]] = [
+KINDS: list[Callable[[torch.Tensor, Comm], dc.ShardedTensor]] = [
     grid,
     columns,
     uneven,
@@ -112,7 +102,7 @@ def flip(values: torch.Tensor, bit: int) -> None:
 
 
 def with_one_flip(
-    kind: Callable[[torch.Tensor, Comm], ShardedTensor], dtype: torch.dtype, rank: int, bit: int
+    kind: Callable[[torch.Tensor, Comm], dc.ShardedTensor], dtype: torch.dtype, rank: int, bit: int
 ) -> Callable[[Comm], dict[str, Any]]:
     def state(comm: Comm) -> dict[str, Any]:
         own = kind(of_dtype(dtype), comm)
@@ -120,7 +110,7 @@ def with_one_flip(
             assert own.data is not None
             flip(own.data, bit)
         other = shard("other", torch.arange(6.0), replica_id=comm.rank)
-        cell = ShardedObject("rng", comm.rank, (RANKS,), (comm.rank,))
+        cell = dc.ShardedObject("rng", comm.rank, (RANKS,), (comm.rank,))
         return {"w": own, "other": other, "rng": cell, "step": 3}
 
     return state
@@ -131,9 +121,9 @@ def with_one_flip(
 def test_one_flipped_bit_is_found_and_nothing_written(tmp_path: Path, kind: Any, row: Any) -> None:
     bit = 0 if row.name == "bool" else 8 * row.itemsize - 1
     state = with_one_flip(kind, row.torch, 6, bit)
-    with pytest.raises(InvalidShardingError, match="replicas hold different values") as caught:
+    with pytest.raises(dc.InvalidShardingError, match="replicas hold different values") as caught:
         run_ranks(
-            RANKS, lambda c: save(state(c), tmp_path / "c", comm=c, replicas=ReplicaCheck.ALL)
+            RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
         )
     (finding,) = caught.value.findings
     agreeing = [2, 10, 14] if kind is not scalar else [r for r in range(RANKS) if r != 6]
@@ -154,19 +144,19 @@ def test_equal_replicas_are_saved(tmp_path: Path, backend: tuple[str, int]) -> N
     state = with_one_flip(grid, torch.float32, -1, 0)
 
     def run(comm: Comm) -> None:
-        for check in ReplicaCheck:
-            save(state(comm), tmp_path / check.value, backend, comm=comm, replicas=check)
+        for check in dc.ReplicaCheck:
+            dc.save(state(comm), tmp_path / check.value, backend, comm=comm, replicas=check)
 
     run_ranks(RANKS, run)
-    whole = load({"w": shard("w", torch.zeros(8, 16))}, tmp_path / "all")
+    whole = dc.load({"w": shard("w", torch.zeros(8, 16))}, tmp_path / "all")
     assert torch.equal(whole["w"].view(torch.uint8), FULL)
 
 
 def test_the_lowest_rank_may_be_the_wrong_one(tmp_path: Path) -> None:
     state = with_one_flip(grid, torch.float32, 2, 31)
-    with pytest.raises(InvalidShardingError) as caught:
+    with pytest.raises(dc.InvalidShardingError) as caught:
         run_ranks(
-            RANKS, lambda c: save(state(c), tmp_path / "c", comm=c, replicas=ReplicaCheck.ALL)
+            RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
         )
     (finding,) = caught.value.findings
     assert finding.found == "other values on rank 2"
@@ -186,9 +176,9 @@ def test_several_parts_and_ranks_at_once(tmp_path: Path) -> None:
             norm.data += 1
         return {"w": own, "norm": norm}
 
-    with pytest.raises(InvalidShardingError) as caught:
+    with pytest.raises(dc.InvalidShardingError) as caught:
         run_ranks(
-            RANKS, lambda c: save(state(c), tmp_path / "c", comm=c, replicas=ReplicaCheck.ALL)
+            RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
         )
     norm, weight = sorted(caught.value.findings, key=lambda finding: finding.key or "")
     assert norm.expected == "as on ranks 0, 1, 2, 3, 4, 5, 6, 7"
@@ -201,8 +191,8 @@ def test_warned_of_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     state = with_one_flip(grid, torch.float32, 6, 31)
 
     def run(comm: Comm) -> None:
-        options: Any = {"replicas": ReplicaCheck.ALL, "on_replica_mismatch": "warn"}
-        with CheckpointManager(tmp_path / "run", comm=comm, **options) as manager:
+        options: Any = {"replicas": dc.ReplicaCheck.ALL, "on_replica_mismatch": "warn"}
+        with dc.CheckpointManager(tmp_path / "run", comm=comm, **options) as manager:
             manager.save(1, state(comm))
             manager.async_save(2, state(comm))
 
@@ -217,18 +207,18 @@ def test_warned_of_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 def test_one_rank_may_hold_both_replicas(tmp_path: Path, num_ranks: int, wrong: int | None) -> None:
     def run(comm: Comm) -> None:
         leaves = [shard("w", torch.zeros(4), replica_id=(comm.rank, n)) for n in range(2)]
-        save({"leaves": leaves}, tmp_path / "same", comm=comm, replicas=ReplicaCheck.ALL)
+        dc.save({"leaves": leaves}, tmp_path / "same", comm=comm, replicas=dc.ReplicaCheck.ALL)
         if comm.rank == num_ranks - 1 and wrong is not None:
             data = leaves[wrong].data
             assert data is not None
             flip(data, 3)
         # The second save knows the copies, and sends the digests with the tables.
-        save({"leaves": leaves}, tmp_path / "c", comm=comm, replicas=ReplicaCheck.ALL)
+        dc.save({"leaves": leaves}, tmp_path / "c", comm=comm, replicas=dc.ReplicaCheck.ALL)
 
     if wrong is None:
         run_ranks(num_ranks, run)
         return
-    with pytest.raises(InvalidShardingError, match="replicas hold different values") as caught:
+    with pytest.raises(dc.InvalidShardingError, match="replicas hold different values") as caught:
         run_ranks(num_ranks, run)
     (finding,) = caught.value.findings
     assert finding.key == "w"
@@ -244,11 +234,11 @@ def test_asynchronous_saves_raise_before_they_return(tmp_path: Path, capture: An
     state = with_one_flip(grid, torch.float32, 6, 31)
 
     def run(comm: Comm) -> None:
-        async_save(
-            state(comm), tmp_path / "c", comm=comm, replicas=ReplicaCheck.ALL, capture=capture
+        dc.async_save(
+            state(comm), tmp_path / "c", comm=comm, replicas=dc.ReplicaCheck.ALL, capture=capture
         )
 
-    with pytest.raises(InvalidShardingError, match="other values on rank 6"):
+    with pytest.raises(dc.InvalidShardingError, match="other values on rank 6"):
         run_ranks(RANKS, run)
     assert not (tmp_path / "c").exists()
 
@@ -258,22 +248,22 @@ def test_with_a_plan_cache_and_parallel_saves(tmp_path: Path) -> None:
     full = FULL.view(torch.float32)
 
     def run(comm: Comm) -> None:
-        cache, own = PlanCache(), grid(full, comm)
+        cache, own = dc.PlanCache(), grid(full, comm)
         assert own.data is not None
         strategy = FullyParallelSaveStrategyWrapper(TensorStoreSaveShardedStrategy())
         for step in range(3):
             if step == 2 and comm.rank == 15:
                 flip(own.data, 3)
-            save(
+            dc.save(
                 {"w": own},
                 tmp_path / str(step),
                 strategy,
                 comm=comm,
                 plan_cache=cache,
-                replicas=ReplicaCheck.ALL,
+                replicas=dc.ReplicaCheck.ALL,
             )
 
-    with pytest.raises(InvalidShardingError, match="other values on rank 15"):
+    with pytest.raises(dc.InvalidShardingError, match="other values on rank 15"):
         run_ranks(RANKS, run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
@@ -291,8 +281,10 @@ def test_samples_look_at_everything_in_turn(tmp_path: Path, size: int) -> None:
         found = []
         for number in range(2 * SAMPLES):
             try:
-                save(own, tmp_path / "c", comm=comm, overwrite=True, replicas=ReplicaCheck.SAMPLE)
-            except InvalidShardingError:
+                dc.save(
+                    own, tmp_path / "c", comm=comm, overwrite=True, replicas=dc.ReplicaCheck.SAMPLE
+                )
+            except dc.InvalidShardingError:
                 found.append(number)
         return found
 
@@ -317,16 +309,18 @@ def test_what_one_rank_holds_is_not_digested(
         own = shard("own", torch.ones(3), (0, comm.rank, RANKS))
         return {"own": own, "all": shard("all", torch.ones(5), replica_id=comm.rank)}
 
-    run_ranks(RANKS, lambda c: save(state(c), tmp_path / "c", comm=c, replicas=ReplicaCheck.ALL))
+    run_ranks(
+        RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
+    )
     assert digested == [5] * RANKS
 
 
 def test_what_has_no_main_replica_is_refused_as_ever(tmp_path: Path) -> None:
     def run(comm: Comm) -> None:
         own = shard("w", torch.ones(4, 4), (0, comm.rank, 2), replica_id=1)
-        save({"w": own}, tmp_path / "c", comm=comm, replicas=ReplicaCheck.ALL)
+        dc.save({"w": own}, tmp_path / "c", comm=comm, replicas=dc.ReplicaCheck.ALL)
 
-    with pytest.raises(InvalidShardingError) as caught:
+    with pytest.raises(dc.InvalidShardingError) as caught:
         run_ranks(2, run)
     assert "replicas hold different" not in str(caught.value)
 
@@ -350,8 +344,8 @@ def test_digests_ride_with_the_tables_once_the_copies_are_known(
                 assert own.data is not None
                 flip(own.data, 3)
             try:
-                save({"w": own}, tmp_path / f"{number}", comm=comm, replicas=ReplicaCheck.ALL)
-            except InvalidShardingError:
+                dc.save({"w": own}, tmp_path / f"{number}", comm=comm, replicas=dc.ReplicaCheck.ALL)
+            except dc.InvalidShardingError:
                 assert number == 2
         return steps
 
@@ -366,14 +360,16 @@ def test_replicas_without_data_take_no_part(tmp_path: Path) -> None:
         own = grid(FULL.view(torch.float32), comm)
         return {"w": own if comm.rank < 8 else own.without_data()}
 
-    run_ranks(RANKS, lambda c: save(state(c), tmp_path / "c", comm=c, replicas=ReplicaCheck.ALL))
+    run_ranks(
+        RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
+    )
 
 
 def test_copies_by_comparison() -> None:
     """Parts, holders and owners are those that comparing every two shards finds."""
     kinds = [grid, uneven, flattened]
 
-    def look(comm: Comm) -> tuple[list[ShardedTensor], Copies]:
+    def look(comm: Comm) -> tuple[list[dc.ShardedTensor], Copies]:
         rng = np.random.default_rng(comm.rank)
         leaves = []
         for number in range(6):
@@ -387,7 +383,7 @@ def test_copies_by_comparison() -> None:
 
     of_ranks = run_ranks(RANKS, look)
 
-    def identity(leaf: ShardedTensor) -> Any:
+    def identity(leaf: dc.ShardedTensor) -> Any:
         return leaf.key, leaf.box, leaf.flat_range
 
     held: dict[Any, set[int]] = {}

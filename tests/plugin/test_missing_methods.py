@@ -82,10 +82,7 @@ class ObjectsUnlisted(LoadShardedStrategy):
 def state(rank: int = 0) -> dict[str, Any]:
     """Rank 0 has a tensor, and only the last of two ranks an object."""
     data = torch.arange(6.0)
-    whole: dict[str, Any] = {
-        "w": shard("w", data, replica_id=rank),
-        "step": 3,
-    }
+    whole: dict[str, Any] = {"w": shard("w", data, replica_id=rank), "step": 3}
     if rank == 1:
         whole["rng"] = ShardedObject("rng", [1], (1,), (0,))
     return whole

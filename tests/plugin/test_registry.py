@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    CheckpointingException,
-    StrategyNotFoundError,
-    load,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.strategies import (
     StrategyAction,
     Zarr3LoadShardedStrategy,
@@ -62,17 +56,17 @@ def clean_registry() -> Iterator[None]:
 
 
 def test_found_by_name_and_again_on_load(tmp_path: Path) -> None:
-    save(state(), tmp_path / "c", "npy")
+    dc.save(state(), tmp_path / "c", "npy")
     config = json.loads((tmp_path / "c" / "metadata.json").read_text())
     assert (config["sharded_backend"], config["sharded_backend_version"]) == ("npy", 1)
     assert list((tmp_path / "c" / "w").glob("*.npy"))
-    result = load({"w": shard("w", torch.empty(6))}, tmp_path / "c")
+    result = dc.load({"w": shard("w", torch.empty(6))}, tmp_path / "c")
     assert torch.equal(result["w"], torch.arange(6.0))
 
 
 def test_unknown_backend_lists_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(StrategyNotFoundError) as raised:
-        save(state(), tmp_path / "c", "npz")
+    with pytest.raises(dc.StrategyNotFoundError) as raised:
+        dc.save(state(), tmp_path / "c", "npz")
     text = str(raised.value)
     assert "('save_sharded', 'npz', 1)" in text
     assert all(name in text for name in ("npy 1", "zarr 1", "zarr 2"))
@@ -81,17 +75,17 @@ def test_unknown_backend_lists_what_there_is(tmp_path: Path) -> None:
 
 
 def test_unknown_version_lists_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(StrategyNotFoundError, match="npy 1"):
-        save(state(), tmp_path / "c", ("npy", 2))
+    with pytest.raises(dc.StrategyNotFoundError, match="npy 1"):
+        dc.save(state(), tmp_path / "c", ("npy", 2))
 
 
 def test_backend_of_a_checkpoint_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(state(), tmp_path / "c", "npy")
+    dc.save(state(), tmp_path / "c", "npy")
     monkeypatch.undo()
-    with pytest.raises(StrategyNotFoundError, match="npy") as raised:
-        load({}, tmp_path / "c")
+    with pytest.raises(dc.StrategyNotFoundError, match="npy") as raised:
+        dc.load({}, tmp_path / "c")
     assert "zarr 2" in str(raised.value)
 
 
@@ -107,14 +101,14 @@ def test_what_an_entry_point_names_is_missing(
 ) -> None:
     install(**{"save_sharded.broken.1": place})
     assert ("broken", 1) in available_strategies(StrategyAction.SAVE_SHARDED)
-    with pytest.raises(CheckpointingException) as raised:
-        save(state(), tmp_path / "c", "broken")
+    with pytest.raises(dc.CheckpointingException) as raised:
+        dc.save(state(), tmp_path / "c", "broken")
     text = str(raised.value)
     assert "Cannot import a default strategy for: ('save_sharded', 'broken', 1). Error: " in text
     assert said in text
     assert "Hint: " in text
     # The others do not suffer.
-    save(state(), tmp_path / "c", "npy")
+    dc.save(state(), tmp_path / "c", "npy")
 
 
 def test_malformed_entry_points_are_ignored(tmp_path: Path, install: Install) -> None:
@@ -128,7 +122,7 @@ def test_malformed_entry_points_are_ignored(tmp_path: Path, install: Install) ->
         }
     )
     assert available_strategies(StrategyAction.SAVE_SHARDED) == before
-    save(state(), tmp_path / "c", "npy")
+    dc.save(state(), tmp_path / "c", "npy")
 
 
 def test_a_name_means_its_newest_version(
@@ -152,15 +146,15 @@ def test_a_name_means_its_newest_version(
         )
     )
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
-    save(state(), tmp_path / "newest", "npy")
-    save(state(), tmp_path / "first", ("npy", 1))
+    dc.save(state(), tmp_path / "newest", "npy")
+    dc.save(state(), tmp_path / "first", ("npy", 1))
     versions = [
         json.loads((tmp_path / name / "metadata.json").read_text())["sharded_backend_version"]
         for name in ("newest", "first")
     ]
     assert versions == [10, 1]
     for name in ("newest", "first"):
-        assert torch.equal(load_plain_tensors(tmp_path / name)["w"], torch.arange(6.0))
+        assert torch.equal(dc.load_plain_tensors(tmp_path / name)["w"], torch.arange(6.0))
 
 
 def test_an_entry_point_does_not_replace_a_built_in_backend(
@@ -169,7 +163,7 @@ def test_an_entry_point_does_not_replace_a_built_in_backend(
     install(**{"save_sharded.zarr.2": "npy_backend:NpySaveStrategy"})
     strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 2)
     assert isinstance(strategy, Zarr3SaveShardedStrategy)
-    save(state(), tmp_path / "c", ("zarr", 2))
+    dc.save(state(), tmp_path / "c", ("zarr", 2))
 
 
 @pytest.mark.usefixtures("clean_registry")
@@ -179,7 +173,7 @@ def test_what_is_registered_by_hand_comes_first(tmp_path: Path) -> None:
         register_default_strategy(StrategyAction.SAVE_SHARDED, backend, version, mine)
         for _ in range(2):  # and stays
             assert get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version) is mine
-        save(state(), tmp_path / backend, (backend, version))
+        dc.save(state(), tmp_path / backend, (backend, version))
         assert '"zstd"' in (tmp_path / backend / "w" / "zarr.json").read_text()
 
 
@@ -190,32 +184,32 @@ def test_registered_by_hand_under_a_new_name(tmp_path: Path) -> None:
     register_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 3, save_npy)
     found = available_strategies(StrategyAction.SAVE_SHARDED)
     assert found == sorted([*known, ("mine", 3)])
-    save(state(), tmp_path / "c", "mine")
+    dc.save(state(), tmp_path / "c", "mine")
     # The checkpoint says what wrote it, not under which name that was found.
     assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "npy"
 
 
 @pytest.mark.parametrize("selection", [3, b"npy", object(), ("npy",), ("npy", 1, 2)])
 def test_a_selection_that_is_none(tmp_path: Path, selection: Any) -> None:
-    with pytest.raises(CheckpointingException):
-        save(state(), tmp_path / "c", selection)
+    with pytest.raises(dc.CheckpointingException):
+        dc.save(state(), tmp_path / "c", selection)
     assert not (tmp_path / "c").exists()
 
 
 def test_a_load_strategy_cannot_save(tmp_path: Path) -> None:
     reader = get_default_strategy(StrategyAction.LOAD_SHARDED, "npy", 1)
-    with pytest.raises(CheckpointingException, match="SaveShardedStrategy"):
-        save(state(), tmp_path / "c", reader)
-    save(state(), tmp_path / "c", "npy")
+    with pytest.raises(dc.CheckpointingException, match="SaveShardedStrategy"):
+        dc.save(state(), tmp_path / "c", reader)
+    dc.save(state(), tmp_path / "c", "npy")
     writer = get_default_strategy(StrategyAction.SAVE_SHARDED, "npy", 1)
-    with pytest.raises(CheckpointingException, match="LoadShardedStrategy"):
-        load(state(), tmp_path / "c", writer)
+    with pytest.raises(dc.CheckpointingException, match="LoadShardedStrategy"):
+        dc.load(state(), tmp_path / "c", writer)
 
 
 def test_another_backends_reader_is_refused(tmp_path: Path) -> None:
-    save(state(), tmp_path / "c", "npy")
-    with pytest.raises(CheckpointingException, match="backend"):
-        load(state(), tmp_path / "c", ("zarr", 2))
+    dc.save(state(), tmp_path / "c", "npy")
+    with pytest.raises(dc.CheckpointingException, match="backend"):
+        dc.load(state(), tmp_path / "c", ("zarr", 2))
 
 
 @pytest.mark.usefixtures("clean_registry")
@@ -254,7 +248,7 @@ def test_a_lookup_finds_what_is_built_in_or_installed() -> None:
 def test_the_wrong_kind_is_refused_at_once(
     action: StrategyAction, strategy: object, said: str
 ) -> None:
-    with pytest.raises(CheckpointingException, match="cannot register a strategy") as raised:
+    with pytest.raises(dc.CheckpointingException, match="cannot register a strategy") as raised:
         register_default_strategy(action, "mine", 1, strategy)
     assert said in str(raised.value)
     assert ("mine", 1) not in available_strategies(action)
@@ -271,7 +265,9 @@ def test_a_class_that_is_still_abstract_is_named(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     install(**{"save_sharded.mine.1": "abstract_backend:Abstract"})
-    with pytest.raises(CheckpointingException, match=r"abstract class Abstract .*save") as raised:
-        save(state(), tmp_path / "c", "mine")
+    with pytest.raises(
+        dc.CheckpointingException, match=r"abstract class Abstract .*save"
+    ) as raised:
+        dc.save(state(), tmp_path / "c", "mine")
     assert "cannot make the strategy for ('save_sharded', 'mine', 1)" in str(raised.value)
     assert not (tmp_path / "c").exists()

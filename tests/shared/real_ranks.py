@@ -66,10 +66,7 @@ def _read(reports: Path, world_size: int) -> list[Any]:
 
 @contextmanager
 def processes(
-    commands: Sequence[Sequence[object]],
-    *,
-    stderr: int = subprocess.STDOUT,
-    is_fresh: bool = False,
+    commands: Sequence[Sequence[object]], *, stderr: int = subprocess.STDOUT, is_fresh: bool = False
 ) -> Iterator[list[ForkedScript]]:
     """A process a rank without a launcher, which would kill the survivors of a dead one.
 

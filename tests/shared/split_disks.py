@@ -57,12 +57,7 @@ def disk(folder: Path, comm: Comm) -> Path:
 
 def save_steps(folder: Path, root: str, steps: list[int], ranks: int = 4, **options: Any) -> None:
     def train(comm: Comm) -> None:
-        with CheckpointManager(
-            root,
-            fast=disk(folder, comm),
-            comm=comm,
-            **options,
-        ) as manager:
+        with CheckpointManager(root, fast=disk(folder, comm), comm=comm, **options) as manager:
             for step in steps:
                 manager.async_save(step, state(comm, step))
 

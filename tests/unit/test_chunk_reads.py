@@ -260,11 +260,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
 )
 def test_columns_are_read_without_what_lies_between(
-    tmp_path: Path,
-    bytes_read: list[int],
-    shape: tuple[int, ...],
-    box: Box,
-    most_bytes: int,
+    tmp_path: Path, bytes_read: list[int], shape: tuple[int, ...], box: Box, most_bytes: int
 ) -> None:
     path, values = tmp_path / "data", np.random.default_rng(3).random(shape, dtype=np.float32)
     path.write_bytes(values.tobytes())

@@ -57,11 +57,7 @@ def test_what_changes_is_counted() -> None:
             ["model.layer.0.w", "model.layer.1.w", "other.bias", "other.w"],
             ["model.layer.0.w", "other.bias"],
         ),
-        (
-            {"rename": [r"^model\.(.*)=\1", r"layers\.(\d+)=h.\1"]},
-            ["model.layers.3.w"],
-            ["h.3.w"],
-        ),
+        ({"rename": [r"^model\.(.*)=\1", r"layers\.(\d+)=h.\1"]}, ["model.layers.3.w"], ["h.3.w"]),
         ({"rename": ["a(?=b)=x"]}, ["ab"], ["xb"]),  # the last equals sign divides
     ],
 )

@@ -16,12 +16,7 @@ from hypothesis import given, strategies as st
 from dist_checkpointing.format import Box
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.mapping import DTYPES
-from dist_checkpointing.storage.fingerprints import (
-    Sums,
-    added,
-    fingerprint_of,
-    sums_of_tensor,
-)
+from dist_checkpointing.storage.fingerprints import Sums, added, fingerprint_of, sums_of_tensor
 from tiers import examples
 
 Array = npt.NDArray[Any]

@@ -10,22 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dist_checkpointing import (
-    AsyncSaver,
-    Checkpoint,
-    CheckpointingException,
-    CheckpointManager,
-    PlanCache,
-    UnsupportedFormatError,
-    async_save,
-    check_is_distributed_checkpoint,
-    load,
-    load_common_state_dict,
-    load_tensors_metadata,
-    remove_sharded_tensors,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
 from dist_checkpointing.filesystem.location import as_local_folder, check_one_destination, is_url
 from dist_checkpointing.interop import DCPReader, DCPWriter
@@ -42,7 +27,7 @@ from states import shard
 )
 def test_urls_are_refused_by_their_scheme(url: str | Path) -> None:
     assert is_url(url)
-    with pytest.raises(UnsupportedFormatError) as raised:
+    with pytest.raises(dc.UnsupportedFormatError) as raised:
         as_local_folder(url)
     assert str(url).partition(":")[0] in str(raised.value)
     assert str(url) in str(raised.value)
@@ -59,18 +44,20 @@ def test_names_with_colons_are_no_urls(path: str) -> None:
 STATE: dict[str, Any] = {"step": 1}
 
 DOORS: dict[str, Callable[[Any, Path], Any]] = {
-    "save": lambda url, _: save(STATE, url),
-    "save on several ranks": lambda url, _: run_ranks(2, lambda comm: save(STATE, url, comm=comm)),
-    "async_save": lambda url, _: async_save(STATE, url),
-    "AsyncSaver": lambda url, _: AsyncSaver().save(STATE, url),
-    "load": lambda url, _: load({}, url),
-    "load_common_state_dict": lambda url, _: load_common_state_dict(url),
-    "load_tensors_metadata": lambda url, _: load_tensors_metadata(url),
-    "check_is_distributed_checkpoint": lambda url, _: check_is_distributed_checkpoint(url),
-    "remove_sharded_tensors": lambda url, _: remove_sharded_tensors(url, "w"),
-    "verify_checkpoint": lambda url, _: verify_checkpoint(url),
-    "Checkpoint.open": lambda url, _: Checkpoint.open(url),
-    "CheckpointManager": lambda url, _: CheckpointManager(url),
+    "save": lambda url, _: dc.save(STATE, url),
+    "save on several ranks": lambda url, _: run_ranks(
+        2, lambda comm: dc.save(STATE, url, comm=comm)
+    ),
+    "async_save": lambda url, _: dc.async_save(STATE, url),
+    "AsyncSaver": lambda url, _: dc.AsyncSaver().save(STATE, url),
+    "load": lambda url, _: dc.load({}, url),
+    "load_common_state_dict": lambda url, _: dc.load_common_state_dict(url),
+    "load_tensors_metadata": lambda url, _: dc.load_tensors_metadata(url),
+    "check_is_distributed_checkpoint": lambda url, _: dc.check_is_distributed_checkpoint(url),
+    "remove_sharded_tensors": lambda url, _: dc.remove_sharded_tensors(url, "w"),
+    "verify_checkpoint": lambda url, _: dc.verify_checkpoint(url),
+    "Checkpoint.open": lambda url, _: dc.Checkpoint.open(url),
+    "CheckpointManager": lambda url, _: dc.CheckpointManager(url),
     "convert from": lambda url, folder: convert(url, folder / "new"),
     "convert to": lambda url, folder: convert(folder, url),
     "convert to a file": lambda url, folder: convert(folder, url, "safetensors"),
@@ -85,10 +72,10 @@ DOORS: dict[str, Callable[[Any, Path], Any]] = {
 def test_every_function_that_takes_a_path_refuses_unknown_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str, kind: Callable[[str], Any]
 ) -> None:
-    save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
+    dc.save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UnsupportedFormatError, match="'hdfs'"):
+    with pytest.raises(dc.UnsupportedFormatError, match="'hdfs'"):
         DOORS[door](kind("hdfs://bucket/x"), tmp_path / "c")
     assert not list(Path().iterdir())
 
@@ -112,12 +99,12 @@ def test_every_function_that_takes_a_path_refuses_unknown_urls(
 def test_every_command_refuses_unknown_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
+    dc.save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     result = CliRunner().invoke(app, [part.format(tmp_path / "c") for part in command])
     assert result.exit_code
-    assert isinstance(result.exception, UnsupportedFormatError), result.output
+    assert isinstance(result.exception, dc.UnsupportedFormatError), result.output
     assert not list(Path().iterdir())
 
 
@@ -129,7 +116,7 @@ def test_dcp_is_told_that_a_url_is_not_ours() -> None:
 def test_one_folder_by_several_names_is_one_folder() -> None:
     check_one_destination([(name, "zarr 2") for name in ("/a/b", "/a/./b", "/a/b/")])
     check_one_destination([("/a", "zarr 2")])
-    with pytest.raises(CheckpointingException) as raised:
+    with pytest.raises(dc.CheckpointingException) as raised:
         check_one_destination([(name, "zarr 2") for name in ("/a", "/b", "/a", "/c")])
     assert [(f.path, f.ranks) for f in raised.value.findings] == [
         ("/a", (0, 2)),
@@ -139,16 +126,16 @@ def test_one_folder_by_several_names_is_one_folder() -> None:
 
 
 SAVERS: dict[str, Callable[[Comm, Path], Any]] = {
-    "tensorstore": lambda comm, path: save(tensors(comm), path, comm=comm),
-    "zarr 1": lambda comm, path: save(tensors(comm), path, ("zarr", 1), comm=comm),
-    "zarr 2": lambda comm, path: save(tensors(comm), path, ("zarr", 2), comm=comm),
-    "torch_dist": lambda comm, path: save(tensors(comm), path, "torch_dist", comm=comm),
-    "no tensors": lambda comm, path: save({"step": 1}, path, comm=comm),
-    "not validated": lambda comm, path: save(
+    "tensorstore": lambda comm, path: dc.save(tensors(comm), path, comm=comm),
+    "zarr 1": lambda comm, path: dc.save(tensors(comm), path, ("zarr", 1), comm=comm),
+    "zarr 2": lambda comm, path: dc.save(tensors(comm), path, ("zarr", 2), comm=comm),
+    "torch_dist": lambda comm, path: dc.save(tensors(comm), path, "torch_dist", comm=comm),
+    "no tensors": lambda comm, path: dc.save({"step": 1}, path, comm=comm),
+    "not validated": lambda comm, path: dc.save(
         tensors(comm), path, comm=comm, validate_access_integrity=False
     ),
-    "a manager": lambda comm, path: CheckpointManager(path, comm=comm).save(1, tensors(comm)),
-    "behind the training": lambda comm, path: AsyncSaver(comm=comm).save(tensors(comm), path),
+    "a manager": lambda comm, path: dc.CheckpointManager(path, comm=comm).save(1, tensors(comm)),
+    "behind the training": lambda comm, path: dc.AsyncSaver(comm=comm).save(tensors(comm), path),
 }
 
 
@@ -162,7 +149,7 @@ def test_ranks_that_name_different_folders_are_told_so_before_a_checkpoint_is_be
     tmp_path: Path, way: str
 ) -> None:
     def save_rank(comm: Comm) -> str:
-        with pytest.raises(CheckpointingException, match="different folders") as raised:
+        with pytest.raises(dc.CheckpointingException, match="different folders") as raised:
             SAVERS[way](comm, tmp_path / f"run-{comm.rank // 2}")
         named = {finding.path: finding.ranks for finding in raised.value.findings}
         assert list(named.values()) == [(0, 1), (2,)]
@@ -179,8 +166,10 @@ def test_a_relative_and_an_absolute_name_are_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_ranks(2, lambda comm: save(tensors(comm), "c" if comm.rank else tmp_path / "c", comm=comm))
-    assert check_is_distributed_checkpoint(tmp_path / "c")
+    run_ranks(
+        2, lambda comm: dc.save(tensors(comm), "c" if comm.rank else tmp_path / "c", comm=comm)
+    )
+    assert dc.check_is_distributed_checkpoint(tmp_path / "c")
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
@@ -191,67 +180,67 @@ def test_a_relative_name_that_goes_up_is_a_folder_as_any_other(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     state = {"w": shard("w", torch.ones(4)), "step": 1}
-    save(state, "../c", backend)
-    assert check_is_distributed_checkpoint(tmp_path / "c")
+    dc.save(state, "../c", backend)
+    assert dc.check_is_distributed_checkpoint(tmp_path / "c")
     template = {"w": shard("w", torch.zeros(4))}
-    assert load(template, "../c", verify=True)["w"].tolist() == [1] * 4
-    assert Checkpoint.open("../c")["w"][1:3].tolist() == [1, 1]
-    assert list(load_tensors_metadata("../c")) == ["w"]
-    verify_checkpoint("../c")
+    assert dc.load(template, "../c", verify=True)["w"].tolist() == [1] * 4
+    assert dc.Checkpoint.open("../c")["w"][1:3].tolist() == [1, 1]
+    assert list(dc.load_tensors_metadata("../c")) == ["w"]
+    dc.verify_checkpoint("../c")
     convert("../c", "../d", "tensorstore")
-    remove_sharded_tensors("../d", "w")
-    assert load({}, "../d") == {"step": 1}
+    dc.remove_sharded_tensors("../d", "w")
+    assert dc.load({}, "../d") == {"step": 1}
 
 
 def test_names_are_compared_although_the_plan_is_used_again(tmp_path: Path) -> None:
     def train(comm: Comm) -> None:
-        cache = PlanCache()
+        cache = dc.PlanCache()
         for step in range(2):
-            save(tensors(comm), tmp_path / f"{step}", comm=comm, plan_cache=cache)
-        with pytest.raises(CheckpointingException, match="different folders"):
-            save(tensors(comm), tmp_path / f"2-{comm.rank}", comm=comm, plan_cache=cache)
-        save(tensors(comm), tmp_path / "3", comm=comm, plan_cache=cache)
+            dc.save(tensors(comm), tmp_path / f"{step}", comm=comm, plan_cache=cache)
+        with pytest.raises(dc.CheckpointingException, match="different folders"):
+            dc.save(tensors(comm), tmp_path / f"2-{comm.rank}", comm=comm, plan_cache=cache)
+        dc.save(tensors(comm), tmp_path / "3", comm=comm, plan_cache=cache)
 
     run_ranks(2, train)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "3"]
-    assert load_tensors_metadata(tmp_path / "3")["w"].global_shape == (4,)
+    assert dc.load_tensors_metadata(tmp_path / "3")["w"].global_shape == (4,)
 
 
 def test_a_process_of_several_that_are_not_connected_is_not_taken_for_the_only_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(STATE, tmp_path / "c")
+    dc.save(STATE, tmp_path / "c")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     users: list[Callable[[], Any]] = [
-        lambda: save(STATE, tmp_path / "d"),
-        lambda: async_save(STATE, tmp_path / "d"),
-        lambda: CheckpointManager(tmp_path / "d"),
-        lambda: load({}, tmp_path / "c"),
+        lambda: dc.save(STATE, tmp_path / "d"),
+        lambda: dc.async_save(STATE, tmp_path / "d"),
+        lambda: dc.CheckpointManager(tmp_path / "d"),
+        lambda: dc.load({}, tmp_path / "c"),
         default_comm,
     ]
     for use in users:
-        with pytest.raises(CheckpointingException) as raised:
+        with pytest.raises(dc.CheckpointingException) as raised:
             use()
         assert "init_process_group" in str(raised.value)
         assert "SingleProcess()" in str(raised.value)
         assert "WORLD_SIZE" in str(raised.value)
         assert raised.value.findings[0].ranks == (1,)
     assert not (tmp_path / "d").exists()
-    save(STATE, tmp_path / "d", comm=SingleProcess())
-    assert load({}, tmp_path / "d", comm=SingleProcess()) == STATE
+    dc.save(STATE, tmp_path / "d", comm=SingleProcess())
+    assert dc.load({}, tmp_path / "d", comm=SingleProcess()) == STATE
 
 
 def test_looking_into_a_checkpoint_needs_no_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save({"w": shard("w", torch.ones(2)), "step": 1}, tmp_path / "c")
+    dc.save({"w": shard("w", torch.ones(2)), "step": 1}, tmp_path / "c")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    opened = Checkpoint.open(tmp_path / "c")
+    opened = dc.Checkpoint.open(tmp_path / "c")
     assert opened["w"][:].tolist() == [1, 1]
-    assert load_common_state_dict(tmp_path / "c") == {"step": 1}
-    assert list(load_tensors_metadata(tmp_path / "c")) == ["w"]
-    verify_checkpoint(tmp_path / "c")
+    assert dc.load_common_state_dict(tmp_path / "c") == {"step": 1}
+    assert list(dc.load_tensors_metadata(tmp_path / "c")) == ["w"]
+    dc.verify_checkpoint(tmp_path / "c")
     convert(tmp_path / "c", tmp_path / "new", "zarr:2")
     for command in ("ls", "stats", "verify", "plan"):
         result = CliRunner().invoke(app, [command, str(tmp_path / "c")])

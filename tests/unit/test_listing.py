@@ -4,13 +4,7 @@ import pytest
 
 from dist_checkpointing.checkpoint.key_tree import as_tree
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
-from dist_checkpointing.tools.ls import (
-    Entry,
-    name_filter,
-    sharding_text,
-    subtotals,
-    tensor_entries,
-)
+from dist_checkpointing.tools.ls import Entry, name_filter, sharding_text, subtotals, tensor_entries
 from dist_checkpointing.tools.report import shape_text
 
 FLOAT = dtypes.from_name("float32")

@@ -25,9 +25,7 @@ def halves(key: str, data: torch.Tensor, replica_id: Any, flat: slice | None) ->
 
 
 def factory(
-    key: str = "w",
-    build: Callable[..., Any] = halves,
-    merge: Callable[[Any], Any] = torch.cat,
+    key: str = "w", build: Callable[..., Any] = halves, merge: Callable[[Any], Any] = torch.cat
 ) -> ShardedTensorFactory:
     return ShardedTensorFactory(key, torch.arange(4.0), build, merge)
 

@@ -14,11 +14,7 @@ from hypothesis import given, strategies as st
 
 from dist_checkpointing import load_plain_tensors, save
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
-from dist_checkpointing.mapping import (
-    ReplicaId,
-    ShardedTensor,
-    is_main_replica,
-)
+from dist_checkpointing.mapping import ReplicaId, ShardedTensor, is_main_replica
 from dist_checkpointing.testing import run_ranks
 from tiers import examples
 

@@ -16,15 +16,7 @@ from dist_checkpointing.strategies.tensorstore import ocdbt_nodes, ocdbt_tree
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from dist_checkpointing.strategies.tensorstore.reader import NewestTree
-from ocdbt_databases import (
-    contents,
-    height,
-    read,
-    read_by_tensorstore,
-    store,
-    strangers,
-    write,
-)
+from ocdbt_databases import contents, height, read, read_by_tensorstore, store, strangers, write
 
 NAMES = st.one_of(
     st.binary(max_size=12),

@@ -301,10 +301,7 @@ def test_a_save_is_ended_between_its_last_look_and_its_commit(location: ObjectPa
             saved.append("")
             saved[0] = save(location)
 
-    with (
-        calls_to_the_store(meanwhile),
-        pytest.raises(CheckpointExistsError, match="taken over"),
-    ):
+    with calls_to_the_store(meanwhile), pytest.raises(CheckpointExistsError, match="taken over"):
         stopped.commit(CONFIG)
     assert loaded(location) == saved[0]
 
