@@ -100,7 +100,7 @@ class _Share:
     groups: Sequence[Mapping[str, Any]]
 
 
-class DeepSpeedFiles(TensorFiles[Any]):
+class DeepSpeedFiles(TensorFiles):
     """A DeepSpeed checkpoint by parameter name, with the keys of ``TorchState``.
 
     The master weights are ``model.NAME``, their optimizer state is ``optimizer.state.NAME.exp_avg``

@@ -57,7 +57,7 @@ _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _MAX_MODEL_FILE_BYTES = 128 * 2**20
 
 
-class SafetensorsFiles(TensorFiles[Any]):
+class SafetensorsFiles(TensorFiles):
     """Safetensors files. The texts in their headers are its common state.
 
     Args:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,12 +22,11 @@ _READERS = 4
 
 _LEAST_BYTES = 2**16
 
-Content = TypeVar("Content")
 TensorRow = tuple[str, DType, Ints]
 """Key, dtype and shape of a tensor in a file."""
 
 
-class TensorFiles(ABC, Generic[Content]):
+class TensorFiles(ABC):
     """Mapped files that answer all that ``Checkpoint`` asks of its ``reads``. From any thread.
 
     Pages that were read count as memory of this process until their file is unmapped, and a column
@@ -35,11 +34,9 @@ class TensorFiles(ABC, Generic[Content]):
     touched, when nobody reads from them.
 
     Attributes:
-        backend: Name of the format, as ``convert(to=)`` takes it.
-        kind: What it is, in words.
+        backend: Name of the format, as ``convert(to=)`` takes it; ``kind`` says it in words.
         is_mapped: False if the content is in memory, and never read again.
-        path: The file or folder.
-        paths: All files.
+        path: The file or folder; ``paths`` are all files.
         most_bytes: Bytes of the files that may be mapped at a time.
     """
 
@@ -56,12 +53,12 @@ class TensorFiles(ABC, Generic[Content]):
         self.paths = tuple(paths)
         self.most_bytes: int = 32 * 2**20
         self._states = [_state(file) for file in paths]
-        self._opened: dict[Path, Content] = {}
+        self._opened: dict[Path, Any] = {}
         self._touched_bytes = self._num_readers = 0
         self._reader_left = threading.Condition()
 
     @abstractmethod
-    def _open(self, file: Path) -> Content:
+    def _open(self, file: Path) -> Any:
         """Map a file."""
 
     @abstractmethod
@@ -71,7 +68,7 @@ class TensorFiles(ABC, Generic[Content]):
     def _set_index(self, rows: Iterable[TensorRow]) -> None:
         self._index = Index.of(StoredTensor.undivided(*row) for row in sorted(rows))
 
-    def _content(self, file: Path) -> Content:
+    def _content(self, file: Path) -> Any:
         """A file that is mapped already, or is now."""
         content = self._opened.get(file)
         if content is None:
@@ -99,7 +96,6 @@ class TensorFiles(ABC, Generic[Content]):
                 self._reader_left.notify_all()
 
     def index(self) -> Index:
-        """The tensors."""
         return self._index
 
     def boxes(
@@ -117,18 +113,17 @@ class TensorFiles(ABC, Generic[Content]):
         return found
 
     def common(self) -> dict[Any, Any]:
-        """Everything that is neither a tensor nor a sharded object."""
         return self._common
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:  # noqa: ARG002
-        """The grids of the sharded objects."""
         return {key: extents(cells) for key, cells in self._cells.items()}
 
     def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:  # noqa: ARG002
-        """The value of one cell of a sharded object."""
         return self._cells[key][cell]
 
-    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
+    def require_stored(  # noqa: B027 - not abstract
+        self, claims: Sequence[StatedSize], index: Index
+    ) -> None:
         """Nothing: opening the files has checked it."""
 
     def location(self, index: Index, key: str, box: Box, number: int) -> str:  # noqa: ARG002

@@ -42,7 +42,7 @@ _Content = tuple[dict[str, torch.Tensor], dict[str, dict[Ints, Any]], dict[Any, 
 """Tensors by path, sharded objects cell by cell, and the rest."""
 
 
-class TorchFile(TensorFiles[_Content]):
+class TorchFile(TensorFiles):
     """A file of torch.save: its tensors by path, joined by dots; the rest is common state.
 
     Args:

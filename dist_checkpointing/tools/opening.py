@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from typer import Argument, Option
 
@@ -328,7 +328,7 @@ def open_named(path: Location, *, trusted: bool = False) -> Checkpoint:
 class OpenedFiles(Checkpoint):
     """Files of tensors in another format, as a checkpoint."""
 
-    def __init__(self, files: TensorFiles[Any], *, trusted: bool) -> None:
+    def __init__(self, files: TensorFiles, *, trusted: bool) -> None:
         super().__init__(files.path, CheckpointingConfig(files.backend), 0, trusted=trusted)
         self.files = files
         self.__dict__["reads"] = files  # fills the cached property

@@ -13,30 +13,23 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
-    from dist_checkpointing.tools.convert.conversion import Conversion, convert, targets
-    from dist_checkpointing.tools.convert.plan import (
-        ConversionPlan,
-        ConvertOptions,
-        Rules,
-        plan_conversion,
-        return_freed_memory,
+    from dist_checkpointing.strategies.torch_file import (
+        COMMON_KEY as COMMON_KEY,
+        OBJECTS_KEY as OBJECTS_KEY,
     )
-    from dist_checkpointing.tools.opening import open_source
-
-__all__ = [
-    "COMMON_KEY",
-    "OBJECTS_KEY",
-    "Conversion",
-    "ConversionPlan",
-    "ConvertOptions",
-    "Rules",
-    "convert",
-    "open_source",
-    "plan_conversion",
-    "return_freed_memory",
-    "targets",
-]
+    from dist_checkpointing.tools.convert.conversion import (
+        Conversion as Conversion,
+        convert as convert,
+        targets as targets,
+    )
+    from dist_checkpointing.tools.convert.plan import (
+        ConversionPlan as ConversionPlan,
+        ConvertOptions as ConvertOptions,
+        Rules as Rules,
+        plan_conversion as plan_conversion,
+        return_freed_memory as return_freed_memory,
+    )
+    from dist_checkpointing.tools.opening import open_source as open_source
 
 _MODULES = {
     "strategies.torch_file": ("COMMON_KEY", "OBJECTS_KEY"),

@@ -164,15 +164,18 @@ def convert(
         raise KeyboardInterrupt(f"nothing of {destination} is left") from None
     if json:
         print_json(_as_json(done, dry_run=dry_run))
-    else:
-        report = Report()
-        for line in _lines(done, destination, dry_run=dry_run):
-            report.line(line)
-        report.print()
+        return
+    report = Report()
+    for line in _lines(done, destination, dry_run=dry_run):
+        report.line(line)
+    report.print()
 
 
 def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[str]:
     plan, made = done.plan, done.made
+    what = f"{counted(len(plan.tensors), 'tensor')} ({bytes_text(plan.num_bytes)})"
+    if plan.objects:
+        what += f", {counted(len(plan.objects), 'object')}"
     if dry_run:
         yield from str(made or "").splitlines()
         for tensor in plan.tensors:
@@ -180,45 +183,48 @@ def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[st
             arrow = "" if old.key == tensor.key else f"{old.key} -> "
             change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
             yield f"{arrow}{tensor.key}  {change}{list(tensor.shape)}"
-    what = f"{counted(len(plan.tensors), 'tensor')} ({bytes_text(plan.num_bytes)})"
-    if plan.objects:
-        what += f", {counted(len(plan.objects), 'object')}"
-    speed = bytes_text(plan.num_bytes / max(done.seconds, 1e-9))
-    did, took = "converted", f", in {done.seconds:.1f} s ({speed}/s)"
-    if dry_run:
-        did, took = "would convert", ""
-    yield f"{did} {what}, {done.source} -> {done.target}{took}: {destination}"
-    facts: list[tuple[object, str]] = []
-    if made is not None and not dry_run:
-        # What is lost by the rules, or does nothing; a dry run shows it by key.
-        idle, cut, unused = len(made.unused_rules), len(made.cut), len(made.left_out)
-        rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
-        see = "see --dry-run"
-        facts += [
-            (idle, f"recipe: {counted(idle, 'rule')} of {len(made.counts)} matched nothing, {see}"),
-            (rounded, f"recipe: values rounded in {counted(rounded, 'tensor')}, {see}"),
-            (cut, f"recipe: {counted(cut, 'tensor')} of the source used in part, {see}"),
-            (unused, f"recipe: {counted(unused, 'tensor')} of the source not used, {see}"),
-        ]
-    left, renamed = counted(plan.num_left, "key"), counted(plan.num_renamed, "key")
-    uncut = f"{counted(len(plan.uncut), 'tensor')} ({', '.join(plan.uncut[:3])}"
-    facts += [
-        (plan.num_left, f"left: {left} that include and exclude do not take"),
-        (plan.num_renamed, f"renamed: {renamed}"),
-    ]
+        yield f"would convert {what}, {done.source} -> {done.target}: {destination}"
+    else:
+        speed = bytes_text(plan.num_bytes / max(done.seconds, 1e-9))
+        took = f"in {done.seconds:.1f} s ({speed}/s)"
+        yield f"converted {what}, {done.source} -> {done.target}, {took}: {destination}"
+        if made is not None:
+            # What is lost by the rules, or does nothing; a dry run shows it by key.
+            rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
+            matched = f"recipe: {{}} of {len(made.counts)} matched nothing, see --dry-run"
+            yield from _counted(
+                (len(made.unused_rules), "rule", matched),
+                (rounded, "tensor", "recipe: values rounded in {}, see --dry-run"),
+                (len(made.cut), "tensor", "recipe: {} of the source used in part, see --dry-run"),
+                (len(made.left_out), "tensor", "recipe: {} of the source not used, see --dry-run"),
+            )
+    yield from _counted(
+        (plan.num_left, "key", "left: {} that include and exclude do not take"),
+        (plan.num_renamed, "key", "renamed: {}"),
+    )
     for cast in plan.casts:
         loss = "no value changed" if cast.is_lossless else "values rounded"
-        tensors = counted(cast.tensors, "tensor")
-        facts.append((True, f"cast: {tensors} {cast.stored} -> {cast.wanted}, {loss}"))
-    size, proven = bytes_text(done.verified_bytes), counted(done.num_proven, "tensor")
-    facts += [
-        (plan.uncut, f"not cut, no such axis: {uncut}{', ...' * (len(plan.uncut) > 3)})"),
-        (done.verified_bytes, f"verified: {size} of tensors by the checksums of the source"),
-        (done.num_proven, f"proven: {proven} have the fingerprint of the source"),
-        (done.not_verified, f"not verified: {done.not_verified}"),
-        *((True, f"left out, {done.target} cannot hold it: {lost}") for lost in done.left_out),
-    ]
-    yield from (f"  {text}" for is_so, text in facts if is_so)
+        yield f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}"
+    if plan.uncut:
+        keys, more = ", ".join(plan.uncut[:3]), ", ..." if len(plan.uncut) > 3 else ""
+        yield f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({keys}{more})"
+    if done.verified_bytes:
+        size = bytes_text(done.verified_bytes)
+        yield f"  verified: {size} of tensors by the checksums of the source"
+    yield from _counted(
+        (done.num_proven, "tensor", "proven: {} have the fingerprint of the source")
+    )
+    if done.not_verified:
+        yield f"  not verified: {done.not_verified}"
+    for lost in done.left_out:
+        yield f"  left out, {done.target} cannot hold it: {lost}"
+
+
+def _counted(*rows: tuple[int, str, str]) -> Iterator[str]:
+    """The texts of those numbers that are not zero."""
+    for number, noun, text in rows:
+        if number:
+            yield f"  {text.format(counted(number, noun))}"
 
 
 def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:

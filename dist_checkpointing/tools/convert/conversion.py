@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from dist_checkpointing.errors import (
+    CheckpointExistsError,
     CheckpointingException,
     Finding,
     RankFailedError,
@@ -33,31 +34,20 @@ from dist_checkpointing.tools.convert.plan import (
     plan_conversion,
 )
 from dist_checkpointing.tools.convert.source import Source
-from dist_checkpointing.tools.convert.write import (
-    FILE_FORMATS,
-    Job,
-    check_apart,
-    into_checkpoint,
-    into_files,
-)
+from dist_checkpointing.tools.convert.write import FILE_TARGETS, CheckpointTarget, Target
 from dist_checkpointing.tools.opening import open_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conversion:
-    """What was done, or would be.
+    """What was done, or would be; texts are in words.
 
     Attributes:
-        source: what was converted, in words.
-        target: into what, in words.
-        plan: tensors and objects, and what changes.
-        left_out: what the target cannot hold, in words.
+        left_out: what the target cannot hold.
         verified_bytes: bytes of the source that were compared with its checksums.
-        not_verified: what was not verified, and why, in words; None if all tensors were (or would
-            be).
+        not_verified: what was not verified, and why; None if all tensors were, or would be.
         num_proven: number of tensors whose fingerprint in the destination is that of the source.
         made: what the recipe made of the source; ``str()`` of it says what comes from where.
-        seconds: time that it took.
     """
 
     source: str
@@ -123,7 +113,7 @@ def convert(
     """
     options, rules = options or ConvertOptions(), rules or Rules()
     began = time.perf_counter()
-    backend = None if to in FILE_FORMATS else parse_backend(to)
+    backend = None if to in FILE_TARGETS else parse_backend(to)
     if backend is None and rules.reshards:
         finding = Finding("only checkpoints are cut into parts", found=to)
         raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
@@ -132,30 +122,33 @@ def convert(
     stored = Source(opened, recipe)
     objects = {key: handle.shape for key, handle in stored.objects.items()}
     plan = plan_conversion(stored.index, objects, rules)
-    check_apart(stored.paths, place)
+    if any(location.overlap(path, place) for path in stored.paths):
+        problem, remedy = "source and destination overlap", "Convert into another place."
+        finding = Finding(problem, path=str(place), remedy=remedy)
+        raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
     # All that can be wrong is found out before a byte is written.
-    job = Job(stored, plan, place, options, progress, tensors_only=rules.tensors_only)
-    write = into_files(job, to) if backend is None else into_checkpoint(job, backend)
+    job = stored, plan, place, options, progress, rules.tensors_only
+    target = FILE_TARGETS[to](*job) if backend is None else CheckpointTarget(*job, backend=backend)
     location.check_room(place.absolute().parent, plan.num_bytes)
     # Before memory is divided, so that the checksums count.
     not_verified: str | None = "verification was turned off"
     if options.verify:
-        stored.find_checksums({tensor.source.key for tensor in plan.tensors})
-        is_verified = stored.checks is not None or not plan.tensors
+        has_checksums = stored.find_checksums({tensor.source.key for tensor in plan.tensors})
+        is_verified = has_checksums or not plan.tensors
         not_verified = None if is_verified else "the source keeps no checksums"
     budget = budget_of(options.memory_bytes, options.threads)
     stored.limit(budget)
     num_proven = 0
     if not options.dry_run:
-        with _writing(job):
-            num_proven = write(budget)
+        with _writing(target):
+            num_proven = target.write(budget)
     return Conversion(
         source=stored.kind,
         target=to if backend is None else f"{backend[0]} {backend[1]}",
         plan=plan,
-        left_out=tuple(job.left_out),
+        left_out=tuple(target.left_out),
         num_proven=num_proven,
-        verified_bytes=0 if stored.checks is None else stored.checks.num_bytes,
+        verified_bytes=stored.checks.num_bytes,
         not_verified=not_verified,
         made=stored.made,
         seconds=time.perf_counter() - began,
@@ -165,7 +158,7 @@ def convert(
 def targets() -> list[str]:
     """What ``to`` may be."""
     backends = [f"{n}:{v}" for n, v in available_strategies(StrategyAction.SAVE_SHARDED)]
-    return [*backends, *FILE_FORMATS]
+    return [*backends, *FILE_TARGETS]
 
 
 def parse_backend(text: str) -> tuple[str, int]:
@@ -184,13 +177,13 @@ def parse_backend(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def _writing(job: Job) -> Iterator[None]:
+def _writing(target: Target) -> Iterator[None]:
     """Let Ctrl-C end all threads soon, and say in few words what cannot be written."""
     previous: Any = signal.getsignal(signal.SIGINT)
     is_ours = threading.current_thread() is threading.main_thread() and callable(previous)
 
     def interrupted(number: int, frame: FrameType | None) -> None:
-        job.stop.set()
+        target.stop.set()
         previous(number, frame)
 
     if is_ours:
@@ -206,7 +199,7 @@ def _writing(job: Job) -> Iterator[None]:
         else:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             findings = [Finding(str(error), remedy="Free some space." if is_full else None)]
-        message = f"cannot write {job.destination}: nothing of it is left"
+        message = f"cannot write {target.destination}: nothing of it is left"
         raise CheckpointingException(message, findings) from error
     finally:
         if is_ours:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
 from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
@@ -45,6 +45,7 @@ _MOST_BOX_BYTES = 128 * 2**20
 _M_MMAP_THRESHOLD = -3
 
 Pattern = re.Pattern[str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +114,8 @@ class Rules:
             rename: ``REGEX=REPLACEMENT``; the last ``=`` is the one between them.
             cast: ``DTYPE`` or ``REGEX=DTYPE``.
             reshard: ``axis=0,parts=8`` or ``REGEX:axis=0,parts=8``; more axes follow after ``;``.
-            lossy: whether a cast may change values.
-            tensors_only: leave out objects and common state.
+            lossy: see ``Rules``.
+            tensors_only: see ``Rules``.
 
         Raises:
             CheckpointingException: for a text that says nothing.
@@ -128,6 +129,11 @@ class Rules:
             lossy,
             tensors_only,
         )
+
+    def takes(self, key: str) -> bool:
+        """Whether a tensor or an object is converted."""
+        is_included = not self.include or any(pattern.search(key) for pattern in self.include)
+        return is_included and not any(pattern.search(key) for pattern in self.exclude)
 
 
 def _bad(what: str, text: str, error: object) -> CheckpointingException:
@@ -171,13 +177,8 @@ def _reshard(text: str) -> tuple[Pattern, Mapping[int, int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedTensor:
-    """A tensor on its way.
-
-    Attributes:
-        source: The tensor in the source.
-        key: New key.
-        dtype: New element type.
-        chunk_shape: New shape of the parts; None if they stay as they are.
+    """A tensor of the source, its new key and dtype, and the new shape of its parts (None if they
+    stay as they are).
     """
 
     source: StoredTensor
@@ -187,12 +188,10 @@ class PlannedTensor:
 
     @property
     def shape(self) -> Ints:
-        """Shape of the whole (global) tensor."""
         return self.source.global_shape
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor with its new dtype."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -220,15 +219,10 @@ class CastCount(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionPlan:
-    """All that will be converted.
+    """All that will be converted, tensors sorted by new key.
 
-    Attributes:
-        tensors: Tensors, by new key.
-        objects: Sharded objects, by new key.
-        num_left: Number of tensors and objects that the rules leave out.
-        num_renamed: Number of tensors and objects that get another key.
-        casts: Number of tensors for each change of the dtype.
-        uncut: Old keys of tensors that lack the axis they should be cut along.
+    Numbers are of tensors and objects. ``uncut`` are old keys of tensors that lack the axis they
+    should be cut along.
     """
 
     tensors: tuple[PlannedTensor, ...]
@@ -240,7 +234,6 @@ class ConversionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors in the destination."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
@@ -252,15 +245,8 @@ def plan_conversion(
     Raises:
         CheckpointingException: if nothing is left, two keys get one name, or a cast loses values.
     """
-    keys, cells = (
-        [
-            key
-            for key in there
-            if (not rules.include or any(pattern.search(key) for pattern in rules.include))
-            and not any(pattern.search(key) for pattern in rules.exclude)
-        ]
-        for there in (index, () if rules.tensors_only else objects)
-    )
+    keys = [key for key in index if rules.takes(key)]
+    cells = [] if rules.tensors_only else [key for key in objects if rules.takes(key)]
     names = {key: _renamed(key, rules.renames) for key in (*keys, *cells)}
     num_stored = len(index) + len(objects)
     if num_stored and not names:
@@ -277,23 +263,24 @@ def plan_conversion(
     findings += [Finding("would have no name", old) for old in by_name.get("", ())]
     if findings:
         raise CheckpointingException("rename gives no valid names", findings)
-    tensors, uncut = [], []
+    tensors, uncut, pairs = [], [], Counter[tuple[DType, DType]]()
     for key in keys:
         stored, chunk = index[key], None
         shape, dtype = stored.global_shape, stored.dtype
         if dtype.name in FLOATING:
-            dtype = next((new for pattern, new in rules.casts if pattern.search(key)), dtype)
-        parts = next((parts for pattern, parts in rules.reshards if pattern.search(key)), {})
+            dtype = _first(rules.casts, key, dtype)
+        if dtype != stored.dtype:
+            pairs[stored.dtype, dtype] += 1
+        parts = _first(rules.reshards, key, {})
         if max(parts, default=-1) >= len(shape):
             uncut.append(key)
         elif parts:
             # As torch.chunk cuts: all parts are alike but the last, and there may be fewer of them.
             chunk = tuple(max(1, -(-n // parts.get(axis, 1))) for axis, n in enumerate(shape))
         tensors.append(PlannedTensor(stored, names[key], dtype, chunk))
-    pairs = Counter((t.source.dtype, t.dtype) for t in tensors if t.source.dtype != t.dtype)
     casts = [
-        CastCount(a.name, b.name, count, is_lossless(a.torch, b.torch))
-        for (a, b), count in sorted(pairs.items(), key=lambda item: item[0][0].name)
+        CastCount(old.name, new.name, count, is_lossless(old.torch, new.torch))
+        for (old, new), count in sorted(pairs.items(), key=lambda item: item[0][0].name)
     ]
     findings = [
         Finding(f"{cast.stored} to {cast.wanted} ({cast.tensors} tensors) changes values")
@@ -311,6 +298,10 @@ def plan_conversion(
         tuple(casts),
         tuple(uncut),
     )
+
+
+def _first(rules: Iterable[tuple[Pattern, T]], key: str, default: T) -> T:
+    return next((value for pattern, value in rules if pattern.search(key)), default)
 
 
 def _renamed(key: str, renames: Iterable[tuple[Pattern, str]]) -> str:
@@ -381,25 +372,19 @@ def runs(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
         return
     whole, chunk = Box.whole(tensor.shape), tensor.source.chunk_shape
     most = max(1, most_bytes // tensor.widest_itemsize)
-    if whole.num_elements <= most or not chunk:
-        yield from split_rows(whole, most)
-        return
-    # As many rows of chunks as fit, and at least one.
-    height = chunk[0] * max(1, most * whole.shape[0] // (whole.num_elements * chunk[0]))
-    for start in range(0, whole.shape[0], height):
-        extent = min(height, whole.shape[0] - start)
-        yield from split_rows(Box((start, *whole.offset[1:]), (extent, *whole.shape[1:])), most)
+    height = whole.shape[:1]
+    if chunk and whole.num_elements > most:
+        # As many rows of chunks as fit, and at least one.
+        row_elements = chunk[0] * (whole.num_elements // whole.shape[0])
+        height = (chunk[0] * max(1, most // row_elements),)
+    for _, band in ChunkGrid(tensor.shape, (*height, *tensor.shape[1:])).intersecting(whole):
+        yield from split_rows(band, most)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many threads work on how much at a time.
-
-    Attributes:
-        threads: Threads that read and write.
-        box_bytes: Bytes of the box that one of them holds.
-        buffer_bytes: Bytes that a writer may collect.
-        mapped_bytes: Bytes of mapped files that may count as memory of the process.
+    """How many threads work, on boxes of how many bytes each; how much a writer may collect, and
+    how much of mapped files may count as memory of the process.
     """
 
     threads: int
@@ -409,11 +394,7 @@ class Budget:
 
 
 def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
-    """Divide what the budget leaves among threads and buffers.
-
-    Args:
-        memory_bytes: bytes that the whole process may have, including what it has already.
-        threads: number of threads; by default as StorageOptions.
+    """Divide what a budget for the whole process leaves among threads and buffers.
 
     Raises:
         CheckpointingException: if that is too little to begin.

@@ -16,11 +16,7 @@ from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.checkpoint.verify_checkpoint import stored_objects_damage
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.checksums import (
-    StoredPart,
-    checksum_of,
-    read_tables,
-)
+from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_tables
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import check_config, check_files, read_seal
@@ -45,19 +41,10 @@ _REMEDY = "Convert another checkpoint, or take it as it is: --no-verify (verify=
 
 
 class Source:
-    """Tensors, objects and common state to convert, read from any thread.
+    """Tensors and objects to convert, as a recipe makes them, read from any thread.
 
-    Args:
-        opened: What they are read from.
-        recipe: What to make of it first.
-
-    Attributes:
-        files: The files, if they are no checkpoint.
-        made: What the recipe makes of it; None without one.
-        index: The tensors.
-        objects: The sharded objects.
-        kind: What is read, in words.
-        checks: Compares what is read, if set.
+    ``files`` is set if they are no checkpoint, ``made`` by a recipe. What is read is compared with
+    the checksums in ``checks``.
 
     Raises:
         StateMismatchError: naming the rule that does not fit.
@@ -78,7 +65,7 @@ class Source:
         self.index: Index = opened.index
         self.objects: Mapping[str, ObjectHandle] = opened.objects
         self.made: Derivation | None = None
-        self.checks: PartChecks | None = None
+        self.checks = PartChecks({}, opened.index, opened.read, self._location)
         if recipe is not None:
             self.made = derive(recipe, opened.index, opened.objects)
             findings = [
@@ -100,20 +87,16 @@ class Source:
         """Let checks, and pages of mapped files, take no more memory than the budget allows."""
         if self.files is not None:
             self.files.most_bytes = budget.mapped_bytes
-        if self.checks is not None:
-            self.checks.most_bytes = budget.box_bytes
+        self.checks.most_bytes = budget.box_bytes
 
-    def find_checksums(self, keys: Collection[str]) -> None:
-        """Compare what is read of some tensors from now on, if the source keeps checksums.
+    def find_checksums(self, keys: Collection[str]) -> bool:
+        """Compare what is read of some tensors from now on; False if the source keeps no checksums.
 
-        Common state, objects, and all that describes the tensors are compared here.
-
-        Raises:
-            CorruptCheckpointError: if those differ, or if the checksums cannot be read, or do not
-                speak of all there is.
+        Common state, objects, and all that describes the tensors are compared here. It is an error
+        if the checksums do not speak of all there is.
         """
         if self.files is not None:
-            return
+            return False
         opened = self.opened
         if self.made is not None:
             keys = {stored for key in keys for stored in self.made.tensors[key].sources}
@@ -127,16 +110,18 @@ class Source:
         if seal is not None:
             cells = [cell for table in tables for cell in table.objects()]
             _refuse(stored_objects_damage(opened, cells))
-        if any((table.is_object == 0).any() for table in tables):
+        has_checksums = any((table.is_object == 0).any() for table in tables)
+        if has_checksums:
             parts, findings = parts_of(tables, sorted(keys), opened.index)
             _refuse([replace(f, remedy=_REMEDY) for f in findings], "the source cannot be verified")
             self.checks = PartChecks(parts, opened.index, opened.read, self._location)
+        return has_checksums
 
     def read(self, wanted: KeyBoxes) -> list[torch.Tensor]:
         """A new contiguous CPU tensor for each box of a tensor."""
         made = self.made
         if made is None:
-            return self._stored(wanted)
+            return self.checks.read(wanted)
         leaves = [ShardedTensor.of_box(self.index[key], box) for key, box in wanted]
         for leaf in leaves:
             # Takes no room until it is written: what is stored as it is wanted replaces it.
@@ -146,7 +131,7 @@ class Source:
         sized = ((part, part.box.num_elements * made.stored[part.key].dtype.itemsize)
                  for part in parts)  # fmt: skip
         for batch in in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER):
-            stored = self._stored([(part.key, part.box) for part in batch])
+            stored = self.checks.read([(part.key, part.box) for part in batch])
             for part, values in zip(batch, stored, strict=True):
                 assert part.data is not None
                 if id(part.data) in whole and part.data.dtype == values.dtype:
@@ -154,12 +139,6 @@ class Source:
                 else:
                     part.data.copy_(values)
         return [leaf.data for leaf in leaves if leaf.data is not None]
-
-    def _stored(self, wanted: KeyBoxes) -> list[torch.Tensor]:
-        values = self.opened.read(wanted)
-        if self.checks is not None:
-            self.checks.compare(wanted, values)
-        return values
 
     def _location(self, part: StoredPart) -> str:
         number = stored_chunk(part, self.opened.index).index or 0
@@ -170,17 +149,8 @@ class PartChecks:
     """The checksums of some tensors. Every part is compared once, when it is first read.
 
     A part that is read as a whole is compared as it was read. Of one that is not, all of it is read
-    once more, a block at a time: so memory stays bounded, however large a part is.
-
-    Args:
-        parts: The stored parts of each of these tensors.
-        tensors: All stored tensors.
-        read: Reads boxes of them.
-        location: Which file a part is in, for messages.
-
-    Attributes:
-        most_bytes: Size of a block.
-        num_bytes: Bytes that have been compared.
+    once more by ``read``, a block of ``most_bytes`` at a time: so memory stays bounded, however
+    large a part is. ``num_bytes`` have been compared.
     """
 
     def __init__(
@@ -197,12 +167,11 @@ class PartChecks:
         self._read, self._location = read, location
         self._lock = threading.Lock()
 
-    def compare(self, wanted: KeyBoxes, values: Sequence[torch.Tensor]) -> None:
-        """Compare every part that meets what was read, unless that was done. From any thread.
-
-        Raises:
-            CorruptCheckpointError: for parts that are not what was saved.
+    def read(self, wanted: KeyBoxes) -> list[torch.Tensor]:
+        """Read boxes, and compare every part that meets one, unless that was done. From any
+        thread.
         """
+        values = self._read(wanted)
         findings = []
         for (key, box), tensor in zip(wanted, values, strict=True):
             for part in self._claim(key, box):
@@ -216,6 +185,7 @@ class PartChecks:
                 with self._lock:
                     self.num_bytes += part.num_elements * self._tensors[key].dtype.itemsize
         _refuse(findings)
+        return values
 
     def _claim(self, key: str, box: Box) -> list[StoredPart]:
         """The parts that meet a box and that nobody has claimed."""

@@ -11,12 +11,13 @@ import itertools
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -71,27 +72,33 @@ _LARGE_BYTES = 2**20
 _TOGETHER_BYTES = 8 * 2**20
 _MOST_TOGETHER = 1024
 
-Write = Callable[[Budget], int]
-"""Writes all that is planned; the number of tensors that are proven to be those of the source."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
+@dataclass(eq=False)
+class Target(ABC):
     """One conversion: what is read, what is planned, and where it goes.
 
-    Attributes:
-        left_out: What the target cannot hold, in words.
-        stop: Ends the conversion when set.
+    ``left_out`` says what it cannot hold; ``stop``, when set, ends the conversion.
     """
 
     source: Source
     plan: ConversionPlan
-    destination: Location
+    destination: Any
     options: ConvertOptions
     progress: ProgressOption | None
     tensors_only: bool
     left_out: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Refuse what cannot be held, and note what is left out."""
+
+    @abstractmethod
+    def write(self, budget: Budget) -> int:
+        """Write all that is planned; the number of tensors proven to be those of the source."""
 
     @property
     def common(self) -> dict[Any, Any]:
@@ -111,11 +118,7 @@ class Job:
             self.left_out.append(f"{what} ({', '.join(lost[:5])}{more})")
 
     def read(self, wanted: Sequence[tuple[PlannedTensor, Box]]) -> Iterator[torch.Tensor]:
-        """The values of boxes in their new dtypes, each cast when the one before is done with.
-
-        Raises:
-            CheckpointingException: if the conversion was stopped.
-        """
+        """The values of boxes in their new dtypes, each cast when the one before is done with."""
         if self.stop.is_set():
             raise CheckpointingException("the conversion was interrupted")
         values = self.source.read([(tensor.source.key, box) for tensor, box in wanted])
@@ -124,15 +127,9 @@ class Job:
             yield values.pop().to(tensor.dtype.torch)
 
     def prove(self, written: Checkpoint, budget: Budget) -> int:
-        """Compare what was written with the fingerprints of the source.
+        """Compare what was written with the fingerprints of the source; how many were compared.
 
         Those of tensors with another dtype differ. A format that keeps none is read again.
-
-        Returns:
-            The number of tensors that were compared.
-
-        Raises:
-            CorruptCheckpointError: if any has another fingerprint.
         """
         kept = self.source.index.fingerprints
         expected = {
@@ -156,171 +153,238 @@ class Job:
         return len(expected)
 
 
-class _Files(NamedTuple):
-    """How files of one format are made.
+class FileTarget(Target):
+    """Files of another program, created with room for all values, which are copied in C order."""
 
-    Attributes:
-        create: Creates them with room for the values; at which byte of which those of each tensor
-            begin.
-        reopen: What was written; None if it cannot be read here.
-        is_alike: Whether what is at the destination is of the kind that is written.
-    """
+    @abstractmethod
+    def create(self, path: Path) -> Mapping[Path, Mapping[str, int]]:
+        """Create the files; at which byte of which the values of each tensor begin."""
 
-    create: Callable[[Path], Mapping[Path, Mapping[str, int]]]
-    reopen: Callable[[Path], TensorFiles[Any] | None]
-    is_alike: Callable[[Path], bool]
+    @abstractmethod
+    def reopen(self, path: Path) -> TensorFiles | None:
+        """What was written; None if it cannot be read here."""
 
+    def is_alike(self, path: Path) -> bool:
+        """Whether what is at a path is of the kind that is written."""
+        return path.is_file()
 
-def _safetensors(job: Job) -> _Files:
-    as_folder = not job.destination.name.endswith(safetensors_folder.SUFFIX)
-    safetensors_folder.require_storable(job.rows)
-    common = job.common
-    texts = safetensors_folder.texts_of(common)
-    model_files = safetensors_folder.model_files_of(common) if as_folder else {}
-    kept = [*texts, *([safetensors_folder.MODEL_FILES_KEY] if model_files else [])]
-    job.leave_out("common state that is no text", common, kept)
-    job.leave_out("objects", (planned.key for planned in job.plan.objects))
+    def write(self, budget: Budget) -> int:
+        tensors = {tensor.key: tensor for tensor in self.plan.tensors}
+        meter = Meter("convert", 0, self.progress)
 
-    def create(path: Path) -> Mapping[Path, Mapping[str, int]]:
-        most_bytes = job.options.shard_bytes if as_folder else None
-        created = safetensors_folder.create(path, job.rows, texts, most_bytes)
-        for name, data in model_files.items():
-            (path / name).write_bytes(data)
-        return created
+        def move(batch: Sequence[tuple[PlannedTensor, Box, int, int]]) -> None:
+            """Copy what is read at once: one large box, or many small ones."""
+            values = self.read([(tensor, box) for tensor, box, *_ in batch])
+            for (tensor, box, descriptor, start), data in zip(batch, values, strict=True):
+                position = start + ravel_offset(box.offset, tensor.shape) * tensor.dtype.itemsize
+                view = bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(data)))
+                while view:
+                    count = os.pwrite(descriptor, view, position)
+                    view, position = view[count:], position + count
+                meter.add(data.nbytes)
 
-    def is_alike(path: Path) -> bool:
-        if not as_folder:
-            return path.is_file()
-        suffixes = (safetensors_folder.SUFFIX, safetensors_folder.INDEX_SUFFIX)
-        return path.is_dir() and all(
-            entry.name in model_files or entry.name.endswith(suffixes) for entry in path.iterdir()
-        )
-
-    # The package that reads them is an extra.
-    can_read = find_spec("safetensors") is not None
-    return _Files(
-        create,
-        lambda path: safetensors_folder.SafetensorsFiles(path) if can_read else None,
-        is_alike,
-    )
-
-
-def _torch(job: Job) -> _Files:
-    cells = {o.key: dict(job.source.objects[o.source_key]) for o in job.plan.objects}
-    common = job.common
-    kept, objects = torch_file.loadable(common), torch_file.loadable(cells)
-    job.leave_out("common state that torch.load would refuse", common, kept)
-    job.leave_out("objects that torch.load would refuse", cells, objects)
-    # What is written holds nothing but what torch.load reads without trust.
-    return _Files(
-        lambda path: {path: torch_file.create(path, job.rows, kept, objects)},
-        lambda path: torch_file.TorchFile(path, trusted=True, most_bytes=job.options.memory_bytes),
-        Path.is_file,
-    )
-
-
-FILE_FORMATS: Final[Mapping[str, Callable[[Job], _Files]]] = {
-    "safetensors": _safetensors,
-    "torch": _torch,
-}
-"""The formats that are no checkpoints, as ``convert(to=)`` takes them."""
-
-
-def into_files(job: Job, to: str) -> Write:
-    """Check that files of another format can hold what is planned, and how to write them.
-
-    They are created with room for all values, which are copied there in C order.
-
-    Raises:
-        CheckpointingException: if they cannot.
-    """
-    create, reopen, is_alike = FILE_FORMATS[to](job)
-    tensors = {tensor.key: tensor for tensor in job.plan.tensors}
-    meter = Meter("convert", 0, job.progress)
-
-    def move(batch: Sequence[tuple[PlannedTensor, Box, int, int]]) -> None:
-        """Copy what is read at once: one large box, or many small ones."""
-        values = job.read([(tensor, box) for tensor, box, *_ in batch])
-        for (tensor, box, descriptor, start), data in zip(batch, values, strict=True):
-            position = start + ravel_offset(box.offset, tensor.shape) * tensor.dtype.itemsize
-            view = bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(data)))
-            while view:
-                count = os.pwrite(descriptor, view, position)
-                view, position = view[count:], position + count
-            meter.add(data.nbytes)
-
-    def write(budget: Budget) -> int:
-        destination, overwrite = Path(job.destination), job.options.overwrite
-        beside = _written_beside(destination, overwrite=overwrite, replaceable=is_alike)
-        with beside as path, meter.phase("writing"):
-            meter.expect(job.plan.num_bytes)
+        with self._written_beside() as path, meter.phase("writing"):
+            meter.expect(self.plan.num_bytes)
             with ExitStack() as stack:
                 boxes = (
                     ((tensor, box, file.fileno(), start), box.num_elements * tensor.widest_itemsize)
-                    for created, starts in create(path).items()
+                    for created, starts in self.create(path).items()
                     for file in [stack.enter_context(created.open("r+b"))]
                     for tensor, start in ((tensors[key], start) for key, start in starts.items())
                     for box in runs(tensor, budget.box_bytes)
                 )
                 batches = list(in_batches(boxes, budget.box_bytes, _MOST_COPIED_TOGETHER))
                 in_threads(move, batches, budget.threads)
-            job.source.opened.require_unchanged()
-            if job.source.index.fingerprints and (files := reopen(path)) is not None:
-                return job.prove(OpenedFiles(files, trusted=True), budget)
+            self.source.opened.require_unchanged()
+            if self.source.index.fingerprints and (files := self.reopen(path)) is not None:
+                return self.prove(OpenedFiles(files, trusted=True), budget)
             return 0
 
-    return write
+    def _require_free(self) -> None:
+        """Refuse a destination that is taken, unless it may be replaced."""
+        destination: Path = self.destination
+        is_empty = destination.is_dir() and not any(destination.iterdir())
+        if is_empty or not os.path.lexists(destination):
+            return
+        if not self.options.overwrite:
+            raise _exists(destination, "something is here", "Name another place, or pass --force.")
+        if not self.is_alike(destination):
+            problem = "holds something else than what would be written"
+            raise _exists(destination, problem, "Delete it by hand, or name another place.")
+
+    @contextmanager
+    def _written_beside(self) -> Iterator[Path]:
+        """A path to write a file or folder at; it becomes the destination if the body succeeds.
+
+        It lies in a hidden folder beside it. A conversion that was killed leaves that; the next one
+        begins by deleting it.
+
+        Raises:
+            CheckpointExistsError: if the destination is taken, or another conversion writes there.
+        """
+        destination: Path = self.destination
+        self._require_free()
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        hidden = destination.with_name(f".{destination.name}.dckpt-partial")
+        hidden.mkdir(exist_ok=True)
+        try:
+            lock = FolderLock.acquire(hidden)
+        except CheckpointExistsError as error:
+            problem = "another conversion writes here"
+            findings = [replace(f, problem=problem) for f in error.findings]
+            raise CheckpointExistsError(f"{destination} already exists", findings) from None
+        with lock:
+            for entry in hidden.iterdir():
+                if entry.name != LOCK_NAME:
+                    local_folder.remove(entry, hidden)
+            new = hidden / "new"
+            try:
+                yield new
+                self._require_free()
+                if new.is_dir():
+                    local_folder.fsync_tree(new)
+                    if destination.is_dir():
+                        destination.rename(hidden / "old")
+                else:
+                    local_folder.fsync_file(new)
+                new.replace(destination)
+                local_folder.fsync_folder(destination.parent)
+            finally:
+                shutil.rmtree(hidden, ignore_errors=True)
 
 
-def into_checkpoint(job: Job, backend: tuple[str, int]) -> Write:
-    """Check that there is room for a checkpoint, and how to write it: by a save whose data is lazy.
+class SafetensorsTarget(FileTarget):
+    """A folder as Hugging Face lays it out, or one file if the destination is named so."""
+
+    def prepare(self) -> None:
+        self.as_folder = not self.destination.name.endswith(safetensors_folder.SUFFIX)
+        safetensors_folder.require_storable(self.rows)
+        common = self.common
+        self.texts = safetensors_folder.texts_of(common)
+        self.model_files = safetensors_folder.model_files_of(common) if self.as_folder else {}
+        kept = [*self.texts, *([safetensors_folder.MODEL_FILES_KEY] if self.model_files else [])]
+        self.leave_out("common state that is no text", common, kept)
+        self.leave_out("objects", (planned.key for planned in self.plan.objects))
+
+    def create(self, path: Path) -> Mapping[Path, Mapping[str, int]]:
+        most_bytes = self.options.shard_bytes if self.as_folder else None
+        created = safetensors_folder.create(path, self.rows, self.texts, most_bytes)
+        for name, data in self.model_files.items():
+            (path / name).write_bytes(data)
+        return created
+
+    def reopen(self, path: Path) -> TensorFiles | None:
+        # The package that reads them is an extra.
+        can_read = find_spec("safetensors") is not None
+        return safetensors_folder.SafetensorsFiles(path) if can_read else None
+
+    def is_alike(self, path: Path) -> bool:
+        if not self.as_folder:
+            return path.is_file()
+        suffixes = (safetensors_folder.SUFFIX, safetensors_folder.INDEX_SUFFIX)
+        return path.is_dir() and all(
+            entry.name in self.model_files or entry.name.endswith(suffixes)
+            for entry in path.iterdir()
+        )
+
+
+class TorchTarget(FileTarget):
+    """A file of torch.save that is loaded without trust."""
+
+    def prepare(self) -> None:
+        cells = {o.key: dict(self.source.objects[o.source_key]) for o in self.plan.objects}
+        common = self.common
+        self.kept, self.cells = torch_file.loadable(common), torch_file.loadable(cells)
+        self.leave_out("common state that torch.load would refuse", common, self.kept)
+        self.leave_out("objects that torch.load would refuse", cells, self.cells)
+
+    def create(self, path: Path) -> Mapping[Path, Mapping[str, int]]:
+        return {path: torch_file.create(path, self.rows, self.kept, self.cells)}
+
+    def reopen(self, path: Path) -> TensorFiles:
+        # It holds nothing but what torch.load reads without trust.
+        return torch_file.TorchFile(path, trusted=True, most_bytes=self.options.memory_bytes)
+
+
+FILE_TARGETS: Final[Mapping[str, type[FileTarget]]] = {
+    "safetensors": SafetensorsTarget,
+    "torch": TorchTarget,
+}
+"""The formats that are no checkpoints, as ``convert(to=)`` takes them."""
+
+
+@dataclass(eq=False, kw_only=True)
+class CheckpointTarget(Target):
+    """A checkpoint, written by a save whose data is lazy.
 
     Raises:
         StrategyNotFoundError: if there is no such backend.
         CheckpointExistsError: if the destination is taken.
         CheckpointingException: if the backend accepts no planner.
     """
-    _check_checkpoint_place(job.destination, overwrite=job.options.overwrite)
-    # Imports what will be used, so that its memory counts before the rest is divided.
-    found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, backend)
-    if not isinstance(found, PlannedSaveStrategy):
-        finding = Finding(
-            "it has no planner, so all tensors would have to be in memory", found=type(found)
-        )
-        raise CheckpointingException(f"cannot convert into {backend[0]} {backend[1]}", [finding])
-    # A copy: a strategy that was registered by hand belongs to somebody else.
-    strategy = copy.copy(found)
-    source, destination = job.source, job.destination
-    has_fingerprints = bool(source.index.fingerprints)
 
-    def write(budget: Budget) -> int:
-        strategy.planner = LazyPlanner(job, budget)
+    backend: tuple[str, int]
+
+    def prepare(self) -> None:
+        self._require_place()
+        # Imports what will be used, so that its memory counts before the rest is divided.
+        found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, self.backend)
+        if not isinstance(found, PlannedSaveStrategy):
+            problem = "it has no planner, so all tensors would have to be in memory"
+            message = f"cannot convert into {self.backend[0]} {self.backend[1]}"
+            raise CheckpointingException(message, [Finding(problem, found=type(found))])
+        # A copy: a strategy that was registered by hand belongs to somebody else.
+        self.strategy = copy.copy(found)
+
+    def _require_place(self) -> None:
+        """Refuse a place that is taken; a conversion that did not end may lie there."""
+        folder: Location = self.destination
+        if not location.is_there(folder):
+            return
+        if not location.is_folder(folder):
+            raise _exists(folder, "a file is here", "Name another place.")
+        if check_is_distributed_checkpoint(folder):
+            if not self.options.overwrite:
+                remedy = "Name another place, or pass --force."
+                raise _exists(folder, "a checkpoint is here", remedy)
+            return
+        ours = {Path(name).parts[0] for name in leftovers(folder)} | {DCKPT_FOLDER, LOCK_NAME}
+        if location.is_there(folder / CLAIMS):
+            ours.add(DATA)
+        if others := {*location.names_in(folder)} - ours:
+            problem = f"the folder holds {min(others)!r}"
+            raise _exists(folder, problem, "Name an empty or a new folder.")
+
+    def write(self, budget: Budget) -> int:
+        strategy, opened, destination = self.strategy, self.source.opened, self.destination
+        strategy.planner = LazyPlanner(self, budget)
         strategy.options = StorageOptions(threads=budget.threads, buffer_bytes=budget.buffer_bytes)
         writer = strategy.make_writer(destination)
+        has_fingerprints = bool(self.source.index.fingerprints)
         # Cut here as the backend would anyway, but along what is stored.
         most_bytes = budget.box_bytes
         if isinstance(writer.layout, RowBlockLayout):
             most_bytes = min(most_bytes, writer.layout.max_chunk_bytes)
         # A dict that holds nothing but sharded leaves leaves no trace in the common state.
-        leaves, common = dict(enumerate(_leaves_of(job, most_bytes))), dict(job.common)
+        leaves, common = dict(enumerate(self._leaves(most_bytes))), dict(self.common)
         if leaves:
             free_key = next(name for name in map(str, range(len(common) + 1)) if name not in common)
             common[free_key] = leaves
         before, is_saved = attempt_of(destination), False
         try:
             save_with_hooks(
-                SaveHooks(before_claim=lambda _: source.opened.require_unchanged()),
+                SaveHooks(before_claim=lambda _: opened.require_unchanged()),
                 common,
                 destination,
                 comm=SingleProcess(),
                 sharded_strategy=strategy,
-                overwrite=job.options.overwrite,
-                progress=job.progress,
-                trusted=job.options.trusted,
+                overwrite=self.options.overwrite,
+                progress=self.progress,
+                trusted=self.options.trusted,
                 fingerprints=has_fingerprints and writer.keeps_fingerprints,
             )
             is_saved = True
-            return job.prove(Checkpoint.open(destination), budget) if has_fingerprints else 0
+            return self.prove(Checkpoint.open(destination), budget) if has_fingerprints else 0
         except BaseException:
             # Nothing is left of what this has begun; what was there before it began stays.
             began = attempt_of(destination) != before
@@ -328,30 +392,22 @@ def into_checkpoint(job: Job, backend: tuple[str, int]) -> Write:
                 remove_checkpoint(destination)
             raise
 
-    return write
-
-
-def _leaves_of(job: Job, most_bytes: int) -> Iterator[ShardedTensor | ShardedObject]:
-    """What to save: tensors without memory in boxes of at most ``most_bytes``, and objects."""
-    for tensor in job.plan.tensors:
-        dtype = tensor.dtype.torch
-        for box in shards(tensor, most_bytes):
-            data = torch.empty(box.shape, dtype=dtype, device="meta")
-            yield ShardedTensor(tensor.key, data, dtype, box.shape, tensor.shape, box.offset, None)
-    for planned in job.plan.objects:
-        handle = job.source.objects[planned.source_key]
-        for cell in handle:
-            yield ShardedObject(planned.key, handle[cell], planned.shape, cell)
+    def _leaves(self, most_bytes: int) -> Iterator[ShardedTensor | ShardedObject]:
+        """Tensors without memory in boxes of at most ``most_bytes``, and objects."""
+        for tensor in self.plan.tensors:
+            dtype, shape = tensor.dtype.torch, tensor.shape
+            for box in shards(tensor, most_bytes):
+                data = torch.empty(box.shape, dtype=dtype, device="meta")
+                yield ShardedTensor(tensor.key, data, dtype, box.shape, shape, box.offset, None)
+        for planned in self.plan.objects:
+            handle = self.source.objects[planned.source_key]
+            for cell in handle:
+                yield ShardedObject(planned.key, handle[cell], planned.shape, cell)
 
 
 @dataclass(eq=False)
 class _Group:
-    """Items that are read together.
-
-    Attributes:
-        items: In the order of the plan.
-        box: The box that they make up, if it is read as one.
-    """
+    """Items that are read together, in the order of the plan; as one box, if they make one up."""
 
     items: list[WriteItem]
     box: Box | None = None
@@ -362,10 +418,10 @@ class _Group:
 class LazyPlanner(DefaultSavePlanner):
     """Reads from the source when the writer asks for an item; neighbours are read together."""
 
-    def __init__(self, job: Job, budget: Budget) -> None:
+    def __init__(self, target: Target, budget: Budget) -> None:
         super().__init__()
-        self._job = job
-        self._tensors = {tensor.key: tensor for tensor in job.plan.tensors}
+        self._target = target
+        self._tensors = {tensor.key: tensor for tensor in target.plan.tensors}
         self._most_together = budget.box_bytes
         self._groups: dict[MetadataIndex, _Group] = {}
         # What was read and not yet asked for, and how many bytes more of it there may be.
@@ -407,8 +463,8 @@ class LazyPlanner(DefaultSavePlanner):
         items, whole = group.items, group.box
         tensors = [self._tensors[item.index.fqn] for item in items]
         if whole is None:
-            return [*self._job.read([*zip(tensors, map(_box, items), strict=True)])]
-        (read,) = self._job.read([(tensors[0], whole)])
+            return [*self._target.read([*zip(tensors, map(_box, items), strict=True)])]
+        (read,) = self._target.read([(tensors[0], whole)])
         return [read[_box(item).relative_to(whole.offset).slices()] for item in items]
 
     def _grouped(self, items: Sequence[WriteItem]) -> Iterator[_Group]:
@@ -438,96 +494,6 @@ def _rows(item: WriteItem) -> tuple[str, int, int]:
     """Key, first row and number of rows."""
     box = _box(item)
     return item.index.fqn, *((box.offset[0], box.shape[0]) if box.shape else (0, 1))
-
-
-def check_apart(sources: Iterable[Location], destination: Location) -> None:
-    """Refuse to write into what is read.
-
-    Raises:
-        CheckpointExistsError: if one is, or is inside, the other.
-    """
-    if any(location.overlap(source, destination) for source in sources):
-        problem, remedy = "source and destination overlap", "Convert into another place."
-        finding = Finding(problem, path=str(destination), remedy=remedy)
-        raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
-
-
-def _check_checkpoint_place(folder: Location, *, overwrite: bool) -> None:
-    """Refuse a place for a checkpoint that is taken; a conversion that did not end may lie there.
-
-    Raises:
-        CheckpointExistsError: if something else is there.
-    """
-    if not location.is_there(folder):
-        return
-    if not location.is_folder(folder):
-        raise _exists(folder, "a file is here", "Name another place.")
-    if check_is_distributed_checkpoint(folder):
-        if not overwrite:
-            raise _exists(folder, "a checkpoint is here", "Name another place, or pass --force.")
-        return
-    ours = {Path(name).parts[0] for name in leftovers(folder)} | {DCKPT_FOLDER, LOCK_NAME}
-    if location.is_there(folder / CLAIMS):
-        ours.add(DATA)
-    if others := {*location.names_in(folder)} - ours:
-        raise _exists(folder, f"the folder holds {min(others)!r}", "Name an empty or a new folder.")
-
-
-@contextmanager
-def _written_beside(
-    destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]
-) -> Iterator[Path]:
-    """A path to write a file or folder at, which becomes ``destination`` if the body succeeds.
-
-    It lies in a hidden folder beside it. A conversion that was killed leaves that; the next one
-    begins by deleting it.
-
-    Args:
-        destination: a file or folder.
-        overwrite: replace what is there, if it is ``replaceable``.
-        replaceable: whether what is there is of the kind that is written.
-
-    Raises:
-        CheckpointExistsError: if the destination is taken, or another conversion writes there.
-    """
-
-    def check_free() -> None:
-        is_empty = destination.is_dir() and not any(destination.iterdir())
-        if is_empty or not os.path.lexists(destination):
-            return
-        if not overwrite:
-            raise _exists(destination, "something is here", "Name another place, or pass --force.")
-        if not replaceable(destination):
-            problem = "holds something else than what would be written"
-            raise _exists(destination, problem, "Delete it by hand, or name another place.")
-
-    check_free()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    hidden = destination.with_name(f".{destination.name}.dckpt-partial")
-    hidden.mkdir(exist_ok=True)
-    try:
-        lock = FolderLock.acquire(hidden)
-    except CheckpointExistsError as error:
-        findings = [replace(f, problem="another conversion writes here") for f in error.findings]
-        raise CheckpointExistsError(f"{destination} already exists", findings) from None
-    with lock:
-        for entry in hidden.iterdir():
-            if entry.name != LOCK_NAME:
-                local_folder.remove(entry, hidden)
-        new = hidden / "new"
-        try:
-            yield new
-            check_free()
-            if new.is_dir():
-                local_folder.fsync_tree(new)
-                if destination.is_dir():
-                    destination.rename(hidden / "old")
-            else:
-                local_folder.fsync_file(new)
-            new.replace(destination)
-            local_folder.fsync_folder(destination.parent)
-        finally:
-            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _exists(path: Location, problem: str, remedy: str) -> CheckpointingException:
