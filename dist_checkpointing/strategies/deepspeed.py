@@ -121,17 +121,13 @@ class DeepSpeedFiles(TensorFiles):
     def __init__(self, folder: Path, *, trusted: bool = False) -> None:
         self._trusted = trusted
         super().__init__(folder, sorted(folder.rglob("*.pt")))
-        self._segments: dict[str, tuple[Ints, list[_Segment]]] = {}
+        # Shape and segments of each tensor, and at which element each segment begins.
+        self._segments: dict[str, tuple[Ints, list[_Segment], list[int]]] = {}
         try:
             self._find()
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
             raise _damage("not a DeepSpeed checkpoint", problem, folder) from error
-        self._begins = {
-            key: [0, *accumulate(segment.count for segment in segments)]
-            for key, (_, segments) in self._segments.items()
-        }
-        self._file_of = {key: parts[0].file for key, (_, parts) in self._segments.items() if parts}
 
     def _find(self) -> None:
         """Read all but the values."""
@@ -174,6 +170,12 @@ class DeepSpeedFiles(TensorFiles):
             ),
         }
         self._set_index(self._rows())
+
+    def _add(self, key: str, shape: Ints, segments: list[_Segment]) -> None:
+        begins = [0, *accumulate(segment.count for segment in segments)]
+        self._segments[key] = shape, segments, begins
+        if segments:
+            self._file_of[key] = segments[0].file
 
     def _open(self, file: Path) -> Any:
         if not file.is_file():
@@ -262,10 +264,10 @@ class DeepSpeedFiles(TensorFiles):
             for entry, (value, segments) in state.items():
                 # Optimizers of torch count steps in a tensor; those of DeepSpeed in a number.
                 if entry == _WEIGHTS:
-                    self._segments[f"model.{name}"] = shape, segments
+                    self._add(f"model.{name}", shape, segments)
                 elif isinstance(value, (torch.Tensor, int) if entry == "step" else torch.Tensor):
                     own = shape if _is_cut(value) else ()
-                    self._segments[f"optimizer.state.{name}.{entry}"] = own, segments
+                    self._add(f"optimizer.state.{name}.{entry}", own, segments)
                 else:
                     values.setdefault(name, {})[entry] = value
         return {"state": values, "param_groups": named}
@@ -283,7 +285,7 @@ class DeepSpeedFiles(TensorFiles):
                     for rank, count in runs
                     for file in [self.path / f"zero_pp_rank_{rank}_{_MODEL}"]
                 ]
-                self._segments[f"model.{name}"] = tuple(size), parts
+                self._add(f"model.{name}", tuple(size), parts)
         # Below stage 3 it also has the frozen parameters, and weights of lower precision.
         buffers, tied = _required(model, "buffer_names", first), model.get("shared_params") or {}
         for name, value in _required(model, "module", first).items():
@@ -291,32 +293,32 @@ class DeepSpeedFiles(TensorFiles):
             is_whole = isinstance(value, torch.Tensor) and (not is_cut or name in buffers)
             if is_whole and key not in self._segments and name not in tied:
                 segment = _Segment.of(first, ("module", name), value, 0, value.numel())
-                self._segments[key] = tuple(value.shape), [segment]
+                self._add(key, tuple(value.shape), [segment])
 
-    def _rows(self) -> Iterator[TensorRow]:
+    def _rows(self) -> list[TensorRow]:
         """Describe each tensor, if all that it consists of is there."""
-        findings = []
-        for key, (shape, segments) in self._segments.items():
+        findings, rows = [], []
+        for key, (shape, segments, begins) in self._segments.items():
+            dtype = segments[0].dtype if segments else torch.float32
             for part in segments:
-                path, stop, dtype = str(part.file), part.start + part.count, segments[0].dtype
+                path, stop = str(part.file), part.start + part.count
                 if part.size < stop:
                     expected = f"at least {stop} elements"
                     findings.append(Finding("cut off", key, expected, part.size, path=path))
                 elif part.dtype is not dtype:
                     findings.append(Finding("two dtypes", key, dtype, part.dtype, path=path))
-            if sum(part.count for part in segments) != math.prod(shape):
+            if begins[-1] != math.prod(shape):
                 problem = "parts of it are missing"
                 findings.append(Finding(problem, key, shape, path=str(self.path)))
+            rows.append((key, dtype, shape))
         if findings:
             raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
-        for key, (shape, segments) in self._segments.items():
-            dtype = segments[0].dtype if segments else torch.float32
-            yield key, tensor_memory.from_torch(dtype), shape
+        return [(key, tensor_memory.from_torch(dtype), shape) for key, dtype, shape in rows]
 
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         if not out.numel():
             return
-        (shape, segments), begins = self._segments[key], self._begins[key]
+        shape, segments, begins = self._segments[key]
         first = ravel_offset(box.offset, shape)
         last = ravel_offset(tuple(stop - 1 for stop in box.stop), shape)
         for number, start, count in _across(begins, first, last + 1 - first):
@@ -447,9 +449,11 @@ def _partitioned(
                 parts = _across(begins, position, size)
                 pieces = [(rank, number, start, count) for rank, start, count in parts]
                 position += size + padding
-            state: dict[str, tuple[Any, list[_Segment]]] = {_WEIGHTS: (None, [])}
-            flat = pieces[0][1] if pieces else -1
-            for entry, (path, value) in first.state[flat].items() if pieces else ():
+            if not pieces:
+                yield None, name, shape, {_WEIGHTS: (None, [])}
+                continue
+            state, flat = {}, pieces[0][1]
+            for entry, (path, value) in first.state[flat].items():
                 segments = [_Segment.of(first.file, path, value)]
                 if _is_cut(value):
                     segments = [
@@ -458,7 +462,7 @@ def _partitioned(
                         if entry in shares[rank].state[own]
                     ]
                 state[entry] = value, segments
-            yield group_of[flat] if 0 <= flat < len(group_of) else None, name, shape, state
+            yield group_of[flat] if flat < len(group_of) else None, name, shape, state
         # The end of a group is padded to twice the number of ranks, and not always saved.
         unit = 1 if is_even else 2 * num_ranks
         _require_fit(-(-position // unit), -(-begins[-1] // unit), first.file)
