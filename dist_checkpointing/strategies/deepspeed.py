@@ -477,9 +477,9 @@ def _require_fit(used: int, there: int, file: Path) -> None:
 
 def _even_runs(num_elements: int, num_ranks: int) -> list[tuple[int, int]]:
     """The ranks that hold a part of a tensor that ZeRO-3 cuts evenly, and how much each has."""
-    most = -(-num_elements // num_ranks)
-    counts = ((rank, min(most, num_elements - rank * most)) for rank in range(num_ranks))
-    return [(rank, count) for rank, count in counts if count > 0]
+    most = max(1, -(-num_elements // num_ranks))
+    starts = range(0, num_elements, most)
+    return [(rank, min(most, num_elements - start)) for rank, start in enumerate(starts)]
 
 
 def _across(begins: Sequence[int], start: int, count: int) -> list[tuple[int, int, int]]:

@@ -213,14 +213,8 @@ def create(
 ) -> dict[Path, dict[str, int]]:
     """Create one file, or a model as Hugging Face lays it out, with room for the values.
 
-    Args:
-        path: A file, or a folder to make.
-        rows: What to create.
-        texts: Texts for the headers.
-        shard_bytes: Most bytes of values in a file of a folder; None for one file.
-
-    Returns:
-        For each file, at which byte the values of each key begin. They follow in C order.
+    ``path`` is a folder to make with files of at most ``shard_bytes`` of values, or a file if that
+    is None. Returns for each file at which byte the values of each key begin, in C order.
     """
     sizes = {key: math.prod(shape) * dtype.itemsize for key, dtype, shape in rows}
     files = [list(rows)]

@@ -136,11 +136,7 @@ def create(
 ) -> dict[str, int]:
     """Create a file that ``torch.load(weights_only=True)`` reads, with room for the tensors.
 
-    Returns:
-        At which byte the values of each tensor begin. They follow in C order.
-
-    Raises:
-        CheckpointingException: if a tensor has the name under which the rest is kept.
+    Returns at which byte the values of each tensor begin, in C order.
     """
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in rows]
     state = _without_memory(rows, sizes)

@@ -63,9 +63,7 @@ from dist_checkpointing.strategies.base import (
 class _HeldLeaves(DefaultSavePlanner):
     """Plans no more than that the shards make up each tensor: their strategy writes what it wants.
 
-    Args:
-        leaves: of this rank, nested.
-        are_copies: whether they no longer need the state dict.
+    ``leaves`` of this rank are nested. If they ``are_copies``, they do not need the state dict.
     """
 
     def __init__(self, leaves: ShardedStateDict, *, are_copies: bool = False) -> None:
@@ -119,10 +117,8 @@ class ForeignWriter(StorageWriter):
 class ForeignSaveStrategy(PlannedSaveStrategy):
     """A third party's strategy that has only ``save``, as one with plans, for one save.
 
-    Args:
-        strategy: it.
-        leaves: of this rank, nested.
-        validates: whether to check that the shards of all ranks make up each tensor.
+    ``leaves`` of this rank are nested. ``validates``: check that the shards of all ranks make up
+    each tensor.
     """
 
     def __init__(

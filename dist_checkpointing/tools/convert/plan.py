@@ -199,6 +199,10 @@ class PlannedTensor:
         """Bytes of an element where it takes most, before or after."""
         return max(self.dtype.itemsize, self.source.dtype.itemsize)
 
+    def num_bytes_of(self, box: Box) -> int:
+        """Bytes of a box where it takes most."""
+        return box.num_elements * self.widest_itemsize
+
 
 class PlannedObject(NamedTuple):
     """A sharded object on its way: its name, its new name, the shape of its grid of cells."""

@@ -73,6 +73,10 @@ _TOGETHER_BYTES = 8 * 2**20
 _MOST_TOGETHER = 1024
 
 
+_Copy = tuple[PlannedTensor, Box, int, int]
+"""A box of a tensor, the file that it is copied to, and where in that the tensor begins."""
+
+
 @dataclass(eq=False)
 class Target(ABC):
     """One conversion: what is read, what is planned, and where it goes.
@@ -172,7 +176,7 @@ class FileTarget(Target):
         tensors = {tensor.key: tensor for tensor in self.plan.tensors}
         meter = Meter("convert", 0, self.progress)
 
-        def move(batch: Sequence[tuple[PlannedTensor, Box, int, int]]) -> None:
+        def move(batch: Sequence[_Copy]) -> None:
             """Copy what is read at once: one large box, or many small ones."""
             values = self.read([(tensor, box) for tensor, box, *_ in batch])
             for (tensor, box, descriptor, start), data in zip(batch, values, strict=True):
@@ -186,13 +190,15 @@ class FileTarget(Target):
         with self._written_beside() as path, meter.phase("writing"):
             meter.expect(self.plan.num_bytes)
             with ExitStack() as stack:
-                boxes = (
-                    ((tensor, box, file.fileno(), start), box.num_elements * tensor.widest_itemsize)
-                    for created, starts in self.create(path).items()
-                    for file in [stack.enter_context(created.open("r+b"))]
-                    for tensor, start in ((tensors[key], start) for key, start in starts.items())
-                    for box in runs(tensor, budget.box_bytes)
-                )
+                boxes: list[tuple[_Copy, int]] = []
+                for created, starts in self.create(path).items():
+                    descriptor = stack.enter_context(created.open("r+b")).fileno()
+                    for key, start in starts.items():
+                        tensor = tensors[key]
+                        boxes += (
+                            ((tensor, box, descriptor, start), tensor.num_bytes_of(box))
+                            for box in runs(tensor, budget.box_bytes)
+                        )
                 batches = list(in_batches(boxes, budget.box_bytes, _MOST_COPIED_TOGETHER))
                 in_threads(move, batches, budget.threads)
             self.source.opened.require_unchanged()
@@ -218,9 +224,6 @@ class FileTarget(Target):
 
         It lies in a hidden folder beside it. A conversion that was killed leaves that; the next one
         begins by deleting it.
-
-        Raises:
-            CheckpointExistsError: if the destination is taken, or another conversion writes there.
         """
         destination: Path = self.destination
         self._require_free()
@@ -315,13 +318,7 @@ FILE_TARGETS: Final[Mapping[str, type[FileTarget]]] = {
 
 @dataclass(eq=False, kw_only=True)
 class CheckpointTarget(Target):
-    """A checkpoint, written by a save whose data is lazy.
-
-    Raises:
-        StrategyNotFoundError: if there is no such backend.
-        CheckpointExistsError: if the destination is taken.
-        CheckpointingException: if the backend accepts no planner.
-    """
+    """A checkpoint, written by a save whose data is lazy; so its backend must accept a planner."""
 
     backend: tuple[str, int]
 
@@ -476,8 +473,7 @@ class LazyPlanner(DefaultSavePlanner):
             if len(parts) > 1 and is_cut_across(tensor):
                 box = Box((start, *[0] * (len(tensor.shape) - 1)), (height, *tensor.shape[1:]))
                 is_whole = sum(_box(item).num_elements for item in parts) == box.num_elements
-                num_bytes = box.num_elements * tensor.widest_itemsize
-                if is_whole and _LARGE_BYTES <= num_bytes <= 2 * self._most_together:
+                if is_whole and _LARGE_BYTES <= tensor.num_bytes_of(box) <= 2 * self._most_together:
                     yield _Group(parts, box)
                     continue
             sized = ((item, item.tensor_storage_size() or 0) for item in parts)
