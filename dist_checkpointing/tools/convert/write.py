@@ -173,7 +173,6 @@ class FileTarget(Target):
         return path.is_file()
 
     def write(self, budget: Budget) -> int:
-        tensors = {tensor.key: tensor for tensor in self.plan.tensors}
         meter = Meter("convert", 0, self.progress)
 
         def move(batch: Sequence[_Copy]) -> None:
@@ -190,21 +189,23 @@ class FileTarget(Target):
         with self._written_beside() as path, meter.phase("writing"):
             meter.expect(self.plan.num_bytes)
             with ExitStack() as stack:
-                boxes: list[tuple[_Copy, int]] = []
-                for created, starts in self.create(path).items():
-                    descriptor = stack.enter_context(created.open("r+b")).fileno()
-                    for key, start in starts.items():
-                        tensor = tensors[key]
-                        boxes += (
-                            ((tensor, box, descriptor, start), tensor.num_bytes_of(box))
-                            for box in runs(tensor, budget.box_bytes)
-                        )
-                batches = list(in_batches(boxes, budget.box_bytes, _MOST_COPIED_TOGETHER))
+                copies = self._copies(path, stack, budget.box_bytes)
+                batches = list(in_batches(copies, budget.box_bytes, _MOST_COPIED_TOGETHER))
                 in_threads(move, batches, budget.threads)
             self.source.opened.require_unchanged()
             if self.source.index.fingerprints and (files := self.reopen(path)) is not None:
                 return self.prove(OpenedFiles(files, trusted=True), budget)
             return 0
+
+    def _copies(self, path: Path, stack: ExitStack, most_bytes: int) -> Iterator[tuple[_Copy, int]]:
+        """Create the files, open until the stack ends, and say what to copy, with its bytes."""
+        tensors = {tensor.key: tensor for tensor in self.plan.tensors}
+        for created, starts in self.create(path).items():
+            descriptor = stack.enter_context(created.open("r+b")).fileno()
+            for key, start in starts.items():
+                tensor = tensors[key]
+                for box in runs(tensor, most_bytes):
+                    yield (tensor, box, descriptor, start), tensor.num_bytes_of(box)
 
     def _require_free(self) -> None:
         """Refuse a destination that is taken, unless it may be replaced."""
