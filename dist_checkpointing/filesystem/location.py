@@ -235,15 +235,21 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
     if isinstance(folder, ObjectPath):
         return None
     marks: list[int] = []
-    with suppress(OSError):
+    try:
         for name in names:
             path = f"{folder}/{name}"
             if opens:
-                os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-            status = os.stat(path)  # noqa: PTH116 - for each slice
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    status = os.fstat(descriptor)
+                finally:
+                    os.close(descriptor)
+            else:
+                status = os.stat(path)  # noqa: PTH116 - for each slice
             marks += (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-        return marks
-    return None
+    except OSError:
+        return None
+    return marks
 
 
 def folders_with(
