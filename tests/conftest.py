@@ -1,10 +1,9 @@
 """Checkpoints to look into, and the program to look with."""
 
-from __future__ import annotations
-
 import sys
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -70,13 +69,13 @@ def s3_place(s3_options: ObjectStoreOptions) -> ObjectPath:
 
 @pytest.fixture
 def dckpt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the program in this process, with its output going into a pipe."""
+    """Runs the program in this process with its output in a pipe; compares ``code``, ``err``."""
     from dist_checkpointing.tools.app import main
 
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*arguments: object) -> Finished:
+    def run(*arguments: object, **expected: object) -> Finished:
         monkeypatch.setattr(sys, "argv", ["dckpt", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
@@ -84,6 +83,8 @@ def dckpt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         captured = capsys.readouterr()
         code = ended.value.code
         assert isinstance(code, int)
-        return Finished(code, captured.out, captured.err)
+        finished = Finished(code, captured.out, captured.err)
+        assert finished == replace(finished, **expected)  # type: ignore[arg-type]
+        return finished
 
     return run

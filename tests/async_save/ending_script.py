@@ -3,8 +3,6 @@
 Usage: ending_script.py FOLDER SAVER ENDING
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

@@ -11,8 +11,6 @@ next round resumes from there. The last line of the output counts what happened,
 Processes are forked, since a fresh one takes seconds to import torch; this one has no threads.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

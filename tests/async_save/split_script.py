@@ -3,8 +3,6 @@
 Usage: split_script.py FOLDER URL SAVE|DIE|LOAD STEPS REPORTS
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """async_save: what is saved is the state at the call, and what goes wrong is told to every rank."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """AsyncCallsQueue: requests are executed in order, and finalized on all ranks or on none."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

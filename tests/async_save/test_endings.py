@@ -1,7 +1,5 @@
 """However a training ends with a save in flight: no hang, no zombie, no half commit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

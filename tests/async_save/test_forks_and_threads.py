@@ -1,7 +1,5 @@
 """Savers in forked processes, which have none of the threads, and savers that threads share."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

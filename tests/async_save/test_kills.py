@@ -1,7 +1,5 @@
 """Random kills of simulated ranks: what is committed is right, nothing good is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a save leaves behind that was killed, or given up by ranks that are only late."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

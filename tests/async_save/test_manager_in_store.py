@@ -1,7 +1,5 @@
 """CheckpointManager with a root in an object store."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a manager loads when nobody names the step: the newest that the load itself finds sound."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

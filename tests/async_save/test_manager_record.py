@@ -1,7 +1,5 @@
 """What a manager believes: a pointer that is behind, errors that say nothing of a checkpoint."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """CheckpointManager with a fast disk that is drained into an object store."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import threading

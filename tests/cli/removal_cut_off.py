@@ -4,8 +4,6 @@ Usage: python removal_cut_off.py CHECKPOINT PREFIX COPIES. Leaves one copy of th
 each step, as the kill left it, in ``COPIES/<step>``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

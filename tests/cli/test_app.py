@@ -1,7 +1,7 @@
-from __future__ import annotations
-
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import dist_checkpointing
-from dist_checkpointing import ShardedTensor, save
+from dist_checkpointing import CheckpointManager, ShardedObject, ShardedTensor, save
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
-from samples import Run
+from dist_checkpointing.tools import app, report
+from samples import Run, Samples
 from scripts import run_fresh
+from states import at_step, wholes
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 GOLDEN = Path(__file__).parents[1] / "golden" / "mc0.15.3_zarr"
@@ -239,3 +242,185 @@ app.main()
     app = tmp_path / "dist_checkpointing" / "tools" / "app.py"
     assert finished.stderr == ""
     assert finished.stdout == f"{app}\ndckpt {dist_checkpointing.__version__}\n"
+
+
+# The fields of ``--json`` are those that docs/cli.md names.
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+COMMANDS: dict[str, tuple[list[str], list[str]]] = {
+    "`ls`": (["ls", "a"], ["--all"]),
+    "`ls RUN`": (["ls", "run"], []),
+    "`show` of a tensor": (["show", "a", "w"], ["--plot"]),
+    "`show` of an object": (["show", "a", "o"], []),
+    "`show` of common state": (["show", "a", "step"], []),
+    "`stats`": (["stats", "a"], ["--scan"]),
+    "`verify`": (["verify", "a"], []),
+    "`diff`": (["diff", "a", "b", "--summary"], ["WITHOUT --summary"]),
+    "`convert`": (["convert", "a", "c", "--to", "zarr", "--dry-run"], []),
+    "`plan`": (["plan", "a", "--tp", "2"], []),
+    "`map`": (["map", "a", "-o", "a.html"], []),
+    "`rm-prefix`": (["rm-prefix", "a", "w", "--dry-run"], []),
+    "`ls --follow`: a line for each save that has ended": (["ls", "a", "--follow"], []),
+}
+
+
+def documented() -> dict[str, list[set[str]]]:
+    """The fields of each document: those that are always there, and those with an option."""
+    if not PAGE.exists():
+        pytest.skip("not a checkout")
+    _, _, text = PAGE.read_text().partition("## As JSON")
+    rows = re.findall(r"^\| (`.*?) \| (`.*) \|$", text, re.MULTILINE)
+    return {
+        command: [
+            set(re.findall(r"`([a-z_]+)`", part)) for part in re.split(r"; with(?:out)? ", fields)
+        ]
+        for command, fields in rows
+    }
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        tensor = ShardedTensor.from_rank_offsets("w", torch.full((4, 2), value))
+        save({"w": tensor, "o": ShardedObject("o", 1, (1,), (0,)), "step": 1}, name)
+    with CheckpointManager("run") as manager:
+        manager.save(1, {"step": 1})
+
+
+def fields_of(dckpt: Run, arguments: list[str]) -> set[str]:
+    finished = dckpt(*arguments, "--json")
+    document: Any = json.loads(finished.out)
+    assert "error" not in document
+    return set(document)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("places")
+def test_fields_are_documented(dckpt: Run, command: str) -> None:
+    always, *optional = documented()[command]
+    arguments, more = COMMANDS[command]
+    assert fields_of(dckpt, arguments) == always
+    if more:
+        without = [word for word in arguments if f"WITHOUT {word}" not in more]
+        options = [option for option in more if not option.startswith("WITHOUT")]
+        assert fields_of(dckpt, [*without, *options]) == always | optional[0]
+
+
+def test_every_document_is_tested() -> None:
+    assert set(documented()) == set(COMMANDS)
+
+
+# What every command prints on terminals of different widths.
+
+
+WIDTHS = [60, 80, 120]
+
+
+@pytest.fixture(params=WIDTHS)
+def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A terminal without colours."""
+    terminal = Console(force_terminal=True, color_system=None, width=request.param)
+    monkeypatch.setattr(report, "out", terminal)
+    width: int = request.param
+    return width
+
+
+@pytest.mark.parametrize("command", [None, *app.COMMANDS])
+def test_help_fits_and_is_plain(
+    dckpt: Run, monkeypatch: pytest.MonkeyPatch, columns: int, command: str | None
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(columns))
+    out = dckpt(*([command] if command else []), "--help").out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "<bool>" not in out
+    assert "..." not in out.partition("Commands:")[2]
+    # Paragraphs are filled: no word would have fit into the line before.
+    paragraphs = out.partition("Options:")[0].split("\n\n")[1:]
+    for lines in (paragraph.splitlines() for paragraph in paragraphs if ":\n" not in paragraph):
+        for line, after in itertools.pairwise(lines):
+            assert len(line) + 1 + len(after.split()[0]) > min(columns, 80) - 2, (line, after)
+
+
+def test_no_line_ends_in_blanks_and_tables_fit(
+    tmp_path: Path, samples: Samples, dckpt: Run, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = samples("tensorstore").copied(Path("one")).folder
+    with CheckpointManager("run") as manager:
+        for step in (1, 2):
+            manager.save(step, at_step(step))
+    save(wholes({"model.layers.w": torch.ones(200)}), "a")
+    save(wholes({"model.layers.w": torch.arange(200.0)}), "b")
+    for arguments in (
+        ["ls", one, "--all"],
+        ["ls", "run"],
+        ["show", one, "uneven", "--plot"],
+        ["show", one, "rng"],
+        ["stats", one, "--scan"],
+        ["diff", "a", "b"],
+        ["diff", "a", "b", "--summary"],
+        ["verify", one],
+        ["plan", one, "--tp", "2", "--dp", "2"],
+        ["plan", one, "--tp", "64"],
+        ["ls", "a", "--follow"],
+        ["map", one, "-o", "map.html", "--force"],
+        ["convert", "a", "c.safetensors", "--to", "safetensors", "--force"],
+        ["rm-prefix", one, "optimizer", "--dry-run"],
+        ["rm-prefix", "a", "model", "--yes"],
+    ):
+        finished = dckpt(*arguments)
+        assert (finished.code in (0, 1), finished.err) == (True, ""), arguments
+        for line in finished.out.splitlines():
+            assert line == line.rstrip(), arguments
+            assert len(line) <= columns or arguments[0] in ("convert", "show"), (arguments, line)
+        if arguments[0] == "rm-prefix" and arguments[-1] == "--yes":
+            save(wholes({"model.layers.w": torch.ones(200)}), "a", overwrite=True)
+
+
+def test_a_summary_is_one_line(tmp_path: Path, dckpt: Run) -> None:
+    for step in (1, 2):
+        save(at_step(step), tmp_path / str(step))
+    pair = (tmp_path / "1", tmp_path / "2")
+    finished = dckpt("diff", *pair, "--summary", code=1)
+    assert finished.out == ("differences: 1 of 1 tensor differing, 1 in the common state\n")
+    document = dckpt("diff", *pair, "--summary", "--json").json
+    assert (document["num_differing"], document["num_common"]) == (1, 1)
+    assert "tensors" not in document
+    assert dckpt("diff", pair[0], pair[0], "--summary").out.startswith("the same: 1 tensor")
+
+
+def test_a_small_conversion_has_a_speed(tmp_path: Path, dckpt: Run) -> None:
+    save(at_step(1), tmp_path / "a")
+    out = dckpt("convert", tmp_path / "a", tmp_path / "b", "--to", "zarr").out
+    speed = out.partition("(")[2].rpartition("(")[2].partition("/s)")[0]
+    assert float(speed.split()[0]) > 0
+    assert "GB/s" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["diff", "{0}", "{0}"], ["convert", "{0}", "{0}x", "--to", "torch"]]
+)
+def test_memory_is_that_of_the_process(tmp_path: Path, dckpt: Run, arguments: list[str]) -> None:
+    save(at_step(1), tmp_path / "a")
+    words = [word.format(tmp_path / "a") for word in arguments]
+    finished = dckpt(*words, "--memory", "1MB", code=2)
+    assert "the memory budget is too small: the program itself takes most of it" in finished.err
+    assert dckpt(*words, "--memory", "5GB").code == 0
+
+
+def test_a_pattern_that_matches_nothing_is_no_equality(tmp_path: Path, dckpt: Run) -> None:
+    save(at_step(1), tmp_path / "a")
+    finished = dckpt("diff", tmp_path / "a", tmp_path / "a", "ww", code=2, out="")
+    assert "neither checkpoint has a key that matches 'ww'" in finished.err
+    assert dckpt("diff", tmp_path / "a", tmp_path / "a", "step").code == 0
+
+
+def test_ls_suggests_keys(tmp_path: Path, dckpt: Run) -> None:
+    save(wholes({"decoder.weight": torch.ones(2)}), tmp_path / "a")
+    finished = dckpt("ls", tmp_path / "a", "decodr.weight", code=1)
+    assert finished.err.endswith("matches 'decodr.weight'; did you mean 'decoder.weight'?\n")
+    assert "--all looks at objects" in dckpt("ls", tmp_path / "a", "qqqq").err
+    assert dckpt("ls", tmp_path / "a", "qqqq", "--json").json["tensors"] == []

@@ -1,7 +1,5 @@
 """``dckpt convert`` as a user runs it: what it prints, its exit code, and what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import struct

@@ -1,7 +1,5 @@
 """``dckpt ls --follow`` beside a save that is going on in another thread or process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,7 +17,7 @@ from dist_checkpointing import CheckpointManager, save
 from dist_checkpointing.filesystem import FolderLock, holder_of
 from dist_checkpointing.tools import ls as following
 from faults import commits_waiting
-from samples import Run
+from samples import Finished, Run
 from states import at_step
 
 ROOT = Path(__file__).parents[2]
@@ -45,17 +43,25 @@ def after(looks: int, then: Callable[[], None], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(following, "_pause", pause)
 
 
-def test_a_save_until_its_commit(
-    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "c"
+def follow_a_save(
+    folder: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch, *options: str
+) -> Finished:
     may_commit = threading.Event()
     with commits_waiting(may_commit):
         thread = while_saving(lambda: save(at_step(1), folder), folder)
-        after(3, may_commit.set, monkeypatch)
-        finished = dckpt("ls", folder, "--follow")
-        thread.join()
+
+        def commit() -> None:
+            may_commit.set()
+            thread.join()  # the claim of the folder goes after the commit
+
+        after(3, commit, monkeypatch)
+        finished = dckpt("ls", folder, "--follow", *options)
     assert (finished.code, finished.err) == (0, "")
+    return finished
+
+
+def test_a_save_to_its_end(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = follow_a_save(tmp_path / "c", dckpt, monkeypatch)
     begun, ended = finished.out.splitlines()
     assert begun == f"c: being saved by process {os.getpid()} on {os.uname().nodename}"
     assert ended.startswith("c: whole, ")
@@ -138,18 +144,22 @@ def test_a_step_that_is_deleted_meanwhile(
     tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "c"
-    folder.mkdir()
-    (folder / "x").touch()
-    lock = FolderLock.acquire(folder)
 
-    def delete() -> None:
-        lock.release()
-        shutil.rmtree(folder)
+    def follow(*options: str) -> str:
+        folder.mkdir()
+        (folder / "x").touch()
+        lock = FolderLock.acquire(folder)
 
-    after(2, delete, monkeypatch)
-    finished = dckpt("ls", folder, "--follow")
-    assert finished.code == 1
-    assert finished.out.splitlines()[-1] == "c: deleted"
+        def delete() -> None:
+            lock.release()
+            shutil.rmtree(folder)
+
+        after(2, delete, monkeypatch)
+        finished = dckpt("ls", folder, "--follow", *options, code=1)
+        return finished.out
+
+    assert follow().splitlines()[-1] == "c: deleted"
+    assert json.loads(follow("--json"))["state"] == "deleted"
 
 
 @pytest.mark.parametrize("name", ["run", "c"])
@@ -173,8 +183,7 @@ def test_it_waits_for_what_is_not_there_yet(
 
 def test_no_pattern_and_no_other_option(tmp_path: Path, dckpt: Run) -> None:
     for words in (["w"], ["--tree"], ["--all"]):
-        finished = dckpt("ls", tmp_path, *words, "--follow")
-        assert (finished.code, finished.out) == (2, "")
+        finished = dckpt("ls", tmp_path, *words, "--follow", code=2, out="")
         assert "--follow shows saves" in finished.err
 
 
@@ -195,35 +204,9 @@ def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run, name: str) -> None:
 
 def test_a_save_as_json(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "c"
-    may_commit = threading.Event()
-    with commits_waiting(may_commit):
-        thread = while_saving(lambda: save(at_step(1), folder), folder)
-
-        def commit() -> None:
-            may_commit.set()
-            thread.join()  # the claim of the folder goes after the commit
-
-        after(3, commit, monkeypatch)
-        finished = dckpt("ls", folder, "--follow", "--json")
+    finished = follow_a_save(folder, dckpt, monkeypatch, "--json")
     found = json.loads(finished.out)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert (found["step"], found["state"], found["path"]) == ("c", "whole", str(folder))
     assert found["num_bytes"] == size
     assert found["seconds"] > 0
-
-
-def test_a_deleted_step_as_json(
-    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "c"
-    folder.mkdir()
-    lock = FolderLock.acquire(folder)
-
-    def delete() -> None:
-        lock.release()
-        shutil.rmtree(folder)
-
-    after(2, delete, monkeypatch)
-    finished = dckpt("ls", folder, "--follow", "--json")
-    assert finished.code == 1
-    assert json.loads(finished.out)["state"] == "deleted"

@@ -1,7 +1,5 @@
 """``dckpt show`` as a user runs it."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -83,8 +81,7 @@ def check_json(any_sample: Sample, dckpt: Run, part: str | None) -> None:
 
 def test_what_a_person_sees(samples: Samples, dckpt: Run) -> None:
     sample = samples("zarr-2")
-    finished = dckpt("show", sample.folder, "decoder.weight", "--slice", "0:2,:3")
-    assert (finished.code, finished.err) == (0, "")
+    finished = dckpt("show", sample.folder, "decoder.weight", "--slice", "0:2,:3", code=0, err="")
     out = finished.out
     assert out.startswith("decoder.weight\n16x12  float32  768 B  2x1 chunks of 8x12\n")
     values = out.partition("Values of [0:2,:3], 2x3\n")[2].partition("\n\n")[0]
@@ -136,8 +133,7 @@ def test_a_large_tensor_shows_its_corners(tmp_path: Path, dckpt: Run) -> None:
 def test_every_kind(sample: Sample, dckpt: Run, key: str, words: list[str]) -> None:
     if sample.name == "zarr-1" and key in ("flat", "uneven"):
         words = ["Chunks"]  # this format has no pieces
-    finished = dckpt("show", sample.folder, key)
-    assert finished.code == 0
+    finished = dckpt("show", sample.folder, key, code=0)
     for word in words:
         assert word in finished.out
 
@@ -156,8 +152,7 @@ def test_json_of_objects_and_common_state(sample: Sample, dckpt: Run) -> None:
 
 @pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
 def test_objects_of_real_releases(samples: Samples, dckpt: Run, name: str) -> None:
-    finished = dckpt("show", samples(name).folder, "rng_state")
-    assert finished.code == 0
+    finished = dckpt("show", samples(name).folder, "rng_state", code=0)
     assert "Cell 0x1" in finished.out
 
 
@@ -177,8 +172,7 @@ def test_objects_of_real_releases(samples: Samples, dckpt: Run, name: str) -> No
 )
 def test_bad_input(samples: Samples, dckpt: Run, arguments: list[str], words: str) -> None:
     for extra in ([], ["--json"]):
-        finished = dckpt("show", samples("tensorstore").folder, *arguments, *extra)
-        assert finished.code == 2
+        finished = dckpt("show", samples("tensorstore").folder, *arguments, *extra, code=2)
         assert (finished.out == "") if not extra else ("error" in finished.json)
         assert words in finished.err
         assert finished.err.startswith("error: ")
@@ -204,8 +198,7 @@ def test_values_cannot_draw_on_the_screen(tmp_path: Path, dckpt: Run) -> None:
 def test_a_damaged_chunk_is_named(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
     sample = samples("zarr-2").copied(tmp_path / "c")
     (sample.folder / "decoder.weight" / "c.1.0").unlink()
-    finished = dckpt("show", sample.folder, "decoder.weight")
-    assert (finished.code, finished.out) == (2, "")
+    finished = dckpt("show", sample.folder, "decoder.weight", code=2, out="")
     assert "c.1.0" in finished.err
     assert dckpt("show", sample.folder, "decoder.weight", "-s", ":8").code == 0
 
@@ -275,8 +268,7 @@ def test_a_histogram_is_as_wide_as_the_terminal(
 )
 def test_what_has_no_histogram(tmp_path: Path, dckpt: Run, tensor: torch.Tensor) -> None:
     save({"w": shard("w", tensor)}, tmp_path / "c")
-    finished = dckpt("show", tmp_path / "c", "w", "--plot")
-    assert (finished.code, finished.out) == (2, "")
+    finished = dckpt("show", tmp_path / "c", "w", "--plot", code=2, out="")
     assert "'w' has no finite real numbers to draw" in finished.err
 
 

@@ -1,7 +1,5 @@
 """``dckpt stats`` as a user runs it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

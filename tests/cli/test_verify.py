@@ -1,7 +1,5 @@
 """``dckpt verify`` as a user runs it, and as a script reads it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,7 @@ class Stranger:
 
 
 def test_sound(any_sample: Sample, dckpt: Run) -> None:
-    finished = dckpt("verify", any_sample.folder)
-    assert (finished.code, finished.err) == (0, "")
+    finished = dckpt("verify", any_sample.folder, code=0, err="")
     assert finished.out.endswith("\nsound\n")
     assert f"{len(any_sample.tensors)} tensors in " in finished.out
     document = dckpt("verify", any_sample.folder, "--json").json
@@ -46,8 +43,7 @@ def test_damaged(samples: Samples, tmp_path: Path, dckpt: Run, name: str) -> Non
         victim = str(next((folder / "rng_state").glob("*.pt")).relative_to(folder))
     content = (folder / victim).read_bytes()
     (folder / victim).write_bytes(content[: len(content) // 2])
-    finished = dckpt("verify", folder)
-    assert finished.code == 1
+    finished = dckpt("verify", folder, code=1)
     assert finished.err == ""
     assert finished.out.endswith("\ndamaged\n")
     assert victim in finished.out
@@ -62,8 +58,7 @@ def test_damaged(samples: Samples, tmp_path: Path, dckpt: Run, name: str) -> Non
 
 def test_what_needs_trust(tmp_path: Path, dckpt: Run) -> None:
     save({"o": ShardedObject("o", Stranger(), (1,), (0,))}, tmp_path / "c", trusted=True)
-    finished = dckpt("verify", tmp_path / "c")
-    assert finished.code == 0
+    finished = dckpt("verify", tmp_path / "c", code=0)
     assert "not read, because it holds more than plain data types" in finished.out
     assert "Stranger" in finished.out
     assert "not read" not in dckpt("verify", tmp_path / "c", "--trusted").out
@@ -77,8 +72,7 @@ def test_bad_input(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
         (tmp_path, "is not a distributed checkpoint"),
         (half, "never committed"),
     ):
-        finished = dckpt("verify", place)
-        assert (finished.code, finished.out) == (2, "")
+        finished = dckpt("verify", place, code=2, out="")
         assert words in finished.err
         assert "Traceback" not in finished.err
 
@@ -86,8 +80,7 @@ def test_bad_input(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
 def test_a_torn_commit_is_damage(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
     folder = samples("zarr-2").copied(tmp_path / "c").folder
     (folder / "metadata.json").write_text("{")
-    finished = dckpt("verify", folder)
-    assert finished.code == 1
+    finished = dckpt("verify", folder, code=1)
     assert "metadata.json" in finished.out
     # Nothing was looked at.
     assert "0 tensors" not in finished.out
@@ -96,8 +89,7 @@ def test_a_torn_commit_is_damage(samples: Samples, tmp_path: Path, dckpt: Run) -
 
 def test_a_checkpoint_without_tensors(tmp_path: Path, dckpt: Run) -> None:
     save({"step": 1}, tmp_path / "c")
-    finished = dckpt("verify", tmp_path / "c")
-    assert finished.code == 0
+    finished = dckpt("verify", tmp_path / "c", code=0)
     assert "no checksums were kept" not in finished.out
 
 
@@ -106,7 +98,6 @@ def test_a_damaged_seal_is_not_said_to_be_missing(
 ) -> None:
     folder = samples("zarr-2").copied(tmp_path / "c").folder
     (folder / ".dckpt" / "seal.json").write_text("{")
-    finished = dckpt("verify", folder)
-    assert finished.code == 1
+    finished = dckpt("verify", folder, code=1)
     assert "no seal that can be read" in finished.out
     assert "older version" not in finished.out

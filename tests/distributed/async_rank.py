@@ -6,8 +6,6 @@ KILL_AT is when this process kills itself: so many steps after it has resumed, a
 tenths of a second after that; negative for never.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -3,8 +3,6 @@
 Usage, under torchrun:  dcp_rank.py save|load CHECKPOINTS REPORTS
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Usage, under torchrun:  fully_parallel_rank.py CHECKPOINTS REPORTS
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -5,8 +5,6 @@ By itself:              save_load_rank.py full-disk|killed|killed-in-load CHECKP
                                           BACKEND VERSION RANK WORLD_SIZE PORT VICTIM
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

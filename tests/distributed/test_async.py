@@ -1,7 +1,5 @@
 """Asynchronous saves of real processes that are killed, interrupted, or simply end."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """torch DCP over real processes and gloo; what a rank does is in dcp_rank.py."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Four gloo processes that hold replicas: who writes and reads how much, and that it is right."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

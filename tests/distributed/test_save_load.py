@@ -1,7 +1,5 @@
 """Save and load over real processes and gloo; what a rank does is in save_load_rank.py."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import signal

@@ -1,7 +1,5 @@
 """TorchComm over real processes; what the ranks do is in torch_comm_rank.py."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

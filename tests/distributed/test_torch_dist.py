@@ -1,7 +1,5 @@
 """torch DCP and ("torch_dist", 1) over real processes; what a rank does: torch_dist_rank.py."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -5,8 +5,6 @@ STORE is the port of a store that the test holds, or a file to use as the store,
 into which rank 0 writes the port of a store that it makes itself.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -3,8 +3,6 @@
 Usage: torch_dist_rank.py SCENARIO=FOLDER[,SCENARIO=FOLDER...] CHECKPOINTS REPORTS
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The code in markdown files."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ before each listing with its number, in a new folder which is the working direct
 is all ranks.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections.abc import Callable

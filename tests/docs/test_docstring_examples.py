@@ -1,7 +1,5 @@
 """The examples in docstrings run, and every public name that a user calls has one."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

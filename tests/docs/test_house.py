@@ -1,7 +1,5 @@
 """The picture of the rooms is that of the import contract, and the rooms are few."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

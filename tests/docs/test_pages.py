@@ -1,7 +1,5 @@
 """The listings of the documentation run, its links lead somewhere, its pictures are up to date."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

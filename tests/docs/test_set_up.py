@@ -1,7 +1,5 @@
 """The set-up of a checkout: what a target installs, and what a person sees of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

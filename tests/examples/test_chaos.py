@@ -1,7 +1,5 @@
 """That chaos sees what must not happen, and one small chaos from end to end."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal

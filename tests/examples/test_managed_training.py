@@ -1,7 +1,5 @@
 """The training loop of the GPT example around a CheckpointManager."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

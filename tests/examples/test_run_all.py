@@ -1,7 +1,5 @@
 """``make examples``: it knows every example, and says which fail."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys
@@ -80,10 +78,10 @@ class _Clock:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def now(self) -> _Clock:
+    def now(self) -> "_Clock":
         return self
 
-    def astimezone(self) -> _Clock:
+    def astimezone(self) -> "_Clock":
         return self
 
     def __format__(self, pattern: str) -> str:

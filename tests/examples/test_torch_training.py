@@ -1,7 +1,5 @@
 """The loop with TorchState resumes with the same losses, and on another number of ranks."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

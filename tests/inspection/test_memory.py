@@ -1,7 +1,5 @@
 """What streams keeps no more than a batch: nothing that was read outlives its turn."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from pathlib import Path

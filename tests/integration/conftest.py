@@ -1,7 +1,5 @@
 """Good checkpoints of each backend, and a process that reads what becomes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -16,8 +16,6 @@ folder works, and it is right without its base. Rounds go over all backends. The
 output counts what happened, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

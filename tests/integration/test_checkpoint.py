@@ -1,7 +1,5 @@
 """Checkpoint.open: every backend as a lazy mapping, with the plain full tensors as the oracle."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Sharded tensors through plain ``torch.distributed.checkpoint``, unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

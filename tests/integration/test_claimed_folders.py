@@ -1,7 +1,5 @@
 """Who may write into a folder, and what is deleted there, on any file system."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

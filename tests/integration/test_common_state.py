@@ -1,7 +1,5 @@
 """Common state and objects: all that real states hold comes back, and no code ever runs."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses
@@ -254,8 +252,7 @@ def test_everything_that_is_refused_is_named_at_once_on_all_ranks(tmp_path: Path
             {"fine": 1, "a": Settings(), "b": [1, Settings], "o": cell}, tmp_path / "c", comm=comm
         )
 
-    error = the_one_error(2, save_rank)
-    assert type(error) is dc.UnsupportedFormatError
+    error = the_one_error(2, save_rank, dc.UnsupportedFormatError)
     for place in ("state_dict['a']", "state_dict['b'][1]", "'o0'", "'o1'"):
         assert place in str(error)
     assert "fine" not in str(error)
@@ -582,8 +579,7 @@ def test_a_leaf_that_hides_in_an_object_is_an_error_at_save_on_all_ranks(
     def save_rank(comm: Comm) -> None:
         dc.save({"x": hiding_places()[place](LEAVES[leaf]())}, tmp_path / "c", comm=comm)
 
-    error = the_one_error(2, save_rank)
-    assert type(error) is dc.InvalidShardingError
+    error = the_one_error(2, save_rank, dc.InvalidShardingError)
     for words in (
         "sharded leaf is inside",
         type(LEAVES[leaf]()).__name__,
@@ -640,8 +636,7 @@ def test_tensors_that_differ_between_ranks_are_an_error_with_keys_and_ranks(
             del model["w"]
         dc.save({"model": model, "step": comm.rank}, tmp_path / "c", comm=comm)
 
-    error = the_one_error(3, save_rank)
-    assert type(error) is dc.InvalidShardingError
+    error = the_one_error(3, save_rank, dc.InvalidShardingError)
     (finding,) = error.findings
     assert finding.key == "state_dict['model']['w']"
     assert finding.ranks == (1, 2)

@@ -1,7 +1,5 @@
 """Every source to every target. The oracle is the plain full tensor, compared bit by bit."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

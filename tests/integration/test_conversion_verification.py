@@ -1,7 +1,5 @@
 """A conversion gives no new checksums to what is damaged."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Sequence

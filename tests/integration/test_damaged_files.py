@@ -1,7 +1,5 @@
 """Files that are missing, cut off, too long or full of nonsense: a clear error, never zeros."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

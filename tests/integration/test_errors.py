@@ -3,8 +3,6 @@
 Damaged files are in test_damaged_files.py, failing ranks in test_failing_ranks.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -176,9 +174,10 @@ def test_a_common_strategy_for_another_backend_is_refused(tmp_path: Path) -> Non
     dc.save({"w": rows("w"), "step": 1}, tmp_path)
     template, asked = {"w": rows("w")}, TorchDistCommonLoadStrategy()
     error = the_one_error(
-        2, lambda comm: dc.load(template, tmp_path, common_strategy=asked, comm=comm)
+        2,
+        lambda comm: dc.load(template, tmp_path, common_strategy=asked, comm=comm),
+        dc.UnsupportedFormatError,
     )
-    assert type(error) is dc.UnsupportedFormatError
     assert "expected one of ['torch_dist']; found torch;" in str(error)
     assert "Leave common_strategy out" in str(error)
     for strategy in (asked, TorchCommonLoadStrategy()):
@@ -206,8 +205,7 @@ def test_an_object_in_another_grid_says_which_grid_is_stored(tmp_path: Path, bac
     dc.save(dict(cells), tmp_path, backend)
     for grid, place in (((3, 3), (1, 1)), ((6,), (0,)), ((2, 2), (0, 1))):
         template: Any = {"rng": dc.ShardedObject("rng", None, grid, place)}
-        error = the_one_error(2, partial(_load_on, template, tmp_path))
-        assert type(error) is dc.StateMismatchError
+        error = the_one_error(2, partial(_load_on, template, tmp_path), dc.StateMismatchError)
         (finding,) = error.findings
         assert finding.problem == "the grid of the sharded object differs"
         assert finding.key == template["rng"].unique_key
@@ -248,8 +246,7 @@ def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> Non
             }
         dc.load(template, tmp_path, comm=comm)
 
-    error = the_one_error(3, load_rank)
-    assert type(error) is dc.StateMismatchError
+    error = the_one_error(3, load_rank, dc.StateMismatchError)
     for words in (
         "'shape': global shape differs; expected (4, 5); found (4, 3); rank 1",
         "'axes': global shape differs; expected (12,); found (4, 3); rank 1",
@@ -262,8 +259,9 @@ def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> Non
         assert words in str(error)
     assert "'good'" not in str(error)
     objects = {"o": cell("o", 2, 3), "a": cell("a")}
-    error = the_one_error(3, lambda comm: dc.load(objects, tmp_path, comm=comm))
-    assert type(error) is dc.StateMismatchError
+    error = the_one_error(
+        3, lambda comm: dc.load(objects, tmp_path, comm=comm), dc.StateMismatchError
+    )
     assert all(name in str(error) for name in ("o/shard_2_3", "a/shard_0_1"))
 
 
@@ -386,8 +384,8 @@ def test_a_bad_state_dict_is_refused_by_all_ranks_before_anything_is_written(
             lambda comm, file_format=file_format, folder=folder: dc.save(  # type: ignore[misc]
                 make(comm.rank), folder, file_format, comm=comm, overwrite=folder == good
             ),
+            dc.InvalidShardingError,
         )
-        assert type(error) is dc.InvalidShardingError
         assert isinstance(error, ValueError)
         for word in words:
             assert word in str(error), f"{word!r} is missing in:\n{error}"
@@ -541,8 +539,7 @@ def test_files_of_somebody_else_in_the_way_are_refused_and_kept(
         state = {"w": rows("w", comm.rank, 2), "o": cell("o", comm.rank, 2)}
         dc.save(state, tmp_path / "c", file_format, comm=comm)
 
-    error = the_one_error(2, save_rank)
-    assert type(error) is dc.CheckpointExistsError
+    error = the_one_error(2, save_rank, dc.CheckpointExistsError)
     assert str(tmp_path / "c" / Path(in_the_way).parts[0]) in str(error)
     assert path.read_text() == "mine"
     assert {name for name in files_in(tmp_path / "c") if not name.startswith(".dckpt")} == {
@@ -565,8 +562,7 @@ def test_zarr_1_refuses_a_folder_with_arrays_of_another_program(
         state = {"w": rows("w", comm.rank, 2)}
         dc.save(state, tmp_path, ("zarr", 1), comm=comm, overwrite=overwrite)
 
-    error = the_one_error(2, save_rank)
-    assert type(error) is dc.CheckpointExistsError
+    error = the_one_error(2, save_rank, dc.CheckpointExistsError)
     assert "'v'" in str(error)
     after = {k: v for k, v in files_in(tmp_path).items() if overwrite or k[:6] != ".dckpt"}
     assert after == before

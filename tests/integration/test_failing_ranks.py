@@ -1,7 +1,5 @@
 """One rank fails, at any step: all raise the same, and no checkpoint that was good is worse off."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json
@@ -228,8 +226,7 @@ def test_all_failing_ranks_are_named(tmp_path: Path) -> None:
         fault = Fault("write_data", comm.rank or -1)
         save_with(fault, tmp_path / "c", 2, comm)
 
-    error = the_one_error(RANKS, save_rank)
-    assert type(error) is dc.RankFailedError
+    error = the_one_error(RANKS, save_rank, dc.RankFailedError)
     assert error.ranks == (1, 2)
     assert "failed on rank 1, 2 of 3" in str(error)
 
@@ -453,8 +450,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_and_harms_nothing(
         template["even"] = dc.ShardedTensorFactory("f", even.data, lambda *_: even, merge)
         dc.load(template, tmp_path, strategy, comm=comm)
 
-    error = the_one_error(RANKS, load_rank)
-    assert type(error) is dc.RankFailedError
+    error = the_one_error(RANKS, load_rank, dc.RankFailedError)
     assert error.ranks == (rank,)
     assert "Input/output error" in str(error)
     assert files_in(tmp_path) == before

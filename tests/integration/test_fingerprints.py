@@ -1,7 +1,5 @@
 """Fingerprints of states, of checkpoints of every backend, and of what a load has restored."""
 
-from __future__ import annotations
-
 import json
 import logging
 from functools import partial

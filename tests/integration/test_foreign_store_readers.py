@@ -1,7 +1,5 @@
 """Other tools read what a save has put into an object store, and every dtype comes back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

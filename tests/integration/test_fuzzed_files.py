@@ -1,7 +1,5 @@
 """Any file of a checkpoint with any bytes changed: the same state, or a documented error."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 ``tests/golden/dc0_tensorstore.expected.json`` says what it holds.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 The GPU is a stand-in: tensors in memory that numpy may not reach, copied as if by a device.
 """
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from collections.abc import Callable

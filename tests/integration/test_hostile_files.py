@@ -1,7 +1,5 @@
 """Files that are made to hang, to fill the memory or to end the process are refused, by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

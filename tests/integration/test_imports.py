@@ -1,7 +1,5 @@
 """What importing the package takes with it, and what it offers."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

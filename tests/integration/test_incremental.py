@@ -1,7 +1,5 @@
 """Saves that share what has not changed with a base: every checkpoint is whole by itself."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Mapping

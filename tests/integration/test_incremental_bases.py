@@ -1,7 +1,5 @@
 """Bases that are damaged, vanish, or cannot be shared with: what is saved is right nevertheless."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

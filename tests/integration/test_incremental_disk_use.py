@@ -1,7 +1,5 @@
 """How much of a disk a run of incremental saves takes, whatever changes."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterable

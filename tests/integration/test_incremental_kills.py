@@ -1,7 +1,5 @@
 """Incremental saves that are killed, and bases that are deleted meanwhile: nothing is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """On load a rank knows what is stored of the tensors that it asks for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

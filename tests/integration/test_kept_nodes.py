@@ -1,7 +1,5 @@
 """The tree of a database is decoded once for a Checkpoint, and once for a load."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Llama of Hugging Face to GPT of Megatron and back: by values, and by what the models compute."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

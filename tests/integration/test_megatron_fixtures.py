@@ -3,8 +3,6 @@
 ``tests/golden/NAME.expected.json`` says what each holds.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

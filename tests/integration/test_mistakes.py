@@ -1,7 +1,5 @@
 """What a user of ``torch.save`` types first: one clear error, and nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Places that numpy has computed: everything with ``__index__`` is an integer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

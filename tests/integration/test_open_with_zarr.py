@@ -1,7 +1,5 @@
 """Other tools open what we write: zarr-python and TensorStore, both formats, every dtype."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint that is overwritten while it is loaded: an error, and never a mixture."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from concurrent.futures import Future

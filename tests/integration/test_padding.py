@@ -1,7 +1,5 @@
 """What of a shard lies outside its global tensor, or is not stored, is zero however it is read."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

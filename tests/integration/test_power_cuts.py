@@ -1,7 +1,5 @@
 """A power cut at any moment of a save: the checkpoint is there and right, or it is not there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ They are what somebody writes who has read how torch DCP's storages and planners
 about this library but how a planner, a writer or a reader is passed to it.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from dataclasses import dataclass

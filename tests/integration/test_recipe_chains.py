@@ -3,8 +3,6 @@
 Each element of the oracle carries its source too, so that the dry run can be compared with it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import tempfile
@@ -60,7 +58,7 @@ class Full:
     origin: torch.Tensor
     dtype: str
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Full:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Full":
         return replace(self, values=change(self.values), origin=change(self.origin))
 
     @property
@@ -71,7 +69,7 @@ class Full:
         return self.values.to(getattr(torch, self.dtype)).contiguous()
 
 
-def joined(parts: list[Full], how: Callable[[list[torch.Tensor]], torch.Tensor]) -> Full:
+def joined(parts: list[Full], how: Callable[[list[torch.Tensor]], torch.Tensor]) -> "Full":
     return replace(
         parts[0], values=how([p.values for p in parts]), origin=how([p.origin for p in parts])
     )

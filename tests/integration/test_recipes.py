@@ -1,7 +1,5 @@
 """Any chain of rules, any save grid, any load grid. The oracle is plain torch on full tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

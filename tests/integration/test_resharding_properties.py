@@ -1,7 +1,5 @@
 """Any save grid to any load grid. The oracle is the plain full tensor, compared bit by bit."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

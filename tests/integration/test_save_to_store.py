@@ -1,7 +1,5 @@
 """Saves into object stores: what is put, what a reader finds, and what a failed save leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

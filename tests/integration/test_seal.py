@@ -1,7 +1,5 @@
 """A checkpoint is sealed as a whole: nothing in it changes, goes or comes without being noticed."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

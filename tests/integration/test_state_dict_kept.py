@@ -1,7 +1,5 @@
 """The caller's state dict is read, never changed; what load returns is nested like it."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Commands and conversions with checkpoints in object stores."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints in object stores are read: load, slices, verify, errors, requests and memory."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import time

@@ -1,7 +1,5 @@
 """``sharded_strategy="tensorstore"`` on zarr checkpoints: the same values, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is special about the tensorstore backend: its database, sections, damage and full disks."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

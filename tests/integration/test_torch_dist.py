@@ -1,8 +1,6 @@
 """torch DCP and ("torch_dist", 1), both ways; checkpoints of other versions made from what is
 known of them."""
 
-from __future__ import annotations
-
 import enum
 import json
 import pickle

@@ -1,7 +1,5 @@
 """("torch_dist", 1) with files that are missing, cut off, hostile or full of nonsense."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """load(verify=True): each stored byte is read once, and no flipped bit gets through."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names and places: flattened by DCP, nested by us, and back."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """dcp.save and dcp.load through DCPWriter and DCPReader, in one process."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """DCP's own storages as strategies: the conformance suite, and torch reading what they hold."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

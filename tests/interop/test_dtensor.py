@@ -4,8 +4,6 @@ torch's "fake" process group lets this process be any rank; the data of each ran
 whole tensor without communication.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Sequence
 from pathlib import Path

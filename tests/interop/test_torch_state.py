@@ -1,7 +1,5 @@
 """TorchState in one process, against torch's own state dicts and trainings without a break."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import random
@@ -39,6 +37,13 @@ def train(model: nn.Module, *steppers: Any, steps: int = 3) -> list[str]:
             stepper.step()
         losses.append(loss.item().hex())
     return losses
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has made some steps."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    return optimizer
 
 
 def bits(tree: Any) -> Any:
@@ -86,8 +91,7 @@ def test_a_training_goes_on_as_without_a_break(name: str, tmp_path: Path) -> Non
 
 def test_tensors_that_are_there_are_filled_in_place(tmp_path: Path) -> None:
     model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
+    optimizer = trained(model)
     state = TorchState(model, optimizer)
     dc.save(state, tmp_path / "ckpt")
     expected = train(model, optimizer)
@@ -201,8 +205,7 @@ def test_another_grouping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 def test_frozen_and_new_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
+    optimizer = trained(model)
     dc.save(TorchState(model, optimizer), tmp_path / "all")
     saved = state_by_name(model, optimizer)
 
@@ -241,8 +244,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
+    optimizer = trained(model)
     dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
     keys = [key for key in dc.load_tensors_metadata(tmp_path / "ckpt") if key.startswith("model.")]
     assert keys == ["model.embed.weight"]
@@ -277,8 +279,7 @@ def test_a_tie_whose_first_name_is_another_one(tmp_path: Path) -> None:
             self.head, self.embed = head, embed
 
     model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
+    optimizer = trained(model)
     dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
     expected = train(model, optimizer)
     other = Reversed()
@@ -348,8 +349,7 @@ def test_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
+    optimizer = trained(model)
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer}
     dc.save(shard_state_dict(state), tmp_path / "ckpt")
@@ -453,12 +453,13 @@ def test_mistakes(tmp_path: Path) -> None:
         dc.save(TorchState(model, foreign), tmp_path / "ckpt")
     dc.save(TorchState(model), tmp_path / "ckpt")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(dc.StateMismatchError, match="the checkpoint has no optimizer"):
-        dc.load(TorchState(model, optimizer), tmp_path / "ckpt")
-    with pytest.raises(dc.StateMismatchError, match="'loader': not in the checkpoint"):
-        dc.load(TorchState(model, loader=Loader()), tmp_path / "ckpt")
-    with pytest.raises(dc.StateMismatchError, match=r"model\.extra\.weight"):
-        dc.load(TorchState(nn.ModuleDict({"extra": nn.Linear(2, 2)})), tmp_path / "ckpt")
+    for state, words in (
+        (TorchState(model, optimizer), "the checkpoint has no optimizer"),
+        (TorchState(model, loader=Loader()), "'loader': not in the checkpoint"),
+        (TorchState(nn.ModuleDict({"extra": nn.Linear(2, 2)})), r"model\.extra\.weight"),
+    ):
+        with pytest.raises(dc.StateMismatchError, match=words):
+            dc.load(state, tmp_path / "ckpt")
 
     class Broken(Loader):
         def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """TorchState with state that the loading side does not have yet, or groups in another way."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

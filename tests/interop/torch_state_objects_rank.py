@@ -3,8 +3,6 @@
 Usage: torch_state_objects_rank.py FOLDER REPORTS
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

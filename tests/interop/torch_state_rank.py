@@ -3,8 +3,6 @@
 Usage: torch_state_rank.py save|load LAYOUT CHECKPOINT REPORTS
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

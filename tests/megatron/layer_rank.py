@@ -1,7 +1,5 @@
 """One of two ranks that use the layer without Megatron: ``layer_rank.py PLACE REPORTS``."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -4,8 +4,6 @@
 checkpoints; KIND is "llama", "qwen2" (with biases) or "mixtral" (with both).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -5,8 +5,6 @@ its package of checkpoints is to be that of this library, or "theirs"; ACTION is
 below PLACE are the checkpoints, of both roles.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import itertools

@@ -3,8 +3,6 @@
 ``store_rank.py MEGATRON FOLDER REPORTS``: MEGATRON holds megatron-core.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -4,17 +4,23 @@
 ``MEGATRON_CORE``.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dist_checkpointing import ObjectPath, ShardedObject, ShardedTensor, load, save
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.format import data_folder
+from dist_checkpointing.planning import megatron_to_llama, megatron_to_mixtral
+from dist_checkpointing.testing import random_bits, run_ranks
 from megatron_rank import FORMATS, MODELS, OF_ONE_TP_SIZE, TP_SIZES, WORLD_SIZE
 from real_ranks import run_script
+from states import blanks, wholes
+from tiny_llama import GROUPS, HEADS, hf_logits, hf_weights
 
 FOLDERS = [Path(folder) for folder in os.environ.get("MEGATRON_CORE", "").split(":") if folder]
 ROLES = ("ours", "theirs")
@@ -80,3 +86,75 @@ def test_nothing_else_is_left_out_than_what_megatron_itself_cannot_do(
             elif is_possible and role == writer:
                 count += len(TP_SIZES)
         assert [len(r) for r in of_ranks] == [count * len(MODELS)] * WORLD_SIZE, (role, action)
+
+
+# Megatron's own package reads what was downloaded from an object store, bit for bit.
+
+
+STORE_SCRIPT = Path(__file__).with_name("store_rank.py")
+
+
+@pytest.mark.parametrize("megatron", FOLDERS, ids=lambda folder: folder.name)
+def test_a_downloaded_checkpoint(megatron: Path, s3_place: ObjectPath, tmp_path: Path) -> None:
+    weight, moment = random_bits((8, 6), torch.bfloat16), random_bits((8, 6), torch.float32)
+
+    def state(comm: Comm) -> dict[str, Any]:
+        def rows(key: str, full: torch.Tensor) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(key, full.chunk(4)[comm.rank], (0, comm.rank, 4))
+
+        own: dict[str, Any] = {
+            "weight": rows("layer.weight", weight),
+            "moment": rows("optimizer.moment", moment),
+            "step": 7,
+        }
+        if comm.rank < 2:
+            own["extra"] = ShardedObject("extra", {"rank": comm.rank}, (2,), (comm.rank,))
+        return own
+
+    run_ranks(4, lambda comm: save(state(comm), s3_place, "torch_dist", comm=comm))
+    place, folder = data_folder(s3_place), tmp_path / "downloaded"
+    assert isinstance(place, ObjectPath)
+    for info in place.store.list_below(place.prefix):  # as aws s3 sync does
+        path = folder / info.key.removeprefix(place.prefix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(place.store.get(info.key))
+    reports = run_script(
+        2,
+        STORE_SCRIPT,
+        megatron.absolute(),
+        folder,
+        reports=tmp_path / "reports",
+        timeout_seconds=250,
+    )
+    for rank, found in enumerate(reports):
+        assert found["weight"] == weight.chunk(2, 1)[rank].view(torch.int16).tolist()
+        assert found["moment"] == moment.chunk(2, 1)[rank].view(torch.int32).tolist()
+        assert (found["extra"], found["step"]) == ({"rank": rank}, 7)
+
+
+# Megatron's own GPT computes what a model of Hugging Face does whose weights a recipe loaded.
+
+
+LLAMA_SCRIPT = Path(__file__).with_name("llama_rank.py")
+
+
+@pytest.mark.parametrize("megatron", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
+def test_megatron_computes_the_same_and_gives_it_back(
+    megatron: Path, kind: str, tmp_path: Path
+) -> None:
+    weights = hf_weights(has_biases=kind != "llama", has_experts=kind == "mixtral")
+    save(wholes(weights), tmp_path / "hf")
+    arguments = (megatron.absolute(), tmp_path, kind)
+    reports = run_script(
+        WORLD_SIZE, LLAMA_SCRIPT, *arguments, reports=tmp_path / "reports", timeout_seconds=280
+    )
+    largest = float(hf_logits(weights).abs().max())
+    for report in reports:
+        assert all(report[str(tp_size)] < 1e-5 * largest for tp_size in TP_SIZES), report
+    for tp_size in TP_SIZES:
+        make = megatron_to_mixtral if kind == "mixtral" else megatron_to_llama
+        recipe = make(HEADS, GROUPS)
+        folder = tmp_path / f"megatron-{tp_size}"
+        found: Any = load(blanks(weights), folder, recipe=recipe)
+        assert all(torch.equal(found[key], own) for key, own in weights.items())

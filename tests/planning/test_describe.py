@@ -1,7 +1,5 @@
 """What a leaf became after it was made is checked when it is saved, of all leaves at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

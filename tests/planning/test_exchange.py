@@ -1,7 +1,5 @@
 """Ranks that hold the same describe it once; each gets the plan that it would get by itself."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path

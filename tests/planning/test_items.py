@@ -1,7 +1,5 @@
 """Plans are tables, and items are how a planner sees them: both ways, nothing is lost."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A plan is used again when nothing has changed, and never when anything has."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Plans, items and metadata in the words of the protocols, and what is said of wrong ones."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from dataclasses import dataclass, replace

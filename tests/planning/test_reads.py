@@ -1,7 +1,5 @@
 """``plan_load`` is a pure function: it plans for checkpoints and ranks that do not exist."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, Window
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadTable, plan_load, resharding
 from reference_reads import planned_by_item
+from tilings import boxes
 
 Ints = tuple[int, ...]
 Array = npt.NDArray[np.int64]
@@ -33,14 +32,6 @@ def shard_of(tensor: StoredTensor, box: Box, flat: tuple[int, int] | None = None
 
 def numbered(shape: Ints) -> Array:
     return np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
-
-
-@st.composite
-def boxes(draw: st.DrawFn, shape: Ints) -> Box:
-    offset = tuple(draw(st.integers(0, extent)) for extent in shape)
-    return Box(
-        offset, tuple(draw(st.integers(0, n - o)) for o, n in zip(offset, shape, strict=True))
-    )
 
 
 @st.composite

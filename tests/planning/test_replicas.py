@@ -1,7 +1,5 @@
 """Copies of one part are found among all ranks, and a bit that differs is found in them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,7 @@ from dist_checkpointing.strategies import (
     TensorStoreSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
-from states import BACKEND, shard
+from states import BACKEND, save_on, shard
 
 RANKS, PARTS = 16, 4
 FULL = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(7)).to(torch.uint8)
@@ -51,8 +49,7 @@ def uneven(full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
     part, replica = place(comm)
     bounds = [0, 1, 4, 6, 8]
     own = full[bounds[part] : bounds[part + 1]].clone()
-    shape, offset = tuple(own.shape), (bounds[part], 0)
-    return dc.ShardedTensor("w", own, own.dtype, shape, tuple(full.shape), offset, None, replica)
+    return dc.ShardedTensor.from_offset("w", own, full.shape, (bounds[part], 0), replica_id=replica)
 
 
 def flattened(full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
@@ -93,6 +90,10 @@ def of_dtype(dtype: torch.dtype) -> torch.Tensor:
     return FULL.bool() if dtype is torch.bool else FULL.view(dtype)
 
 
+def save_checked(state: Callable[[Comm], dict[str, Any]], folder: Path) -> None:
+    save_on(RANKS, state, folder, replicas=dc.ReplicaCheck.ALL)
+
+
 def flip(values: torch.Tensor, bit: int) -> None:
     """Flip a bit of the last element, in its memory."""
     steps = zip(values.shape, values.stride(), strict=True)
@@ -122,9 +123,7 @@ def test_one_flipped_bit_is_found_and_nothing_written(tmp_path: Path, kind: Any,
     bit = 0 if row.name == "bool" else 8 * row.itemsize - 1
     state = with_one_flip(kind, row.torch, 6, bit)
     with pytest.raises(dc.InvalidShardingError, match="replicas hold different values") as caught:
-        run_ranks(
-            RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
-        )
+        save_checked(state, tmp_path / "c")
     (finding,) = caught.value.findings
     agreeing = [2, 10, 14] if kind is not scalar else [r for r in range(RANKS) if r != 6]
     assert finding.key == "w"
@@ -155,9 +154,7 @@ def test_equal_replicas_are_saved(tmp_path: Path, backend: tuple[str, int]) -> N
 def test_the_lowest_rank_may_be_the_wrong_one(tmp_path: Path) -> None:
     state = with_one_flip(grid, torch.float32, 2, 31)
     with pytest.raises(dc.InvalidShardingError) as caught:
-        run_ranks(
-            RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
-        )
+        save_checked(state, tmp_path / "c")
     (finding,) = caught.value.findings
     assert finding.found == "other values on rank 2"
     assert finding.expected == "as on ranks 6, 10, 14"
@@ -177,9 +174,7 @@ def test_several_parts_and_ranks_at_once(tmp_path: Path) -> None:
         return {"w": own, "norm": norm}
 
     with pytest.raises(dc.InvalidShardingError) as caught:
-        run_ranks(
-            RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
-        )
+        save_checked(state, tmp_path / "c")
     norm, weight = sorted(caught.value.findings, key=lambda finding: finding.key or "")
     assert norm.expected == "as on ranks 0, 1, 2, 3, 4, 5, 6, 7"
     assert norm.ranks == tuple(range(8, 16))
@@ -309,9 +304,7 @@ def test_what_one_rank_holds_is_not_digested(
         own = shard("own", torch.ones(3), (0, comm.rank, RANKS))
         return {"own": own, "all": shard("all", torch.ones(5), replica_id=comm.rank)}
 
-    run_ranks(
-        RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
-    )
+    save_checked(state, tmp_path / "c")
     assert digested == [5] * RANKS
 
 
@@ -360,9 +353,7 @@ def test_replicas_without_data_take_no_part(tmp_path: Path) -> None:
         own = grid(FULL.view(torch.float32), comm)
         return {"w": own if comm.rank < 8 else own.without_data()}
 
-    run_ranks(
-        RANKS, lambda c: dc.save(state(c), tmp_path / "c", comm=c, replicas=dc.ReplicaCheck.ALL)
-    )
+    save_checked(state, tmp_path / "c")
 
 
 def test_copies_by_comparison() -> None:

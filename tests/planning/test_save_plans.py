@@ -1,7 +1,5 @@
 """Who writes what, and how it is cut, is what the plain rules of ``reference_plans`` say."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Installs the third party's package: its module and its dist-info folder are on the path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,12 +1,11 @@
 """A backend of a third party, found through its entry points, opened like ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save, verify_checkpoint
+from dist_checkpointing.tools import convert as conversions
 from states import shard
 
 
@@ -28,3 +27,18 @@ def test_it_is_opened_and_sliced(tmp_path: Path) -> None:
         assert torch.equal(checkpoint[key][1:7, ::2], full[1:7, ::2])
     assert checkpoint.common == {"step": 1}
     verify_checkpoint(tmp_path / "c")
+
+
+# A third party's backend is converted from and to as any other.
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    full = torch.arange(24.0).reshape(6, 4)
+    leaves = [shard("w", full[i * 3 : i * 3 + 3], (0, i, 2)) for i in (0, 1)]
+    save({"leaves": leaves, "step": 3}, tmp_path / "source")
+    assert "npy:1" in conversions.targets()
+    conversions.convert(tmp_path / "source", tmp_path / "npy", "npy")
+    conversions.convert(tmp_path / "npy", tmp_path / "back", "tensorstore")
+    back = Checkpoint.open(tmp_path / "back")
+    assert torch.equal(back["w"][...], full)
+    assert back.common == {"step": 3}

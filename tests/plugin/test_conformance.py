@@ -1,7 +1,5 @@
 """What a third party writes to test its backend; FewWorlds only saves time here."""
 
-from __future__ import annotations
-
 from dist_checkpointing.testing import StrategyConformance
 from few_worlds import FewWorlds
 

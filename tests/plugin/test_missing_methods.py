@@ -1,7 +1,5 @@
 """What the class of a third party lacks is found before anything is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Strategies of third parties that have no StorageWriter: they get state dicts, and a folder."""
 
-from __future__ import annotations
-
 import gc
 import json
 import uuid

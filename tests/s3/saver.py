@@ -4,8 +4,6 @@ It begins when the file GO is there, and says what became of the save. It dies o
 DIE_AT-th request.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

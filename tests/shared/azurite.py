@@ -1,7 +1,5 @@
 """Azurite, Microsoft's mock of Azure's object store: ``npm install azurite``, on the PATH."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

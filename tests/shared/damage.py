@@ -1,7 +1,5 @@
 """Files of a checkpoint, and what happens to them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Only functions that are public outside of this library are replaced: of ``os``, 
 ``time`` and obstore. Each function here is a context manager; the faults end with its body.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

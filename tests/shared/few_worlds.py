@@ -1,7 +1,5 @@
 """The conformance suite for a backend whose shards are cut and joined as another's are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

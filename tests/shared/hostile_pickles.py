@@ -1,7 +1,5 @@
 """Pickles of a few hundred bytes that ask for any time and memory, or end the process."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

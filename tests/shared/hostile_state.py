@@ -1,7 +1,5 @@
 """A small state dict with every kind of thing in it, as saved and as loaded."""
 
-from __future__ import annotations
-
 import argparse
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A process of its own that reads hostile files under limits, and says how each of them ended."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

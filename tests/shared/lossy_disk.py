@@ -1,7 +1,5 @@
 """A disk that loses, at a power cut, everything that nobody waited for."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ class LossyDisk:
         self,
         root: Path,
         monkeypatch: pytest.MonkeyPatch,
-        at_step: Callable[[LossyDisk], None] = lambda _: None,
+        at_step: Callable[["LossyDisk"], None] = lambda _: None,
     ) -> None:
         self.synced: list[str] = []
         self.in_vain: list[str] = []

@@ -4,8 +4,6 @@ Needs DeepSpeed, which no test does. ``expected.pt`` has what its own tools make
 ``zero_to_fp32`` the weights, ``ds_to_universal`` the optimizer state, and all of ``universalN``.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

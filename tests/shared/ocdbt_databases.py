@@ -1,7 +1,5 @@
 """Databases for tests: written by us, and opened by TensorStore."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scripts as ranks that are processes: under torchrun, or without it where some are to die."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

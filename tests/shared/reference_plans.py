@@ -1,7 +1,5 @@
 """A save planned shard by shard: what planners and layouts must agree with."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet

@@ -1,7 +1,5 @@
 """Resharding item by item: what ``plan_load`` must agree with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A proxy before an S3 server that loses answers, fails requests or is slow, as it is told."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import threading

@@ -5,8 +5,6 @@ Ceph (a monitor, a disk in memory and a gateway) needs root and the Debian packa
 ``python tests/shared/s3_servers.py``.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """One checkpoint of each backend, and the fixtures of real releases, to look into."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -71,7 +69,7 @@ class Sample:
         assert loaded["iteration"] == COMMON["iteration"]
         assert loaded["history"] == COMMON["history"]
 
-    def copied(self, folder: Path) -> Sample:
+    def copied(self, folder: Path) -> "Sample":
         """The same in another place, to be broken."""
         shutil.copytree(self.folder, folder)
         return Sample(self.name, folder, self.tensors, self.objects)
@@ -133,7 +131,7 @@ def golden_sample(name: str) -> Sample:
     return Sample(name, GOLDEN / name, tensors)
 
 
-def dcp_sample(folder: Path) -> Sample:
+def dcp_sample(folder: Path) -> "Sample":
     tensors = {key: t for key, t in full_tensors().items() if key != "empty"}
     state = {**{key: t.clone() for key, t in tensors.items()}, "iteration": 1000}
     with warnings.catch_warnings():

@@ -5,8 +5,6 @@ A forked one finds torch imported, which takes seconds: it comes from the fork s
 (``atexit``); tests of that, of imports and of memory need a fresh process.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

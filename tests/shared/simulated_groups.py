@@ -1,11 +1,9 @@
 """Ranks as threads that are also members of groups, as replicas are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 
 T = TypeVar("T")
+E = TypeVar("E", bound=CheckpointingException)
 
 SECONDS = 20.0
 
@@ -67,8 +66,16 @@ def everybody_fails(
     return [error for error in errors if error is not None]
 
 
-def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
-    """The error of rank 0, having checked that all ranks raise the same."""
+@overload
+def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException: ...
+
+
+@overload
+def the_one_error(world_size: int, fn: Callable[[Comm], Any], kind: type[E]) -> E: ...
+
+
+def the_one_error(world_size: int, fn: Callable[[Comm], Any], kind: Any = None) -> Any:
+    """The error of rank 0, of just this class; checks that all ranks raise the same."""
 
     def attempt(comm: Comm) -> CheckpointingException:
         with pytest.raises(CheckpointingException) as raised:
@@ -76,7 +83,7 @@ def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingEx
         return raised.value
 
     errors = run_ranks(world_size, attempt)
-    assert {type(error) for error in errors} == {type(errors[0])}
+    assert {type(error) for error in errors} == {kind or type(errors[0])}
     assert {str(error) for error in errors} == {str(errors[0])}
     return errors[0]
 

@@ -1,7 +1,5 @@
 """Ranks on machines of two, each with a fast disk of its own: what they save and how it is lost."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

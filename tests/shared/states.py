@@ -1,7 +1,5 @@
 """State dicts and leaves that many tests save: small, and known in every value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints in object stores: copies of folders, as a user would make them by hand."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from pathlib import Path

@@ -4,8 +4,6 @@ The quick tier leaves out what is marked ``exhaustive``, gives each other functi
 parameter sets, and draws a tenth of the examples for properties.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 

@@ -1,10 +1,15 @@
 """Boxes that make up a larger one, at random."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from dist_checkpointing.format import Box
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """A box of a tensor, which may have no element."""
+    ends = [sorted(draw(st.tuples(*[st.integers(0, extent)] * 2))) for extent in shape]
+    return Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
 
 
 @st.composite

@@ -4,8 +4,6 @@ Both are plain torch, after the papers and the published layouts; they know noth
 With biases of query, key and value it is a Qwen2, with experts a Mixtral.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Values in data files: where they are said to lie, and as they were in memory."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

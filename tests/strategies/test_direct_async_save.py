@@ -1,7 +1,5 @@
 """``async_save`` of the strategies of this library, called without ``save``."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

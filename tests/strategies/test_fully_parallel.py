@@ -1,7 +1,5 @@
 """The wrappers hold to everything that is asked of a strategy."""
 
-from __future__ import annotations
-
 from dist_checkpointing.strategies import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,

@@ -1,7 +1,5 @@
 """What ranks of a group want alike is read once; what each gets is what it would have read."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import tempfile

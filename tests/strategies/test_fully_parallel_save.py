@@ -1,7 +1,5 @@
 """Replicas share out what is written: exactly once, by a holder, and nobody's leaves change."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Mapping
@@ -32,6 +30,7 @@ from dist_checkpointing.strategies import (
     SaveShardedStrategy,
     TensorStoreSaveShardedStrategy,
     Zarr3SaveShardedStrategy,
+    ZarrSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import TinyChunks, each_rank, everybody_fails
@@ -212,7 +211,10 @@ def test_a_third_party_writes_everything_once(world: World) -> None:
     assert len(written) == len(world.parts)
 
 
-@pytest.mark.parametrize("kind", [Zarr3SaveShardedStrategy, TensorStoreSaveShardedStrategy])
+@pytest.mark.parametrize(
+    "kind",
+    [Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy, TensorStoreSaveShardedStrategy],
+)
 def test_a_checkpoint_by_four_replicas(tmp_path: Path, kind: type[Any]) -> None:
     full = {f"w{i}": torch.arange(1000.0 * (i + 1)).reshape(-1, 10) for i in range(8)}
 

@@ -1,7 +1,5 @@
 """The conformance suite fails for backends that do not conform: each of these breaks one rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path

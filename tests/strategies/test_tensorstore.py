@@ -1,7 +1,5 @@
 """("tensorstore", 1): zarr v3 arrays in an OCDBT database."""
 
-from __future__ import annotations
-
 from dist_checkpointing.testing import StrategyConformance
 
 

@@ -1,7 +1,5 @@
 """("zarr", 1): zarr v2 as Megatron writes it."""
 
-from __future__ import annotations
-
 from dist_checkpointing.testing import StrategyConformance
 
 

@@ -1,7 +1,5 @@
 """("zarr", 2): zarr v3, raw and with every codec."""
 
-from __future__ import annotations
-
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import Failures, StrategyConformance
 from few_worlds import FewWorlds

@@ -3,8 +3,6 @@
 Usage: accelerate_rank.py save|load CHECKPOINT REPORTS
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

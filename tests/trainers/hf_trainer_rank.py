@@ -3,8 +3,6 @@
 Usage: hf_trainer_rank.py ddp|fsdp2 FOLDER STOP REPORTS     (STOP: a step, or "none")
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A small module for Lightning, and a Trainer for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Usage: lightning_rank.py ddp|fsdp2 FOLDER EPOCHS REPORTS
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What Accelerate prepares, in a TorchState: the training goes on with the same losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

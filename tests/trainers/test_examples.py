@@ -1,7 +1,5 @@
 """The examples with trainers go on with the losses that they would have had."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

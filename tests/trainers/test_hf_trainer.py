@@ -1,7 +1,5 @@
 """TrainerCheckpoints with the real Trainer: it goes on as if it had not stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

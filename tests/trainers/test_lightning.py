@@ -1,7 +1,5 @@
 """The callback and the CheckpointIO with the real Lightning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes

@@ -1,7 +1,5 @@
 """Waiting for a collective of torch, which may end at the moment when a wait for it runs out."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from types import SimpleNamespace

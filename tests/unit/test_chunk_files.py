@@ -1,7 +1,5 @@
 """How chunks are compressed: by the size of their elements."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Raw chunks against numpy: any window of any chunk, anywhere in a file, into any destination."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The garbage collector is held back while we compute, and never while we wait."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """Ranks as threads. The same promises over real processes: tests/distributed/test_torch_comm.py."""
 
-from __future__ import annotations
-
 import pickle
 import queue
 import threading

@@ -1,7 +1,5 @@
 """What follows from what ranks note about themselves; with real ranks: tests/distributed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors between simulated ranks; between processes: tests/distributed/test_fully_parallel.py."""
 
-from __future__ import annotations
-
 import torch
 
 from dist_checkpointing.comm import Comm, SingleProcess, group_comm

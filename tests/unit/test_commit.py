@@ -1,7 +1,5 @@
 """What the commit costs, whatever the number of files."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plans of conversions are values: names, dtypes, and boxes that make each tensor up once."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

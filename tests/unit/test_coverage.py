@@ -3,8 +3,6 @@
 The oracle counts elements one by one; the library must find whatever that finds, and nothing else.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Sequence

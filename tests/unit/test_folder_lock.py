@@ -1,7 +1,5 @@
 """One lock a folder: with flock, without it, on network file systems, and after a kill."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """Which folder is meant: URLs, names that differ between ranks, ranks that are not connected."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Index arithmetic against numpy: an array of running numbers answers every question slowly."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from dist_checkpointing.checkpoint.key_tree import as_tree

@@ -1,12 +1,20 @@
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
-from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+)
 
 
 def test_field_order() -> None:
@@ -98,3 +106,139 @@ def test_the_extent_that_old_writers_lost_is_unknown(
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(CheckpointingException):
         ShardedObject.empty_from_unique_key(name)
+
+
+def halves(key: str, data: torch.Tensor, replica_id: Any, flat: slice | None) -> list[Any]:
+    assert flat is None
+    return [
+        ShardedTensor.from_rank_offsets(f"{key}.{i}", half, replica_id=replica_id)
+        for i, half in enumerate(data.chunk(2))
+    ]
+
+
+def factory(
+    key: str = "w", build: Callable[..., Any] = halves, merge: Callable[[Any], Any] = torch.cat
+) -> ShardedTensorFactory:
+    return ShardedTensorFactory(key, torch.arange(4.0), build, merge)
+
+
+def doubling() -> ShardedTensorFactory:
+    return factory(merge=lambda value: value * 2)
+
+
+def test_field_order_of_a_factory() -> None:
+    names = [field.name for field in fields(ShardedTensorFactory)]
+    assert names == ["key", "data", "build_fn", "merge_fn", "replica_id", "flattened_range"]
+
+
+def test_build_passes_four_positional_arguments() -> None:
+    seen: list[Any] = []
+
+    def build(*args: Any) -> str:
+        seen.extend(args)
+        return "built"
+
+    data = torch.zeros(2)
+    made = ShardedTensorFactory("k", data, build, torch.cat, (0, 1), slice(0, 2))
+    assert made.build() == "built"
+    assert seen == ["k", data, (0, 1), slice(0, 2)]
+    seen.clear()
+    ShardedTensorFactory("k", data, build, torch.cat).build()
+    assert seen == ["k", data, 0, None]
+
+
+def test_without_data_and_validation() -> None:
+    made = factory()
+    empty = made.without_data()
+    assert vars(empty)["data"] is None
+    assert made.data is not None
+    assert empty.key == made.key
+    assert empty.build_fn is made.build_fn
+    made.validate_metadata_integrity()
+
+
+def test_apply_factories_in_place() -> None:
+    inner: list[Any] = [factory("a"), 1, {"b": factory("b")}]
+    plain, local = object(), LocalNonpersistentObject(1)
+    state: dict[str, Any] = {"l": inner, "p": plain, "n": local, 3: factory("c"), "e": {}}  # type: ignore[dict-item]
+    apply_factories(state)
+    assert state["l"] is inner
+    assert [tensor.key for tensor in inner[0]] == ["a.0", "a.1"]
+    assert inner[1] == 1
+    assert [tensor.key for tensor in inner[2]["b"]] == ["b.0", "b.1"]
+    assert state["p"] is plain
+    assert state["n"] is local
+    assert state[3][0].key == "c.0"  # type: ignore[index]
+    assert state["e"] == {}
+    assert list(state) == ["l", "p", "n", 3, "e"]
+
+
+def test_build_and_merge_are_inverse() -> None:
+    state: dict[str, Any] = {"w": factory(), "other": 5, "l": [1, factory("v")]}
+    factories = {"w": state["w"], "l": {1: state["l"][1]}}
+    apply_factories(state)
+    loaded: dict[str, Any] = {
+        "w": [tensor.data for tensor in state["w"]],
+        "other": 5,
+        "l": [1, [tensor.data for tensor in state["l"][1]]],
+    }
+    merged = apply_factory_merges(loaded, factories)
+    assert merged is loaded
+    assert merged["w"].tolist() == [0, 1, 2, 3]
+    assert merged["l"][1].tolist() == [0, 1, 2, 3]
+    assert merged["other"] == 5
+    assert merged["l"][0] == 1
+
+
+def test_lists_meet_lists_and_dicts_with_positions() -> None:
+    inner = [1, 2]
+    assert apply_factory_merges([1, inner], [doubling(), [doubling(), doubling()]]) == [2, [2, 4]]
+    assert inner == [2, 4]
+    assert apply_factory_merges([1, 2, 3], {2: doubling(), 0: doubling()}) == [2, 2, 6]
+    assert apply_factory_merges({"a": [1, {"b": 2}]}, {"a": {1: {"b": doubling()}}}) == {
+        "a": [1, {"b": 4}]
+    }
+
+
+def test_dict_keys_keep_their_type() -> None:
+    assert apply_factory_merges({1: 1, "1": 2}, {1: doubling()}) == {1: 2, "1": 2}
+    with pytest.raises(ValueError, match="'1'"):
+        apply_factory_merges({1: 1}, {"1": doubling()})
+
+
+@pytest.mark.parametrize(
+    ("loaded", "factories"),
+    [
+        pytest.param({"a": 1}, {"b": doubling()}, id="missing-key"),
+        pytest.param({"x": {"a": 1}}, {"x": {"b": doubling()}}, id="missing-key-below"),
+        pytest.param([1], [doubling(), doubling()], id="longer-list"),
+        pytest.param([1, 2], [doubling()], id="shorter-list"),
+        pytest.param([1, 2], {2: doubling()}, id="behind-the-end"),
+        pytest.param([1, 2], {-1: doubling()}, id="negative-position"),
+        pytest.param([1, 2], {"0": doubling()}, id="string-position"),
+        pytest.param([1, 2], {1.0: doubling()}, id="float-position"),
+        pytest.param({0: 1}, [doubling()], id="list-into-dict"),
+        pytest.param(5, {"a": doubling()}, id="dict-into-leaf"),
+        pytest.param(5, [doubling()], id="list-into-leaf"),
+        pytest.param({"a": 5}, {"a": 6}, id="leaf-that-is-no-factory"),
+        pytest.param((1,), {0: doubling()}, id="into-a-tuple"),
+        pytest.param(None, {"a": doubling()}, id="into-nothing"),
+    ],
+)
+def test_places_that_do_not_exist(loaded: Any, factories: Any) -> None:
+    with pytest.raises(ValueError, match=r"cannot merge|not among"):
+        apply_factory_merges(loaded, factories)
+
+
+def test_the_error_names_the_place() -> None:
+    with pytest.raises(ValueError, match="gone") as caught:
+        apply_factory_merges({"model": [{"a": 1}]}, {"model": {0: {"gone": doubling()}}})
+    assert "'model', 0" in str(caught.value)
+
+
+def test_an_error_in_merge_fn_is_not_hidden() -> None:
+    def merge(_value: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        apply_factory_merges({"a": 1}, {"a": factory(merge=merge)})

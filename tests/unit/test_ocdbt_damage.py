@@ -1,7 +1,5 @@
 """Damaged and hostile databases: only an error of ours, and never much memory or time."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tracemalloc

@@ -1,7 +1,5 @@
 """What picklers write passes the scanner, and every evasion that we thought of does not."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

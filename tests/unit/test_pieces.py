@@ -1,23 +1,14 @@
 """Pieces: those of all tensors in one set of arrays, in memory and in the index file."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
+from tilings import boxes
 
 Part = tuple[Box, tuple[int, int] | None]
 FLOAT32 = dtypes.from_name("float32")
-
-
-@st.composite
-def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    offset = tuple(draw(st.integers(0, extent)) for extent in shape)
-    return Box(
-        offset, tuple(draw(st.integers(0, n - o)) for o, n in zip(offset, shape, strict=True))
-    )
 
 
 @st.composite

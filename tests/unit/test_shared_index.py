@@ -1,7 +1,5 @@
 """An index that ranks share: each unpacks what it asks for, and that is as it was."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 from unittest.mock import patch

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -7,6 +5,7 @@ from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
 from dist_checkpointing.storage.streaming import batches, blocks
+from tilings import boxes
 
 FLOAT = dtypes.from_name("float32")
 
@@ -22,17 +21,9 @@ def stored(draw: st.DrawFn) -> StoredTensor:
     return StoredTensor("k", FLOAT, shape, chunk)
 
 
-@st.composite
-def region(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    ends = [sorted(draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape]
-    return Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
-
-
 @given(st.data(), stored(), st.integers(1, 400))
-def test_blocks_make_up_the_region_once_and_are_small(
-    data: Any, tensor: StoredTensor, most_bytes: int
-) -> None:
-    wanted = data.draw(region(tensor.global_shape))
+def test_blocks_tile_it_and_are_small(data: Any, tensor: StoredTensor, most_bytes: int) -> None:
+    wanted = data.draw(boxes(tensor.global_shape))
     seen = np.zeros(tensor.global_shape, dtype=int)
     found = list(blocks(tensor, wanted, most_bytes))
     for box in found:

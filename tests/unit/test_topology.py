@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from dist_checkpointing.filesystem.ranged_reads import ReadLimits

@@ -1,7 +1,5 @@
 """Records are what ``torch.save`` writes, and nothing else passes for one."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import itertools
 import weakref
@@ -50,7 +48,7 @@ class Wrapped:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __deepcopy__(self, memo: object) -> Wrapped:
+    def __deepcopy__(self, memo: object) -> "Wrapped":
         return self
 
     def __repr__(self) -> str:
