@@ -5,9 +5,7 @@ A DTensor becomes one shard, or several if its local part is not one box of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,14 +25,8 @@ from dist_checkpointing.mapping import (
     StateDict,
 )
 from dist_checkpointing.mapping.dtensor_boxes import LocalPart, local_part
-from dist_checkpointing.mapping.nested_dicts import (
-    DictKey,
-    Path,
-    flatten,
-    path_text,
-    unflatten,
-)
-from dist_checkpointing.mapping.objects_and_factories import ReplicaId
+from dist_checkpointing.mapping.nested_dicts import Path, flatten, path_text, unflatten
+from dist_checkpointing.mapping.objects_and_factories import ReplicaId, invalid_sharding
 
 
 def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> ShardedStateDict:
@@ -71,14 +63,28 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
     comm = chosen_comm(comm)
     leaves, skeleton = flatten(state_dict, wanted=_is_tensor)
     with comm.agreed("describing the tensors"):
-        held = _describe_all({path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)})
-    parts = [part for part in held.values() if part is not None]
-    numbers = iter(_replica_numbers(parts, comm))
-    wrapped = {
-        path: LocalNonpersistentObject(leaves[path]) if part is None else part.leaf(next(numbers))
-        for path, part in held.items()
-    }
-    sharded: ShardedStateDict = unflatten(skeleton, leaves | wrapped)
+        parts = _parts({path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)})
+    # Hashes, because every rank gets those of all ranks. A collision would be found as a gap.
+    hashes = np.array(
+        [
+            xxhash.xxh3_64_intdigest(repr((_name(path), part.boxes)).encode())
+            for path, part in parts.items()
+            if part is not None
+        ],
+        dtype=np.uint64,
+    )
+    # A part that lower ranks hold too is a replica.
+    lower = comm.exchange("finding replicas", lambda: hashes)[: comm.rank]
+    known = np.sort(np.concatenate([*lower, np.array([], dtype=np.uint64)]))
+    first, last = (np.searchsorted(known, hashes, side=side) for side in ("left", "right"))
+    numbers = iter((last - first).tolist())
+    for path, part in parts.items():
+        tensor = leaves[path]
+        if part is None:
+            leaves[path] = LocalNonpersistentObject(tensor)
+        else:
+            leaves[path] = _leaf(_name(path), tuple(tensor.shape), part, next(numbers))
+    sharded: ShardedStateDict = unflatten(skeleton, leaves)
     return sharded
 
 
@@ -112,19 +118,19 @@ def _is_tensor(value: object) -> bool:
 
 
 def _name(path: Path) -> str:
-    return ".".join(str(s.key if isinstance(s, DictKey) else s.index) for s in path)
+    return ".".join(str(step) for step, _ in path)
 
 
-def _describe_all(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, _Held | None]:
+def _parts(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, LocalPart | None]:
     """What this rank holds of each tensor; None if this rank is not in the tensor's mesh."""
-    held: dict[Path, _Held | None] = {}
+    parts: dict[Path, LocalPart | None] = {}
     by_name: dict[str, list[Path]] = {}
     findings: list[Finding] = []
     for path, tensor in tensors.items():
         name = _name(path)
         by_name.setdefault(name, []).append(path)
         try:
-            held[path] = _describe(name, tensor)
+            parts[path] = _part(name, tensor)
         except InvalidShardingError as error:
             findings += error.findings
     findings += [
@@ -139,73 +145,36 @@ def _describe_all(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, _Held | No
     ]
     if findings:
         raise InvalidShardingError("tensors that cannot be sharded", findings)
-    return held
+    return parts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """What this rank holds of one tensor, with its key and its global shape."""
-
-    key: str
-    global_shape: Ints
-    part: LocalPart
-
-    def leaf(self, replica_id: int) -> ShardedTensor | ShardedTensorFactory:
-        data = self.part.data
-        if len(self.part.boxes) == 1:
-            return self._shard(data, self.part.boxes[0], self.part.grid, replica_id)
-        # Views of the local tensor: filling them fills it.
-        return ShardedTensorFactory(self.key, data, self._build, partial(_first, data), replica_id)
-
-    def _build(self, key: str, data: torch.Tensor, replica_id: ReplicaId, flat: Any) -> Any:
-        del key, flat
-        pairs = enumerate(zip(self.part.boxes, self.part.local_boxes, strict=True))
-        return {
-            str(i): self._shard(data[local_box.slices()], box, None, replica_id)
-            for i, (box, local_box) in pairs
-        }
-
-    def _shard(
-        self, data: torch.Tensor, box: Box, grid: Ints | None, replica_id: ReplicaId
-    ) -> ShardedTensor:
-        return ShardedTensor(
-            self.key, data, data.dtype, box.shape, self.global_shape, box.offset, grid, replica_id
-        )
-
-
-def _first(filled: torch.Tensor, parts: object) -> torch.Tensor:
-    del parts
-    return filled
-
-
-def _describe(key: str, tensor: torch.Tensor) -> _Held | None:
-    """What this rank holds of a tensor; None if this rank is not in its mesh."""
+def _part(key: str, tensor: torch.Tensor) -> LocalPart | None:
     if isinstance(tensor, DTensor):
-        part = local_part(key, tensor)
-        return None if part is None else _Held(key, tuple(tensor.shape), part)
+        return local_part(key, tensor)
     if hasattr(tensor, "local_shards") or hasattr(tensor, "__create_chunk_list__"):
-        finding = Finding(
-            "this kind of tensor has no memory of its own",
+        raise invalid_sharding(
             key,
+            "this kind of tensor has no memory of its own",
             expected="a torch.Tensor or DTensor",
             found=type(tensor).__name__,
             remedy="FSDP1: use FSDP2 (fully_shard), or state dicts of DTensors.",
         )
-        raise InvalidShardingError("cannot be sharded", [finding])
     whole = Box.whole(tuple(tensor.shape))
-    ones = (1,) * tensor.ndim
-    return _Held(key, whole.shape, LocalPart(tensor.detach(), (whole,), (whole,), ones, ()))
+    return LocalPart(tensor.detach(), (whole,), (whole,), (1,) * tensor.ndim, ())
 
 
-def _replica_numbers(held: Sequence[_Held], comm: Comm) -> list[int]:
-    """For each part, how many lower ranks hold it too. Collective."""
-    # Hashes, because every rank gets those of all ranks. A collision would be found as a gap.
-    own = np.array(
-        [xxhash.xxh3_64_intdigest(repr((own.key, own.part.boxes)).encode()) for own in held],
-        dtype=np.uint64,
-    )
-    lower = comm.exchange("finding replicas", lambda: own)[: comm.rank]
-    known = np.sort(np.concatenate([*lower, np.array([], dtype=np.uint64)]))
-    first, last = (np.searchsorted(known, own, side=side) for side in ("left", "right"))
-    numbers: list[int] = (last - first).tolist()
-    return numbers
+def _leaf(
+    key: str, shape: Ints, part: LocalPart, number: int
+) -> ShardedTensor | ShardedTensorFactory:
+    def shard(data: torch.Tensor, box: Box, grid: Ints | None, number: ReplicaId) -> ShardedTensor:
+        return ShardedTensor(key, data, data.dtype, box.shape, shape, box.offset, grid, number)
+
+    if len(part.boxes) == 1:
+        return shard(part.data, part.boxes[0], part.grid, number)
+
+    def build(_: str, data: torch.Tensor, number: ReplicaId, __: Any) -> dict[str, ShardedTensor]:
+        pairs = enumerate(zip(part.boxes, part.local_boxes, strict=True))
+        return {str(i): shard(data[inner.slices()], box, None, number) for i, (box, inner) in pairs}
+
+    # Views of the local tensor: filling them fills it.
+    return ShardedTensorFactory(key, part.data, build, lambda _: part.data, number)

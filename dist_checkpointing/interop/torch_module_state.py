@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from itertools import accumulate, chain
+from collections.abc import Callable, Container, Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.mapping.nested_dicts import is_container
+from dist_checkpointing.mapping.nested_dicts import flatten, is_container, take_apart, unflatten
 
 
 def outline(value: object, key: str) -> Any:
@@ -28,38 +28,25 @@ def outline(value: object, key: str) -> Any:
     return tuple(entries) if isinstance(value, tuple) else list(entries)
 
 
-def keys_of(outlined: Any) -> Iterator[str]:
+def keys_of(outlined: object) -> list[str]:
     """The keys of all tensors in an outline."""
-    if isinstance(outlined, str):
-        return iter((outlined,))
-    below = outlined.values() if isinstance(outlined, Mapping) else outlined or ()
-    return chain.from_iterable(map(keys_of, below))
+    leaves: list[Any] = []
+    take_apart(outlined, leaves)
+    return [key for key in leaves if isinstance(key, str)]
 
 
 def tensors_to_fill(outlined: Any, own: object, tensor: Callable[[str, object], Any]) -> Any:
-    """The nest that was saved, of which only the tensors count.
+    """The nest that was saved, by its outline, with only tensors in it.
 
-    Args:
-        outlined: its outline.
-        own: the nest that is there now.
-        tensor: gives what to fill, for the key of a tensor and what is at its place in ``own``.
+    ``tensor`` gives what to fill, for a key and what is at its place in ``own``, the nest of now.
     """
-    if isinstance(outlined, str):
-        return tensor(outlined, own)
-    if isinstance(outlined, dict):
-        there = own if isinstance(own, dict) else {}
-        return {
-            step: tensors_to_fill(below, there.get(step), tensor)
-            for step, below in outlined.items()
-        }
-    if isinstance(outlined, list | tuple):
-        entries = [*own] if isinstance(own, list | tuple) else []
-        entries += [None] * (len(outlined) - len(entries))
-        return type(outlined)(
-            tensors_to_fill(below, entry, tensor)
-            for below, entry in zip(outlined, entries, strict=False)
-        )
-    return None
+    keys, structure = flatten(outlined)
+    there, _ = flatten(own)
+    filled = {
+        path: tensor(key, there.get(path)) if isinstance(key, str) else None
+        for path, key in keys.items()
+    }
+    return unflatten(structure, filled)
 
 
 _EXTRA: Final = "_extra_state"
@@ -69,18 +56,12 @@ _WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel and torch.compile.
-
-    Raises:
-        InvalidShardingError: if parts of it are wrapped with FSDP1, whose parameters are flat.
-    """
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-            module = inner
-        else:
-            break
+    """The module inside of DistributedDataParallel and torch.compile; FSDP1 is refused."""
+    inner: Any = module
+    while isinstance(inner, nn.Module):
+        module = inner
+        name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"
+        inner = getattr(module, name, None)
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         finding = Finding(
             "FSDP1 keeps flat parameters without a shape of their own",
@@ -93,11 +74,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class ModuleTensors:
-    """The state dict of a module, with each group of tied tensors under one name.
-
-    Args:
-        module: Module without a wrapper around it, see ``unwrapped``.
-    """
+    """The state dict of an ``unwrapped`` module, each group of tied tensors under one name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -111,14 +88,11 @@ class ModuleTensors:
         self.values: dict[str, Any] = {self._names[name]: value for name, value in own.items()}
         self._parameters: dict[torch.Tensor, list[str]] = {}
         self._groups: dict[str, list[str]] = {}
-        tensors: list[tuple[str, torch.Tensor]] = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        for name, tensor in tensors:
-            names = self._parameters.setdefault(tensor, [])
-            names.append(self._clean_name(name))
-            self._groups[names[-1]] = names
+        for kind in (module.named_parameters, module.named_buffers):
+            for name, tensor in kind(remove_duplicate=False):
+                names = self._parameters.setdefault(tensor, [])
+                names.append(self._clean_name(name))
+                self._groups[names[-1]] = names
 
     def _clean_name(self, name: str) -> str:
         """The name of a parameter without the wrappers around modules."""
@@ -157,11 +131,8 @@ class ModuleTensors:
         return {name: source for name, source in chosen.items() if name != source}
 
     def choose(self, ties: Mapping[str, str], stored: Container[str]) -> dict[str, str]:
-        """The name under which each value lies in a checkpoint.
-
-        Args:
-            ties: ``ties`` of the module that was saved.
-            stored: names that the checkpoint has.
+        """The name under which each value lies in a checkpoint that has the names ``stored``, of a
+        module with these ``ties``.
         """
         chosen = {}
         for name in self.values:
@@ -189,11 +160,7 @@ class ModuleTensors:
         self._module.load_state_dict(full, strict=False)
 
     def names_of(self, parameter: torch.Tensor) -> list[str]:
-        """All names of a parameter.
-
-        Raises:
-            InvalidShardingError: if it is no parameter of the module.
-        """
+        """All names of a parameter of the module; refuses other tensors."""
         if parameter not in self._parameters:
             finding = Finding(
                 "the optimizer has a parameter that the model does not have",

@@ -20,6 +20,8 @@ from dist_checkpointing.validation.common_state_agreement import CommonDigests
 
 logger = logging.getLogger(__name__)
 NamesOf = Callable[[torch.Tensor], list[str]]
+Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each stored tensor of a parameter, by entry of its state."""
 _PREFIX: Final = "optimizer.state."
 
 
@@ -85,17 +87,9 @@ def _plain(value: Any) -> Any:
 class OptimizerTemplate:
     """What is asked of a checkpoint for optimizers that may have no state yet.
 
-    Args:
-        optimizers: Optimizers to restore.
-        names_of: All names of a parameter.
-        stored: What the checkpoint holds.
-
-    Attributes:
-        tree: State by the names of the checkpoint.
-
-    Raises:
-        StateMismatchError: if the checkpoint has no optimizer, or state of a form that cannot be
-            made before the first step.
+    ``tree`` is their state by the names of the checkpoint, ``groups`` are those that were saved, of
+    all optimizers. StateMismatchError if the checkpoint has no optimizer, or state of a form that
+    cannot be made before the first step.
     """
 
     def __init__(
@@ -103,18 +97,15 @@ class OptimizerTemplate:
     ) -> None:
         saved = stored.common.get("optimizer")
         if not isinstance(saved, dict) or "param_groups" not in saved:
-            finding = Finding(
-                "the checkpoint has no optimizer",
-                "optimizer",
-                remedy="Load TorchState(model) alone.",
-            )
+            remedy = "Load TorchState(model) alone."
+            finding = Finding("the checkpoint has no optimizer", "optimizer", remedy=remedy)
             raise StateMismatchError("template and checkpoint do not fit", [finding])
         self._optimizers = optimizers
         self._values: Mapping[str, Any] = saved.get("state", {})
         self._nests: Mapping[str, Any] = saved.get("nests", {})
-        self._groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+        self.groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
         self._group_of = {
-            name: number for number, group in enumerate(self._groups) for name in group["params"]
+            name: number for number, group in enumerate(self.groups) for name in group["params"]
         }
         self._has_recipe = bool(stored.sources)
         # A recipe gives parameters other names; their groups go by the old ones.
@@ -141,10 +132,8 @@ class OptimizerTemplate:
             raise StateMismatchError("optimizer state cannot be made", findings)
         self._log_unequal(set(tensors) | set(self._values))
 
-    def _tensors_by_name(
-        self, stored: StoredState
-    ) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        found: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    def _tensors_by_name(self, stored: StoredState) -> dict[str, Described]:
+        found: dict[str, Described] = {}
         for key, described in stored.tensors.items():
             # Both parts may have dots; the first is the name of a parameter in a group.
             name = key.removeprefix(_PREFIX)
@@ -159,17 +148,17 @@ class OptimizerTemplate:
         name: str,
         parameter: torch.Tensor,
         group: Mapping[str, Any],
-        stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        stored: Described,
     ) -> list[Finding]:
         """Make the tensors that a step would make; what cannot be made."""
         own, findings = self.tree[name], []
         nests, prefix = self._nests.get(name, {}), f"{_PREFIX}{name}."
 
         def tensor(key: str, there: object) -> object:
-            entry = key.removeprefix(prefix)
-            shape, dtype = stored.get(entry, ((), torch.float32))
             if isinstance(there, torch.Tensor):
                 return there
+            entry = key.removeprefix(prefix)
+            shape, dtype = stored.get(entry, ((), torch.float32))
             if entry == "step" and not (group.get("fused") or group.get("capturable")):
                 return torch.empty(shape, dtype=dtype)
             if shape == tuple(parameter.shape) or (
@@ -178,14 +167,10 @@ class OptimizerTemplate:
             ):
                 return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             if (isinstance(parameter, DTensor) and shape) or (not nests and "." in entry):
-                finding = Finding(
-                    "how this state is cut is known only after a step of the optimizer",
-                    key,
-                    expected=f"the shape of the parameter, {list(parameter.shape)}",
-                    found=list(shape),
-                    remedy="Make one step of the optimizer before the load.",
-                )
-                findings.append(finding)
+                problem = "how this state is cut is known only after a step of the optimizer"
+                expected = f"the shape of the parameter, {list(parameter.shape)}"
+                remedy = "Make one step of the optimizer before the load."
+                findings.append(Finding(problem, key, expected, list(shape), remedy=remedy))
             return torch.empty(shape, dtype=dtype, device=parameter.device)
 
         for entry in own.keys() - nests.keys():
@@ -215,7 +200,7 @@ class OptimizerTemplate:
                 len(unused),
                 min(unused),
             )
-        saved = {key for group in self._groups for key in group} - {"params"}
+        saved = {key for group in self.groups for key in group} - {"params"}
         for optimizer in self._optimizers:
             own = {key for group in optimizer.param_groups for key in group}
             if saved and saved - own and optimizer.defaults.keys() - saved:
@@ -239,18 +224,13 @@ class OptimizerTemplate:
                         optimizer.state.pop(parameter, None)
                 self._restore_group(group)
 
-    @property
-    def num_groups(self) -> int:
-        """Number of groups that were saved, of all optimizers."""
-        return len(self._groups)
-
     def saved_groups(self, group: Mapping[str, Any]) -> list[int]:
         """Numbers of the saved groups that the parameters of a group were in."""
         names = {self._names.get(parameter) for parameter in group["params"]}
         return sorted({self._group_of[name] for name in names if name in self._group_of})
 
     def _restore_group(self, group: dict[str, Any]) -> None:
-        found = [self._groups[number] for number in self.saved_groups(group)]
+        found = [self.groups[number] for number in self.saved_groups(group)]
         for key in {key for saved in found for key in saved} - {"params"}:
             values = [saved[key] for saved in found if key in saved]
             if any(value != values[0] for value in values):
@@ -276,7 +256,7 @@ def regroup(scheduler: LRScheduler, optimizer: OptimizerTemplate) -> None:
     num_saved = len(getattr(scheduler, "_last_lr", groups))
     # With several optimizers the groups of this one are a run of all.
     known = [number for numbers in sources for number in numbers]
-    first = min(known) if known and num_saved < optimizer.num_groups else 0
+    first = min(known) if known and num_saved < len(optimizer.groups) else 0
     if sources != [[first + number] for number in range(num_saved)]:
         for name in _OF_GROUPS:
             saved = getattr(scheduler, name, None)

@@ -67,12 +67,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 logger = logging.getLogger(__name__)
 _RECORD: Final = "torch_state"
-_NO_RECORD: Final[Mapping[str, Any]] = {
-    "world_size": 0,
-    "ties": {},
-    "per_rank": (),
-    "objects": (),
-}
+_NO_RECORD: Final[Mapping[str, Any]] = {"world_size": 0, "ties": {}, "per_rank": (), "objects": ()}
 _RESERVED: Final = frozenset({"model", "optimizer", "step", "rng", _RECORD})
 
 
@@ -135,10 +130,9 @@ class TorchState:
                 )
         given_model: object = model
         if not isinstance(given_model, nn.Module):
-            raise TypeError(
-                f"model must be a torch.nn.Module, not a {type(given_model).__name__}: "
-                "TorchState(model, optimizer)"
-            )
+            kind = type(given_model).__name__
+            message = f"model must be a torch.nn.Module, not a {kind}: TorchState(model, optimizer)"
+            raise TypeError(message)
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         if not all(hasattr(one, "param_groups") for one in several):
             found = ", ".join(type(one).__name__ for one in several)

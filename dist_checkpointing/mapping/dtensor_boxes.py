@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalPart:
-    """What this rank holds of a DTensor.
+    """What this rank holds of a tensor: ``boxes`` of the global one, which fill ``local_boxes`` of
+    ``data``, in C order.
 
-    Attributes:
-        data: The local tensor.
-        boxes: Boxes of the global tensor that make up ``data``, in C order of ``local_boxes``.
-        local_boxes: The box of ``data`` that each of ``boxes`` fills.
-        grid: Number of parts along each axis if they are even, else None.
-        replica_id: Position of this rank along the mesh axes that replicate the tensor.
+    ``grid`` is the number of parts along each axis if they are even. ``replica_id`` is the position
+    of this rank along the mesh axes that replicate the tensor.
     """
 
     data: torch.Tensor
@@ -49,8 +46,7 @@ def local_part(key: str, tensor: DTensor) -> LocalPart | None:
         axis = getattr(placement, "dim", None)
         if placement.is_replicate():
             replica_id.append(own)
-            continue
-        if axis is not None and not placement.is_partial():
+        elif axis is not None and not placement.is_partial():
             # Only strided shards (FSDP2) have a split factor.
             factor = int(getattr(placement, "split_factor", 1))
             cuts[axis].append(_MeshCut(tensor.device_mesh.size(mesh_axis), own, factor))
@@ -76,7 +72,7 @@ def local_part(key: str, tensor: DTensor) -> LocalPart | None:
             found=f"{tuple(data.shape)} at {coordinates}",
         )
     boxes, local_boxes = _boxes([found for found in runs if found is not None])
-    counts = tuple(math.prod(cut.count for cut in of_axis) for of_axis in cuts)
+    counts = tuple(math.prod(cut.parts for cut in of_axis) for of_axis in cuts)
     even = all(extent % count == 0 for extent, count in zip(shape, counts, strict=True))
     return LocalPart(data, boxes, local_boxes, counts if even else None, tuple(replica_id))
 
@@ -103,16 +99,14 @@ def local_box(key: str, tensor: DTensor) -> LocalPart:
     return part
 
 
-@dataclass(frozen=True, slots=True)
-class _MeshCut:
-    """One placement: this rank has part ``index`` of ``count``.
-
-    A strided cut first cuts into ``factor`` parts, and then takes part ``index`` of each.
+class _MeshCut(NamedTuple):
+    """One placement: this rank has part ``part`` of ``parts``; of each of ``factor`` equal ranges,
+    if it is strided.
     """
 
-    count: int
-    index: int
-    factor: int = 1
+    parts: int
+    part: int
+    factor: int
 
 
 def _runs_of_axis(extent: int, cuts: Sequence[_MeshCut], local_extent: int) -> list[range] | None:
@@ -130,11 +124,11 @@ def _runs_of_axis(extent: int, cuts: Sequence[_MeshCut], local_extent: int) -> l
 
 def _cut_as_fsdp(extent: int, cuts: Sequence[_MeshCut]) -> list[range] | None:
     late = [i for i, cut in enumerate(cuts) if cut.factor > 1]
-    if any(cuts[i].factor != math.prod(cut.count for cut in cuts[i + 1 :]) for i in late):
+    if any(cuts[i].factor != math.prod(cut.parts for cut in cuts[i + 1 :]) for i in late):
         return None
     runs = [range(extent)]
     for cut in [*(c for c in cuts if c.factor == 1), *(cuts[i] for i in reversed(late))]:
-        runs = _part(runs, cut.count, cut.index)
+        runs = _part(runs, cut.parts, cut.part)
     return runs
 
 
@@ -142,7 +136,7 @@ def _cut_from_left(extent: int, cuts: Sequence[_MeshCut]) -> list[range]:
     runs = [range(extent)]
     for cut in cuts:
         parts = [_part(runs, cut.factor, part) for part in range(cut.factor)]
-        runs = _joined(run for part in parts for run in _part(part, cut.count, cut.index))
+        runs = _joined(run for part in parts for run in _part(part, cut.parts, cut.part))
     return runs
 
 
@@ -169,11 +163,13 @@ def _joined(runs: Iterable[range]) -> list[range]:
 
 def _boxes(runs: Sequence[Sequence[range]]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
     """The boxes that ranges along every axis make up, and the box of each in the local tensor."""
-    starts = [[*itertools.accumulate(map(len, of_axis), initial=0)] for of_axis in runs]
+    axes = [
+        zip(of_axis, itertools.accumulate(map(len, of_axis), initial=0), strict=False)
+        for of_axis in runs
+    ]
     boxes, local_boxes = [], []
-    for choice in itertools.product(*(range(len(of_axis)) for of_axis in runs)):
-        chosen = [of_axis[i] for of_axis, i in zip(runs, choice, strict=True)]
-        shape = tuple(map(len, chosen))
-        boxes.append(Box(tuple(run.start for run in chosen), shape))
-        local_boxes.append(Box(tuple(s[i] for s, i in zip(starts, choice, strict=True)), shape))
+    for chosen in itertools.product(*axes):
+        shape = tuple(len(run) for run, _ in chosen)
+        boxes.append(Box(tuple(run.start for run, _ in chosen), shape))
+        local_boxes.append(Box(tuple(start for _, start in chosen), shape))
     return tuple(boxes), tuple(local_boxes)
