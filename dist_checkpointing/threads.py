@@ -23,10 +23,8 @@ EXIT_PATIENCE_SECONDS: Final = 300.0
 
 
 class Ownership:
-    """That something belongs to this process: what is under way here ends in no forked one.
-
-    Args:
-        what: it is, for messages.
+    """That something, named in messages, belongs to this process: what is under way here ends in no
+    forked one.
     """
 
     def __init__(self, what: str) -> None:
@@ -39,11 +37,7 @@ class Ownership:
         return self._process == os.getpid()
 
     def require(self) -> None:
-        """Refuse to go on in a forked process, which would wait for ever.
-
-        Raises:
-            CheckpointingException: there.
-        """
+        """Refuse to go on in a forked process, which would wait for ever."""
         if not self.is_here:
             finding = Finding(
                 "its threads run in the process from which this one was forked",

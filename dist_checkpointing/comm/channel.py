@@ -40,17 +40,12 @@ class ContactLostError(Exception):
 
 
 class Channel:
-    """What ranks send each other over a process group.
+    """What ranks send each other over a process group with a CPU (gloo) backend, and tensors over
+    ``tensor_group``. ``is_flagged`` is asked about once a second whether another rank has given up.
 
-    Args:
-        group: process group with a CPU (gloo) backend.
-        tensor_group: process group that carries tensors.
-        is_flagged: tells whether another rank has given up; called about once a second.
-
-    Attributes:
-        recent: The last small collectives. A thread of gloo reports that a collective is done just
-            before it drops its reference. If that were the last reference to a tensor while the
-            interpreter ends, the process would abort. With these kept, it never is.
+    ``recent`` are the last small collectives. A thread of gloo reports that a collective is done
+    just before it drops its reference. If that were the last reference to a tensor while the
+    interpreter ends, the process would abort. With these kept, it never is.
     """
 
     def __init__(

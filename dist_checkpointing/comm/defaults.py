@@ -70,11 +70,7 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
 
 
 def chosen_comm(comm: Comm | None) -> Comm:
-    """``comm``, or by default ``default_comm()``.
-
-    Raises:
-        TypeError: if it is something else.
-    """
+    """``comm``, or by default ``default_comm()``; TypeError if it is something else."""
     given: object = comm  # whatever it is
     if given is None:
         return default_comm()
@@ -151,12 +147,8 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
 
 
 def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
-    """A CPU group of the world.
-
-    It first waits for all ranks, because torch would wait without naming a rank.
-
-    Raises:
-        RankFailedError: naming the ranks that do not come, or rank 0 if the store is lost.
+    """A CPU group of the world. It first waits for all ranks, because torch would wait without
+    naming a rank: RankFailedError with those that do not come, or rank 0 if the store is lost.
     """
     step, world_size = "making a channel for all ranks", dist.get_world_size()
     try:

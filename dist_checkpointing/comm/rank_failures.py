@@ -28,12 +28,8 @@ _SIMULATION: Final = f"{_PACKAGE}.testing"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank tells the others about its exception.
-
-    Attributes:
-        error: The exception itself, if it is a CheckpointingException that can be pickled.
-        summary: Class and message of the exception.
-        traceback: The traceback as text.
+    """What the other ranks get of an exception: itself, if it is a CheckpointingException that can
+    be pickled, class and message, and the traceback as text.
     """
 
     error: CheckpointingException | None
@@ -58,12 +54,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What came of a step on one rank, before the other ranks know of it.
-
-    Attributes:
-        step: Name of the step.
-        result: What it gave; None if it failed.
-        error: What it raised.
+    """What came of a step on one rank, before the other ranks know of it: a result, None if it
+    failed, or an error.
     """
 
     step: str
@@ -250,15 +242,10 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a rank writes about itself.
-
-    Attributes:
-        number: Number of the step; all ranks count the same steps.
-        label: Name of the step, the same on all ranks if they make the same call.
-        value: What the rank passes, if that is small: a failure, a number.
-        last_value: What the rank passed in the step before.
-        state: Where the rank is in the step.
-        call: The call of the user that led here; only with ``State.OUTSIDE``.
+    """What a rank writes about itself: the number of its step, which all ranks count alike; the
+    label, the same on all ranks if they make the same call; and what it passes, if that is small (a
+    failure, a number), in this step and in the one before. ``call`` is the call of the user, only
+    with ``State.OUTSIDE``.
     """
 
     number: int
@@ -271,14 +258,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the ranks that are here decide about a step.
-
-    Attributes:
-        label: Label of the step.
-        absent: Ranks that did not come, or did not come back.
-        values: Values of the other ranks.
-        calls: What each rank calls, if the ranks do not call the same.
-        is_lost: Whether the step cannot be repeated: some ranks have its result and others do not.
+    """What the ranks that are here decide about a step: which ranks did not come, or did not come
+    back; the values of the others; and what each calls, if they do not call the same. ``is_lost``
+    if it cannot be repeated, since some ranks have its result and others do not.
     """
 
     label: str
@@ -302,15 +284,12 @@ def decide(
     is_late: bool,
     is_too_late: bool,
 ) -> Verdict | None:
-    """The verdict that follows from the records of all ranks; None if it is too early.
+    """The verdict that follows from the records of the ranks that have one; None if it is too
+    early.
 
-    Args:
-        records: the records that exist, by rank.
-        step: the record of the rank that asks.
-        world_size: number of ranks.
-        has_payload: whether ranks pass more in this step than what is in their records.
-        is_late: whether the time to come is over.
-        is_too_late: whether the time to come back is over, for ranks that were inside.
+    ``step`` is the record of the rank that asks, ``has_payload`` if ranks pass more than is in
+    their records. ``is_late`` once the time to come is over, ``is_too_late`` once the time to come
+    back is, for ranks that were inside.
     """
     number = step.number
     came = {rank: record for rank, record in records.items() if record.number >= number}

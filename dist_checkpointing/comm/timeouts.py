@@ -81,10 +81,8 @@ class RankNotes:
         return False
 
     def require_answer(self, timeout_seconds: float) -> None:
-        """Wait for the answer to the last question; until then the store answers nothing else.
-
-        Raises:
-            StoreSilentError: if there is no answer.
+        """Wait for the answer to the last question, since until then the store answers nothing
+        else; StoreSilentError if there is none.
         """
         if self._question is not None:
             question, self._question = self._question, None
@@ -193,10 +191,8 @@ class RankNotes:
 
 
 def asked(question: Callable[[], T], timeout_seconds: float) -> T:
-    """The result of a function that may wait for a store for ever.
-
-    Raises:
-        StoreSilentError: if it does not return in time.
+    """The result of a function that may wait for a store for ever; StoreSilentError if it does not
+    return in time.
     """
     return _wait_for(_in_thread(question), timeout_seconds)
 
@@ -347,19 +343,14 @@ class Steps:
         content: str = "",
         extra: int = 0,
     ) -> tuple[bool, tuple[int, int] | None]:
-        """Wait for all ranks at a step.
+        """Wait for all ranks at a step: whether all have the same ``content`` and no ``extra``; and
+        the maxima of two numbers over all ranks, None if the group failed. CheckpointingException
+        on all ranks, if they do not make the same call.
 
         It takes one all-reduce of one number, which costs half as much as one of four numbers: each
         rank adds ``extra`` to a digest of the step. If the ranks are at different steps, or
         ``content`` differs, the sum is a random number of 64 bits, the same on every rank. Then all
         ranks see that it cannot be that of the digest alone, and look for the reason.
-
-        Returns:
-            Whether all ranks have the same ``content`` and no ``extra``; and the maxima of two
-            numbers over all ranks, None if the group failed.
-
-        Raises:
-            CheckpointingException: on all ranks, if they do not make the same call.
         """
         if self.is_broken:
             return False, None
@@ -406,17 +397,9 @@ class Steps:
         sources: Sequence[int] = (0,),
         everywhere: bool = True,
     ) -> tuple[Verdict, list[bytes]]:
-        """End a step through the store: the verdict, and the payloads that were passed.
-
-        Args:
-            step: record of the step.
-            deadline: when the time of the other ranks to come ends.
-            payload: what this rank passes; None for a step without payloads.
-            sources: ranks whose payloads are passed.
-            everywhere: whether all ranks get them; else only rank 0 does.
-
-        Raises:
-            CheckpointingException: the same on all ranks that are here.
+        """End a step through the store: the verdict, and the payloads that the ranks ``sources``
+        passed, None in a step without any, to all ranks or to rank 0 alone. The others have until
+        ``deadline`` to come. CheckpointingException, the same on all ranks that are here.
         """
         patience = _patience(self.timeout_seconds)
         failure = step.value.summary if isinstance(step.value, Failure) else None

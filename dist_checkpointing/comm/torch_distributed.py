@@ -266,11 +266,7 @@ def _end_group(group: dist.ProcessGroup, owner: int) -> None:
 
 
 def default_timeout_seconds() -> float:
-    """What the environment variable says, or half an hour.
-
-    Raises:
-        ValueError: if the variable is not a number of seconds above 0.
-    """
+    """What the environment variable says, or half an hour; ValueError for no number above 0."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if text is None:
         return DEFAULT_TIMEOUT_SECONDS
@@ -283,10 +279,8 @@ def default_timeout_seconds() -> float:
 
 
 def require_timeout(seconds: float, name: str, text: str | None = None) -> None:
-    """Refuse a timeout that no clock of torch can count.
-
-    Raises:
-        ValueError: naming the setting, and ``text`` if that is what was given.
+    """Refuse a timeout that no clock of torch can count: ValueError with the name of the setting,
+    and ``text`` if that is what was given.
     """
     if not 0 < seconds <= _LONGEST_SECONDS:
         raise ValueError(

@@ -51,13 +51,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """The structure of one container.
-
-    Attributes:
-        prototype: An empty container of its kind; for a tuple, which cannot be filled, its class.
-        keys: The keys of a dict, in order; the positions of a list or tuple.
-        below: Number of each entry that is a container -> its structure. The others are leaves.
-        num_leaves: Leaves at any depth.
+    """The structure of one container: ``prototype`` is an empty one of its kind; for a tuple, which
+    cannot be filled, its class. ``keys`` are those of a dict, in order, or the positions in a list
+    or tuple. ``below`` has the structure of each entry that is a container, by its number; the
+    others are leaves. ``num_leaves`` counts those at any depth.
     """
 
     prototype: Any
@@ -282,11 +279,9 @@ def part_of(structure: Structure | None, leaves: Iterator[Any]) -> Any:
 def overlay(base: Any, structure: Structure | None, values: Sequence[Any], path: Path = ()) -> Any:
     """``base`` with a value put in for each leaf, in order; NO_LEAF for what is not put in.
 
-    The base is a tree that ``part_of`` made, or an older writer, which left no None in
-    lists. A leaf that is MISSING keeps its position, but has no value.
-
-    Raises:
-        StateMismatchError: if ``base`` has a value at the path of a leaf.
+    The base is a tree that ``part_of`` made, or an older writer, which left no None in lists. A
+    leaf that is MISSING keeps its position, but has no value. StateMismatchError if ``base`` has a
+    value at the path of a leaf.
     """
     if all(value is NO_LEAF for value in values):
         return base

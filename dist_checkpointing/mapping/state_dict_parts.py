@@ -42,14 +42,10 @@ class BuiltFactory(NamedTuple):
 class StateDictParts:
     """The parts of one state dict, which itself is not changed.
 
-    Attributes:
-        tensors: The ShardedTensors by path. Those that a factory built have paths below its own.
-        objects: The ShardedObjects by path, likewise.
-        common: Everything else, nested as in the state dict.
-        local: The values of LocalNonpersistentObjects by path.
-        structure: Structure of the whole state dict.
-        built: The same with what factories built in their place.
-        factories: In the order of the leaves.
+    ``tensors`` and ``objects`` are the sharded leaves, with paths below that of a factory for what
+    it built; ``common`` is everything else, nested as in the state dict; ``local`` are the values
+    of LocalNonpersistentObjects. ``structure`` is that of the whole, ``built`` the same with what
+    the ``factories``, in the order of the leaves, built in their place.
     """
 
     tensors: AtPaths[ShardedTensor]
@@ -64,8 +60,7 @@ class StateDictParts:
     def of(cls, state_dict: Mapping[Any, Any]) -> StateDictParts:
         """Take a state dict apart and build its factories.
 
-        Raises:
-            InvalidShardingError: if it is not a dict, or holds sharded leaves of an unknown kind.
+        InvalidShardingError if it is not a dict, or holds sharded leaves of an unknown kind.
         """
         if not isinstance(state_dict, dict):
             finding = Finding(
@@ -125,10 +120,8 @@ class StateDictParts:
     ) -> Any:
         """The state dict with loaded values: nested like the template, with all of ``common``.
 
-        A leaf without a value is left out of a dict, and is None in a list.
-
-        Raises:
-            StateMismatchError: if template and checkpoint are nested differently.
+        A leaf without a value is left out of a dict, and is None in a list. StateMismatchError if
+        template and checkpoint are nested differently.
         """
         values = [NO_LEAF] * (1 if self.built is None else self.built.num_leaves)
         pairs = ((self.tensors, tensors), (self.objects, objects), (self.local, self.local))

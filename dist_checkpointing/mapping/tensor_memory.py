@@ -34,11 +34,7 @@ _BY_TORCH = {row.torch: row for row in DTYPES}
 
 
 def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
-    """The dtype for a torch dtype.
-
-    Raises:
-        InvalidShardingError: if it cannot be stored.
-    """
+    """The dtype for a torch dtype; InvalidShardingError if it cannot be stored."""
     try:
         return _BY_TORCH[dtype]
     except KeyError:
@@ -108,10 +104,9 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] | None:
-    """A numpy array over the memory of a tensor, if bits of ``dtype`` can be written there.
-
-    None if torch must copy them: to another device, to another dtype, or into a conjugate or
-    negative view, whose memory holds other values than the view.
+    """A numpy array over the memory of a tensor, if bits of ``dtype`` can be written there; None if
+    torch must copy: to another device or dtype, or into a conjugate or negative view, whose memory
+    holds other values than the view.
     """
     if destination.dtype is not dtype or not destination.is_cpu:
         return None

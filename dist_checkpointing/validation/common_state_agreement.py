@@ -25,11 +25,8 @@ _MOST_NAMED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """What ranks tell each other about a value.
-
-    Attributes:
-        digest: Digest of the value.
-        text: Dtype and shape of a tensor that may be a part of a larger one; "" for other values.
+    """What ranks know of a value of each other: its digest, and dtype and shape of a tensor that
+    may be a part of a larger one; "" for other values.
     """
 
     digest: bytes
@@ -37,11 +34,8 @@ class _Leaf:
 
 
 class CommonDigests:
-    """What the values of a rank's common state are, by path, without the values.
-
-    Args:
-        common: common state of this rank.
-        preprocess: gives what is compared between ranks.
+    """What the values of a rank's common state are, by path, without the values; ``preprocess``
+    gives what is compared between ranks.
     """
 
     def __init__(
@@ -60,17 +54,11 @@ class CommonDigests:
 
 
 def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> None:
-    """Compare the common state of all ranks with that of rank 0, which is saved. Collective.
+    """Compare the common state of all ranks, whose numbers differ, with that of rank 0, which is
+    saved. Collective. Rank 0 logs one warning about all values that differ.
 
-    Rank 0 logs one warning about all values that differ.
-
-    Args:
-        digests: gives those of this rank.
-        comm: the ranks, which do not all have the same number.
-
-    Raises:
-        InvalidShardingError: on every rank, if a tensor of any rank is not the same on rank 0, and
-            so would be lost. A tensor without axes counts as a number.
+    InvalidShardingError on every rank, if a tensor of any rank is not the same on rank 0, and so
+    would be lost. A tensor without axes counts as a number.
     """
     step = "comparing the common state"
     reference = comm.from_rank0(step, lambda: digests().leaves)

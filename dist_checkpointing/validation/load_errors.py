@@ -232,21 +232,12 @@ def compare(
     stored_keys: Callable[[], Iterable[str]] | None = None,
     common: object = None,
 ) -> bool:
-    """Check every wanted tensor against what is stored.
+    """Check every wanted tensor against what is stored: whether all are stored with just their
+    global shapes and dtypes. StateMismatchError with all keys, shapes and dtypes that do not fit.
 
-    Args:
-        wanted: the tensors.
-        stored: key -> global shape and dtype.
-        cast: what to do about dtypes that differ.
-        planner_knows_keys: a user's planner may find a key under another name, and says so if not.
-        stored_keys: gives the keys of all stored tensors, if ``stored`` holds only some.
-        common: the common state of the checkpoint, where a tensor is that was saved unwrapped.
-
-    Returns:
-        Whether all are stored with just their global shapes and dtypes.
-
-    Raises:
-        StateMismatchError: with all keys, shapes and dtypes that differ.
+    A user's planner with ``planner_knows_keys`` may find a key under another name, and says so if
+    not. ``stored_keys`` gives the keys of all stored tensors, if ``stored`` holds only some.
+    ``common`` is the common state of the checkpoint, where a tensor is that was saved unwrapped.
     """
     known_keys = stored.keys if stored_keys is None else stored_keys
     if isinstance(stored, StoredTensors):
@@ -345,15 +336,9 @@ def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torc
 
 
 def check_filled(parts: StateDictParts, stored: Mapping[Any, Any], flag: StrictHandling) -> None:
-    """Check that every plain tensor of a template gets a value.
-
-    Args:
-        parts: parts of the template.
-        stored: the common state of the checkpoint.
-        flag: a flag that tolerates unexpected keys makes this a warning.
-
-    Raises:
-        StateMismatchError: with all tensors that get none.
+    """Check that every plain tensor of a template gets a value from the common state of the
+    checkpoint, ``stored``: StateMismatchError with all that get none, or a warning if the flag
+    tolerates unexpected keys.
     """
     plain = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
     wanted = [path for path in plain if all(isinstance(step, DictKey | Position) for step in path)]
@@ -437,11 +422,8 @@ def hash_of_names(names: tuple[str, ...] | None) -> int:
 def warn_of_unasked(
     asked: Sequence[tuple[str, ...] | None], stored_keys: Callable[[], Iterable[str]]
 ) -> None:
-    """Warn that a load leaves tensors unread, unless it asks for none, or for too many names.
-
-    Args:
-        asked: ``first_names`` of what each rank asks for.
-        stored_keys: Gives the keys of all stored tensors.
+    """Warn that a load leaves tensors unread, by the ``first_names`` of what each rank asks for,
+    unless it asks for none, or for too many names.
     """
     if None in asked or not any(asked):
         return

@@ -55,13 +55,8 @@ _NUMBERS_AND_TEXTS: Final = frozenset({type(None), bool, int, float, complex, st
 
 
 class Found(NamedTuple):
-    """A value in a nest.
-
-    Attributes:
-        value: The value.
-        parent: The container of the value; for the outermost value its path.
-        step: Makes the last step of the path, from ``argument``.
-        argument: Argument of ``step``.
+    """A value in a nest, its container (for the outermost value its path), and what makes the last
+    step of its path from ``argument``.
     """
 
     value: Any
@@ -129,14 +124,8 @@ def is_distributed_tensor(value: object) -> bool:
 
 
 def refuse_distributed(parts: StateDictParts, objects: Mapping[Path, ShardedObject]) -> None:
-    """Refuse tensors that know their own sharding where that would be ignored.
-
-    Args:
-        parts: parts of a state dict. The common state and the ShardedTensors are searched.
-        objects: the ShardedObjects to search.
-
-    Raises:
-        InvalidShardingError: with all such tensors.
+    """Refuse tensors that know their own sharding where that would be ignored: in the common state,
+    as data of ShardedTensors, and in these objects. InvalidShardingError with all of them.
     """
     findings = [
         _unwrapped(found.value, path_text(found.path))
@@ -210,10 +199,8 @@ def refuse_shared_keys(index: Index, objects: ShardTable) -> None:
 
 
 def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
-    """Check that the data of shards is dense and in memory.
-
-    Raises:
-        InvalidShardingError: with all other shards.
+    """Refuse shards whose data is not dense or not in memory: InvalidShardingError with all of
+    them.
     """
     if not any(leaf.data is not None and without_values(leaf.data) for leaf in tensors.values()):
         return

@@ -27,13 +27,9 @@ Tensors = dict[_ShardId, torch.Tensor]
 
 
 class ShardDistribution(NamedTuple):
-    """Which rank of a group saves or loads each shard.
-
-    Attributes:
-        main_rank_for_shard: Rank in the group for each shard.
-        shards_in_this_group: Shards that a rank of the group saves or loads.
-        shard_to_metadata: Each shard that a rank of the group has, without data.
-        all_ranks_for_shard: Ranks in the group that have each shard.
+    """Which rank of a group saves or loads each shard: its main rank and all ranks that have it, as
+    ranks in the group, the shards that a rank of the group saves or loads, and each shard that one
+    has, without data.
     """
 
     main_rank_for_shard: dict[_ShardId, int]
@@ -52,12 +48,10 @@ def determine_main_replica_uniform_distribution(
     parallelization_group: dist.ProcessGroup | None = None,
     ignore_groups: bool = False,
 ) -> ShardDistribution | None:
-    """Who saves or loads what, so that each rank has about as many bytes. Collective in the group.
+    """Who saves or loads what, so that each rank has about as many bytes; None for a group of one
+    rank. Collective in the group.
 
     Shards without a main replica in the group count with ``ignore_groups`` only, and come last.
-
-    Returns:
-        None for a group of one rank.
     """
     if not dist.is_initialized() or dist.get_world_size(parallelization_group) <= 1:
         return None

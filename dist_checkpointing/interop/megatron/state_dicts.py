@@ -155,10 +155,8 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
-    """``x1`` with all that only ``x2`` has, in place.
-
-    Raises:
-        ValueError: if both have a leaf at one path, or lists of different lengths.
+    """``x1`` with all that only ``x2`` has, in place; ValueError if both have a leaf at one path,
+    or lists of different lengths.
     """
     same_kind = _is_nest(x1) and isinstance(x2, dict) is isinstance(x1, dict) and _is_nest(x2)
     if not same_kind:

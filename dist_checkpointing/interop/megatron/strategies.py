@@ -102,11 +102,8 @@ def get_reformulation_metadata(sharded_state_dict: Any, checkpoint_dir: Any) -> 
 
 
 class _FullyParallel:
-    """What both wrappers have.
-
-    Attributes:
-        cached_distribution: Who writes or reads what, as the first direct call found it, if it is
-            kept.
+    """What both wrappers have. ``cached_distribution`` is who writes or reads what, as the first
+    direct call found it, if it is kept.
     """
 
     cached_distribution: Any = None

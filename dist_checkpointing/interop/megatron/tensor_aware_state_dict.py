@@ -84,12 +84,7 @@ def _require_known(algo: str) -> None:
 
 @dataclass
 class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that may be missing
-    """A state dict of one rank, split into what it is and the tensors in it.
-
-    Attributes:
-        common: Common state.
-        sharded_state_dict: The sharded leaves.
-    """
+    """A state dict of one rank, split into its common state and its sharded leaves."""
 
     common: dict[str, Any]
     sharded_state_dict: dict[str, Any]

@@ -51,12 +51,9 @@ def determine_global_metadata(
 def validate_sharding_integrity(
     global_metadata: Sequence[Metadata], common_state_dict: CommonStateDict | None = None
 ) -> None:
-    """Check on rank 0 that main replicas make up each tensor and object once.
-
-    Collective if a common state is given: ranks whose own differs from that of rank 0 log it.
-
-    Raises:
-        InvalidShardingError: on rank 0 alone.
+    """Check on rank 0 that main replicas make up each tensor and object once: InvalidShardingError
+    on rank 0 alone. Collective if a common state is given: ranks whose own differs from that of
+    rank 0 log it.
     """
     if common_state_dict is not None:
         _validate_common_state_dict(common_state_dict)
@@ -97,10 +94,8 @@ def validate_integrity_and_strict_load(
     global_metadata: Sequence[Metadata] | None = None,
     ckpt_sharded_metadata: Mapping[str, Any] | None = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """The template without unexpected keys, the missing keys, and the unexpected ones.
-
-    Raises:
-        CheckpointingException: for keys that the flag does not allow, or metadata that it needs.
+    """The template without unexpected keys, the missing keys, and the unexpected ones;
+    CheckpointingException for keys that the flag does not allow, or metadata that it needs.
     """
     missing, unexpected = set[str](), set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):

@@ -63,12 +63,9 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DCPKeys:
-    """The names of a DCP checkpoint.
-
-    Attributes:
-        paths: Path of each name in the nested state dict, of tensors and of other values.
-        values: Names of the values that are not tensors.
-        raw: Names of the values whose bytes ``torch.load`` does not read; stored as bytes.
+    """The names of a DCP checkpoint, of tensors and of other values: ``paths`` in the nested state
+    dict, ``values`` that are not tensors, and those of them whose bytes ``torch.load`` does not
+    read (``raw``), which are stored as bytes.
     """
 
     paths: Mapping[str, KeyPath]
@@ -79,14 +76,9 @@ class DCPKeys:
     def of(
         cls, names: Iterable[str], values: Iterable[str], raw: Iterable[str], planner_data: object
     ) -> DCPKeys:
-        """The names of a save.
-
-        Args:
-            names: all names.
-            values: names of the values that are not tensors.
-            raw: names of the values with bytes in a format of their own.
-            planner_data: paths by name, as DCP's default planner has them. If the planner has
-                anything else here, every name becomes a key of the outermost dict.
+        """The names of a save; ``planner_data`` has paths by name, as DCP's default planner has
+        them. If the planner has anything else there, every name becomes a key of the outermost
+        dict.
         """
         noted = planner_data if isinstance(planner_data, Mapping) else {}
         paths = {name: _path(noted.get(name)) or (name,) for name in names}
@@ -99,10 +91,8 @@ class DCPKeys:
         return nested({path: values.get(name, ABSENT) for name, path in self.paths.items()})
 
     def values_in(self, common: Any) -> list[tuple[str, Any]]:
-        """Name and value of what ``nest`` has nested.
-
-        Raises:
-            KeyError, IndexError, TypeError: if a value is missing.
+        """Name and value of what ``nest`` has nested; KeyError, IndexError or TypeError if one is
+        missing.
         """
         return [(name, reduce(getitem, self.paths[name], common)) for name in self.values]
 
@@ -122,10 +112,8 @@ class DCPKeys:
 
     @classmethod
     def read(cls, folder: Location) -> DCPKeys | None:
-        """The names in the file of a checkpoint; None if it has no such file.
-
-        Raises:
-            CorruptCheckpointError: if the file is damaged.
+        """The names in the file of a checkpoint; None if it has none, CorruptCheckpointError if
+        damaged.
         """
         path = folder / DCP_KEYS_NAME
         if not location.is_file(path):
@@ -141,15 +129,10 @@ class DCPKeys:
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 
-def dcp_paths_in(
-    common: Mapping[Any, Any], tensors: Iterable[str]
-) -> Iterator[tuple[KeyPath, Any]]:
-    """Path that DCP would give it, and value, of everything in common state.
-
-    Args:
-        common: common state of a checkpoint that DCP has not written.
-        tensors: keys of its tensors. A list that held one counts as flattened; None replaces the
-            tensor there.
+def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[KeyPath, Any]]:
+    """Path that DCP would give it, and value, of everything in the common state of a checkpoint
+    that DCP has not written. A list that held one of ``tensors`` counts as flattened; None replaces
+    the tensor there.
     """
     parts = (key.split(".") for key in tensors)
     return _walk(common, (), {name for own in parts for name in accumulate(own, "{}.{}".format)})
@@ -305,11 +288,10 @@ class DCPReader(dcp_storage.StorageReader):
     ) -> tuple[list[tuple[str, Any]], Mapping[str, KeyPath]]:
         """Names and values of everything in common state, and the known paths."""
         keys = DCPKeys.read(self._folder)
+        self._raw = frozenset(() if keys is None else keys.raw)
         if keys is None:
-            self._raw = frozenset()
             found = [(".".join(map(str, p)), p, v) for p, v in dcp_paths_in(state, self._index)]
             return [(name, v) for name, _, v in found], {name: path for name, path, _ in found}
-        self._raw = frozenset(keys.raw)
         try:
             named = keys.values_in(state)
             odd = sorted(n for n, v in named if n in self._raw and not isinstance(v, bytes))

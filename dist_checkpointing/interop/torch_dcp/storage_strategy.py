@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -125,11 +126,7 @@ class DCPStorageLoadStrategy(PlannedLoadStrategy):
 
 
 def reader_must_be_named() -> NoReturn:
-    """The entry of the registry for such checkpoints, which do not name their reader.
-
-    Raises:
-        StrategyNotFoundError: always, with a remedy.
-    """
+    """The registry's entry for such checkpoints, which do not name their reader: it refuses."""
     finding = Finding(
         "it was saved through a DCP storage, and does not name the reader",
         remedy="Pass sharded_strategy=DCPStorageLoadStrategy(reader), or register one as "
@@ -217,29 +214,26 @@ class _Reader(StorageReader):
         own = checkpoint_dir / FOLDER_NAME
         self._folder = own if own.is_dir() else checkpoint_dir
         self._storage = make(str(self._folder))
-        self._metadata: dcp_metadata.Metadata | None = None
 
     def location(self, chunk: MetadataIndex) -> str:
         return f"{self._folder}: {chunk.fqn} at {chunk.offset}"
 
     def read_metadata(self) -> Index:
         try:
-            index = Index.of(_stored_tensors(self._read_metadata()))
+            index = Index.of(_stored_tensors(self._metadata))
             return Index.from_json(index.to_json(), str(self._folder))  # this checks every number
         except Exception as error:
             finding = Finding(f"{type(error).__name__}: {error}", path=str(self._folder))
             message = f"{type(self._storage).__name__} cannot read its metadata"
             raise CorruptCheckpointError(message, [finding]) from error
 
-    def _read_metadata(self) -> dcp_metadata.Metadata:
-        if self._metadata is None:
-            self._metadata = self._storage.read_metadata()
-        return self._metadata
+    @cached_property
+    def _metadata(self) -> dcp_metadata.Metadata:
+        return self._storage.read_metadata()
 
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del metadata, world_size
-        own = self._read_metadata()
-        _set_up(self._storage.set_up_storage_reader, own, rank == 0, rank=rank)
+        _set_up(self._storage.set_up_storage_reader, self._metadata, rank == 0, rank=rank)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         items = [_read_item(item, position) for position, item in enumerate(plan.items)]
@@ -277,8 +271,7 @@ class _Destinations:
     """The methods of a DCP planner that a reader calls for tensors."""
 
     def __init__(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        self._items = items
-        self._planner = planner
+        self._items, self._planner = items, planner
 
     def _item(self, read_item: dcp.ReadItem) -> ReadItem:
         assert read_item.dest_index.index is not None
@@ -330,9 +323,8 @@ def _write_item(name: str, box: Box, dtype: torch.dtype, size: Sequence[int]) ->
 
 
 def _read_item(item: ReadItem, position: int) -> dcp.ReadItem:
-    source, target = item.storage_index, item.dest_index
-    assert source.offset is not None
-    assert target.offset is not None
+    source: Any = item.storage_index
+    target: Any = item.dest_index
     return dcp.ReadItem(
         dcp.LoadItemType.TENSOR,
         dcp_metadata.MetadataIndex(target.fqn, target.offset, position),
@@ -350,8 +342,7 @@ def _stored_tensors(metadata: dcp_metadata.Metadata) -> Iterator[StoredTensor]:
         shape = tuple(stored.size)
         dtype = tensor_memory.from_torch(stored.properties.dtype, key=key)
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
-        pieces = [(box, None) for box in boxes if box.num_elements]
-        if pieces:
+        if pieces := [(box, None) for box in boxes if box.num_elements]:
             yield StoredTensor(key, dtype, shape, None, Pieces.of(len(shape), pieces))
         else:
             yield StoredTensor(key, dtype, shape, tuple(max(extent, 1) for extent in shape))

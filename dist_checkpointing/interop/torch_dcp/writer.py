@@ -7,14 +7,15 @@ results, so there is no communication beyond that of ``dcp.save`` itself.
 from __future__ import annotations
 
 import io
+import math
 import os
 import threading
 import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import (
@@ -32,7 +33,6 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.location import as_local_folder, is_url
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, check_distinct
-from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, write_seal
 from dist_checkpointing.interop.torch_dcp.reader import DCP_KEYS_NAME, DCPKeys
@@ -53,39 +53,27 @@ from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlan:
+class RankPlan(NamedTuple):
     """What the coordinator sends to a rank, inside of DCP's plan.
 
-    Attributes:
-        plan: What the rank writes, cut as it is stored. ``sources`` are positions of items in DCP's
-            plan.
-        rank: The rank.
-        world_size: Number of ranks.
-        writes: (backend, version) of the strategy that it was made for.
-        save_plan_id: Id that the plans of all ranks in one save share.
+    ``sources`` of ``plan``, which is cut as it is stored, are positions of items in DCP's plan;
+    ``writes`` is (backend, version) of its strategy; plans of one save have one number ``save``.
     """
 
     plan: SavePlan
     rank: int
     world_size: int
     writes: tuple[str, int]
-    save_plan_id: str
+    save: int
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a rank sends to the coordinator, as the last of its results.
-
-    Attributes:
-        save_plan_id: ``save_plan_id`` of its RankPlan.
-        written: What the rank has written.
-        contents: The bytes of each value that is not a tensor, by name.
+class Report(NamedTuple):
+    """What a rank sends to the coordinator, as the last of its results: what it has written, and
+    the bytes of each value that is not a tensor, by name.
     """
 
-    save_plan_id: str
     written: Written
-    contents: Mapping[str, bytes]
+    contents: dict[str, bytes]
 
 
 def is_usable(plan: dcp.SavePlan) -> bool:
@@ -93,14 +81,12 @@ def is_usable(plan: dcp.SavePlan) -> bool:
 
 
 def full_plans(plans: Sequence[dcp.SavePlan]) -> list[list[dcp.SavePlan]]:
-    """The plans of all ranks with all items; several lists if DCP's plan cache allows several.
+    """The plans of all ranks with all items; several lists if DCP's plan cache allows several,
+    CheckpointingException if it has none.
 
     With plan caching, the coordinator gets no items from ranks whose plan has not changed. But the
     layout of a tensor depends on its parts on all ranks, so the plans are looked up in the cache of
     the planner.
-
-    Raises:
-        CheckpointingException: if they are not there.
     """
     if all(map(is_usable, plans)):
         return [list(plans)]
@@ -122,10 +108,8 @@ def full_plans(plans: Sequence[dcp.SavePlan]) -> list[list[dcp.SavePlan]]:
 
 
 def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePlan], Index]:
-    """What each rank stores for DCP's plans, and the index of the checkpoint.
-
-    Raises:
-        InvalidShardingError: if an element is written more than once or never, or cannot be stored.
+    """What each rank stores for DCP's plans, and the index of the checkpoint; InvalidShardingError
+    if an element is written more than once or never, or cannot be stored.
     """
     planner = DefaultSavePlanner()
     planner.configure_planner({}, is_coordinator=True, rank=0, layout=layout)
@@ -152,14 +136,12 @@ def check_complete(
     index: Index,
     values: Collection[str],
 ) -> None:
-    """Refuse to commit something else than DCP's plans say, whose cache may be out of date.
-
-    Raises:
-        CheckpointingException: with every name that is missing or has another shape.
+    """Refuse to commit something else than DCP's plans say, whose cache may be out of date:
+    CheckpointingException with every name that is missing or has another shape.
     """
     findings = []
     remedy = "Switch enable_plan_caching off, or save again."
-    if len({report.save_plan_id for report in reports}) > 1:
+    if len({report.written.save for report in reports}) > 1:
         findings.append(Finding("the ranks wrote plans of different saves", remedy=remedy))
     for name, stored in metadata.state_dict_metadata.items():
         size = getattr(stored, "size", None)  # of a tensor
@@ -268,14 +250,10 @@ class DCPWriter(dcp_storage.StorageWriter):
         every = full_plans(plans)
         writer = self._strategy.make_writer(self.path)
         laid_out = [lay_out(full, writer.layout) for full in every]
+        others = [*self._common.created_names([]), DCP_KEYS_NAME, SEAL_NAME]
         names: dict[str, None] = {}
         for _, index in laid_out:
-            created = [
-                *writer.created_names(index, world_size=len(plans)),
-                *self._common.created_names([]),
-                DCP_KEYS_NAME,
-                SEAL_NAME,
-            ]
+            created = [*writer.created_names(index, world_size=len(plans)), *others]
             check_distinct(created)
             names |= dict.fromkeys(created)
         self._attempt = Attempt.begin(
@@ -287,11 +265,11 @@ class DCPWriter(dcp_storage.StorageWriter):
         # Between its local and global plans, DCP calls nothing of this library: the writer of the
         # coordinator prepares the local plans of all ranks.
         local_plans = [writer.prepare_local_plan(plan) for plan in laid_out[0][0]]
-        final, save_plan_id = writer.prepare_global_plan(local_plans), uuid.uuid4().hex
+        final, save = writer.prepare_global_plan(local_plans), uuid.uuid4().int
         if not any(map(is_usable, plans)):
             return plans  # nothing has changed: every rank has its plan from an earlier save
         return [
-            replace(plan, storage_data=RankPlan(own, rank, len(plans), self._writes, save_plan_id))
+            replace(plan, storage_data=RankPlan(own, rank, len(plans), self._writes, save))
             for rank, (plan, own) in enumerate(zip(every[0], final, strict=True))
         ]
 
@@ -313,22 +291,22 @@ class DCPWriter(dcp_storage.StorageWriter):
             set_up_writer(self._writer, rank=rank_plan.rank, world_size=rank_plan.world_size)
         data = _ResolvedData(plan.items, rank_plan.plan.items, planner)
         written = write_plan(rank_plan.plan, data, self._writer, rank_plan.rank).packed()
-        report = Report(
-            rank_plan.save_plan_id,
-            written if self._writer.gathers_results else replace(written, writer_results=()),
-            {
-                item.index.fqn: _content(planner.resolve_data(item))
-                for item in plan.items
-                if item.type is dcp.WriteItemType.BYTE_IO
-            },
-        )
-        results = [
-            dcp_storage.WriteResult(item.index, _num_bytes(item, report), None)
-            for item in plan.items
-        ]
-        own_result = dcp_storage.WriteResult(dcp_metadata.MetadataIndex(""), 0, report)
+        for_finish = written.writer_results if self._writer.gathers_results else ()
+        report = Report(replace(written, writer_results=for_finish, save=rank_plan.save), {})
+        results = []
+        for item in plan.items:
+            if item.type is dcp.WriteItemType.BYTE_IO:
+                stream: Any = planner.resolve_data(item)
+                stream.seek(0)
+                content = report.contents[item.index.fqn] = stream.read()
+                num_bytes = len(content)
+            else:
+                part: Any = item.tensor_data
+                num_bytes = math.prod(part.chunk.sizes) * part.properties.dtype.itemsize
+            results.append(dcp_storage.WriteResult(item.index, num_bytes, None))
+        results.append(dcp_storage.WriteResult(dcp_metadata.MetadataIndex(""), 0, report))
         done: Future[list[dcp_storage.WriteResult]] = Future()
-        done.set_result([*results, own_result])
+        done.set_result(results)
         return done
 
     def finish(
@@ -392,7 +370,7 @@ class _ResolvedData(DefaultSavePlanner):
         self._items = items
         self._planner = planner
         self._parts_left = Counter(part.index.index for part in parts)
-        self._resolved: dict[int, torch.Tensor] = {}
+        self._resolved: dict[int, Any] = {}
         self._lock = threading.Lock()
         for part in parts:
             position = part.index.index
@@ -405,9 +383,15 @@ class _ResolvedData(DefaultSavePlanner):
         position, part = item.index.index, item.tensor_data
         assert position is not None
         assert part is not None
-        own = self._items[position].tensor_data
-        assert own is not None
-        tensor = self._resolve(position)
+        own: Any = self._items[position].tensor_data
+        # A planner may compute the data, and a large tensor is written in several parts.
+        with self._lock:
+            if position not in self._resolved:
+                self._resolved[position] = self._planner.resolve_data(self._items[position])
+            tensor: torch.Tensor = self._resolved[position]
+            self._parts_left[position] -= 1
+            if not self._parts_left[position]:
+                del self._resolved[position]
         if tuple(tensor.shape) != tuple(own.chunk.sizes) or tensor.dtype != own.properties.dtype:
             finding = Finding(
                 "the planner's data is not what its plan says",
@@ -419,33 +403,6 @@ class _ResolvedData(DefaultSavePlanner):
         if part.chunk.shape == tuple(tensor.shape):
             return tensor
         return tensor[part.chunk.relative_to(tuple(own.chunk.offsets)).slices()]
-
-    def _resolve(self, position: int) -> torch.Tensor:
-        # A planner may compute the data, and a large tensor is written in several parts.
-        with self._lock:
-            tensor = self._resolved.get(position)
-            if tensor is None:
-                data = self._planner.resolve_data(self._items[position])
-                assert isinstance(data, torch.Tensor)
-                tensor = self._resolved[position] = data
-            self._parts_left[position] -= 1
-            if not self._parts_left[position]:
-                del self._resolved[position]
-            return tensor
-
-
-def _content(stream: Any) -> bytes:
-    stream.seek(0)
-    content: bytes = stream.read()
-    return content
-
-
-def _num_bytes(item: dcp.WriteItem, report: Report) -> int:
-    data = item.tensor_data
-    if data is None:
-        return len(report.contents[item.index.fqn])
-    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    return box.num_elements * data.properties.dtype.itemsize
 
 
 def _loaded(contents: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:

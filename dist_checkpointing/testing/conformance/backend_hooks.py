@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import pytest
 import torch
 
 from dist_checkpointing.comm import Comm
@@ -24,6 +25,7 @@ from dist_checkpointing.strategies import (
     StrategyAction,
 )
 from dist_checkpointing.strategies.selection import Selection, select_strategy
+from dist_checkpointing.testing.conformance.sample_shards import assert_loaded, blank
 from dist_checkpointing.testing.simulated_ranks import run_ranks
 
 StateOf = Callable[[int], dict[str, Any]]
@@ -47,6 +49,7 @@ READER_CALLS = (
     "read_data",
 )
 
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
 Strategy = TypeVar("Strategy", PlannedSaveStrategy, PlannedLoadStrategy)
 
 
@@ -120,6 +123,14 @@ class BackendHooks:
 
         return run_ranks(world_size, one)
 
+    def check_on(self, world_size: int, folder: Path, nest_of: StateOf) -> None:
+        """Load the shards of simulated ranks, each over wrong values, and compare each bit."""
+        loaded = self.load_on(world_size, folder, lambda rank: blank(nest_of(rank)))
+        for rank, result in enumerate(loaded):
+            nest = nest_of(rank)
+            assert result.keys() == nest.keys()
+            assert_loaded(result, nest, f"rank {rank} of {world_size}")
+
     def load_whole(self, folder: Path) -> dict[str, Any]:
         """All tensors whole, in this process, by key, and the common state."""
         strategy = self.load_strategy()
@@ -162,17 +173,18 @@ def observed(strategy: Strategy, observe: Observe) -> Strategy:
     if isinstance(strategy, PlannedSaveStrategy):
         name, calls = "make_writer", WRITER_CALLS
     make = getattr(strategy, name)
-    setattr(copied, name, lambda folder: _observed(make(folder), calls, observe))
+
+    def reporting(folder: Path) -> Any:
+        # A subclass, so that the driver and the backend still recognise it; set on the object
+        # itself, because its constructor may take any arguments.
+        storage = make(folder)
+        kind = type(storage)
+        methods = {call: _reporting(call, getattr(kind, call), observe) for call in calls}
+        storage.__class__ = type(kind.__name__, (kind,), methods)
+        return storage
+
+    setattr(copied, name, reporting)
     return copied  # type: ignore[no-any-return]
-
-
-def _observed(storage: Any, names: Sequence[str], observe: Observe) -> Any:
-    # A subclass, so that the driver and the backend still recognise it; set on the object itself,
-    # because its constructor may take any arguments.
-    kind = type(storage)
-    methods = {name: _reporting(name, getattr(kind, name), observe) for name in names}
-    storage.__class__ = type(kind.__name__, (kind,), methods)
-    return storage
 
 
 def _reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:

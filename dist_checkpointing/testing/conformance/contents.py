@@ -1,4 +1,4 @@
-"""What a checkpoint holds: keys, listings, common state; and its folder."""
+"""What a checkpoint holds: values, bit for bit, keys, listings, common state; and its folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dist_checkpointing.errors import InvalidShardingError, StateMismatchError
-from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor, flatten
+from dist_checkpointing.mapping.nested_dicts import path_text, value_at
 from dist_checkpointing.serialization import (
     check_is_distributed_checkpoint,
     load_content_metadata,
@@ -21,21 +22,25 @@ from dist_checkpointing.serialization import (
     save,
 )
 from dist_checkpointing.strategies import LoadShardedStrategy
-from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks
-from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
+from dist_checkpointing.testing.conformance.backend_hooks import WORLD_SIZES, BackendHooks
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
     CUTS,
+    Sharding,
     assert_loaded,
     assert_same_bits,
     blank,
     by_columns,
     by_rows,
     data_of,
+    every_cut,
     one_for_each_cut,
+    poisoned,
     random_bits,
     replicated,
+    rows_of,
     template,
+    uneven_shard,
     whole,
 )
 
@@ -78,12 +83,172 @@ HOSTILE_KEYS = (
 MANY_KEYS = tuple(f"layers.{i}.weight" for i in range(500))
 
 
-def _rows(tensors: dict[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
-    return {key: by_rows(key, full, world_size)[rank][0] for key, full in tensors.items()}
-
-
 def _numbered(keys: Iterable[str]) -> dict[str, torch.Tensor]:
     return {key: random_bits(CUT_SHAPE, torch.int32, i) for i, key in enumerate(keys)}
+
+
+_GUARD = 7.0
+
+
+def _view(kind: str, values: torch.Tensor) -> torch.Tensor:
+    """A tensor equal to ``values`` that is a view of the given kind."""
+    if kind == "transposed":
+        axes = tuple(range(values.ndim))[::-1]
+        return values.permute(axes).contiguous().permute(axes)
+    if kind == "strided":
+        around = torch.full((*values.shape, 2), _GUARD, dtype=values.dtype)
+        around[..., 0] = values
+        return around[..., 0]
+    if kind == "conjugated":
+        return values.conj().resolve_conj().conj()
+    if kind == "negated":
+        return torch.complex(torch.zeros_like(values), -values).conj().imag
+    return torch.nn.Parameter(values)
+
+
+def _between(strided: torch.Tensor) -> torch.Tensor:
+    """The elements between those of a strided view."""
+    return strided.as_strided(strided.shape, strided.stride(), strided.storage_offset() + 1)
+
+
+class RoundTrips(BackendHooks):
+    """Saved and loaded values are the same bit for bit."""
+
+    @WORLD_SIZES
+    def test_every_dtype_bit_for_bit(self, tmp_path: Path, world_size: int) -> None:
+        """NaN payloads, negative zeros and denormals too, on a chunk grid and in pieces."""
+        tensors = {
+            str(dtype): random_bits(CUT_SHAPE, dtype, i) for i, dtype in enumerate(self.dtypes)
+        }
+        saved: dict[str, Sharding] = {"grid": by_rows, "pieces": CUTS["unevenly"]}
+
+        def shards_of(rank: int, cuts: dict[str, Sharding] = saved) -> dict[str, Any]:
+            return {
+                f"{name} {how}": cut(f"{name} {how}", full, world_size)[rank]
+                for how, cut in cuts.items()
+                for name, full in tensors.items()
+            }
+
+        states = [shards_of(rank) for rank in range(world_size)]
+        self.save_on(world_size, tmp_path / "c", states.__getitem__)
+        for rank, state in enumerate(states):
+            unchanged = {key: list(map(data_of, shards)) for key, shards in state.items()}
+            assert_loaded(unchanged, shards_of(rank), "after the save")
+        wanted: dict[str, Sharding] = dict.fromkeys(saved, by_columns)
+        self.check_on(world_size, tmp_path / "c", lambda rank: shards_of(rank, wanted))
+
+    @pytest.mark.parametrize(("save_world", "load_world"), [(1, 4), (2, 2), (4, 3), (3, 2)])
+    def test_every_cut_to_every_cut(self, tmp_path: Path, save_world: int, load_world: int) -> None:
+        """From any shards that a tensor was saved as, any other shards can be loaded."""
+        tensors = one_for_each_cut(torch.int32)
+        self.save_on(save_world, tmp_path / "c", lambda rank: every_cut(tensors, save_world, rank))
+        wanted = [
+            {
+                key: {name: cut(key, full, load_world)[rank] for name, cut in CUTS.items()}
+                for key, full in tensors.items()
+            }
+            for rank in range(load_world)
+        ]
+        given = [blank(nest) for nest in wanted]
+        loaded = self.load_on(load_world, tmp_path / "c", given.__getitem__)
+        for rank, result in enumerate(loaded):
+            assert_loaded(result, wanted[rank], f"rank {rank}")
+            for path, shard in flatten(given[rank])[0].items():
+                assert value_at(result, path) is shard.data, path_text(path)
+
+    @WORLD_SIZES
+    def test_data_none_is_allocated(self, tmp_path: Path, world_size: int) -> None:
+        """A template without data gets new CPU tensors, and is not changed itself."""
+        full = one_for_each_cut(torch.float64)
+        states = [every_cut(full, world_size, rank) for rank in range(world_size)]
+        self.save_on(world_size, tmp_path / "c", states.__getitem__)
+        templates = [{n: list(map(template, shards)) for n, shards in s.items()} for s in states]
+        loaded = self.load_on(world_size, tmp_path / "c", templates.__getitem__)
+        for rank, result in enumerate(loaded):
+            assert_loaded(result, states[rank], f"rank {rank}")
+            for path, given in flatten(templates[rank])[0].items():
+                assert value_at(result, path).device.type == "cpu"
+                assert given.data is None
+
+    @WORLD_SIZES
+    def test_tensors_without_elements_and_without_axes(
+        self, tmp_path: Path, world_size: int
+    ) -> None:
+        """Global extents of 0, shards of extent 0, ranks without shards, 0-d tensors."""
+        scalar, one = random_bits((), torch.float32, 1), random_bits((1,), torch.int16, 2)
+        empties = {
+            f"empty {shape}": torch.empty(shape) for shape in ((0,), (0, 3), (4, 0), (2, 0, 3))
+        }
+        layers = torch.arange(3.0)
+
+        def state_of(rank: int) -> dict[str, Any]:
+            extent = 1 if rank == world_size - 1 else 0
+            state: dict[str, Any] = {
+                "scalar": replicated("scalar", scalar, world_size)[rank][0],
+                # All but the last rank hold nothing.
+                "last only": uneven_shard("last only", one, (0,), (extent,)),
+                **{k: replicated(k, t, world_size)[rank][0] for k, t in empties.items()},
+            }
+            if rank == 0:
+                state["prepended scalars"] = [
+                    ShardedTensor.from_rank_offsets("layers", x, (0, i, 3), prepend_axis_num=1)
+                    for i, x in enumerate(layers)
+                ]
+            return state
+
+        self.save_on(world_size, tmp_path / "c", state_of)
+        wanted = whole({"scalar": scalar, "last only": one, "layers": layers, **empties})
+        self.check_on(world_size, tmp_path / "c", lambda _: wanted)
+
+    @WORLD_SIZES
+    def test_nothing_to_save(self, tmp_path: Path, world_size: int) -> None:
+        """No sharded leaf on any rank, or only on the last one."""
+        self.save_on(world_size, tmp_path / "none", lambda _: {"step": 3})
+        loaded = self.load_on(world_size, tmp_path / "none", lambda _: {})
+        assert loaded == [{"step": 3}] * world_size
+        full, last = random_bits(CUT_SHAPE, torch.float32), world_size - 1
+
+        def on_last(rank: int) -> dict[str, Any]:
+            return {"w": replicated("w", full, 1)[0][0]} if rank == last else {}
+
+        self.save_on(world_size, tmp_path / "last", on_last)
+        loaded = self.load_on(world_size, tmp_path / "last", on_last)
+        assert loaded[:last] == [{}] * last
+        assert_same_bits(loaded[last]["w"], full, "w")
+
+    @pytest.mark.parametrize(
+        "kind", ["transposed", "strided", "conjugated", "negated", "parameter"]
+    )
+    @WORLD_SIZES
+    def test_views_as_sources_and_destinations(
+        self, tmp_path: Path, world_size: int, kind: str
+    ) -> None:
+        """Tensors that are not contiguous, or not plain memory, are saved and filled in place."""
+        dtype = torch.complex64 if kind == "conjugated" else torch.float32
+        if dtype not in self.dtypes:
+            pytest.skip(f"no {dtype}")
+        full = torch.randn(CUT_SHAPE, dtype=dtype)
+        cuts: dict[str, Sharding] = {"rows": by_rows, "flat": CUTS["flattened"]}
+
+        def shards_of(rank: int) -> dict[str, ShardedTensor]:
+            return {name: cut(name, full, world_size)[rank][0] for name, cut in cuts.items()}
+
+        def as_views(rank: int, *, destination: bool) -> dict[str, ShardedTensor]:
+            return {
+                name: template(shard, _view(kind, poisoned(data) if destination else data))
+                for name, shard in shards_of(rank).items()
+                for data in [data_of(shard)]
+            }
+
+        self.save_on(world_size, tmp_path / "c", lambda rank: as_views(rank, destination=False))
+        given = [as_views(rank, destination=True) for rank in range(world_size)]
+        loaded = self.load_on(world_size, tmp_path / "c", given.__getitem__)
+        for rank, result in enumerate(loaded):
+            assert_loaded(result, shards_of(rank), f"{kind} on rank {rank}")
+            for name, tensor in result.items():
+                assert tensor is given[rank][name].data, f"{name}: not the given tensor"
+                if kind == "strided" and tensor is not None and tensor.numel():
+                    assert (_between(tensor) == _GUARD).all(), f"{name}: wrote beside it"
 
 
 class Contents(BackendHooks):
@@ -124,7 +289,7 @@ class Contents(BackendHooks):
         def state_of(rank: int) -> dict[str, Any]:
             one = ShardedObject("rng", {"rank": rank}, (world_size,), (rank,))
             same = ShardedObject("extra", ["everywhere"], (1,), (0,), replica_id=rank)
-            return {"rng": one, "extra": same, "w": _rows(weights, world_size, rank), **common}
+            return {"rng": one, "extra": same, "w": rows_of(weights, world_size, rank), **common}
 
         self.save_on(world_size, tmp_path / "c", state_of, content_metadata={"version": 2})
 
@@ -147,19 +312,19 @@ class Contents(BackendHooks):
         full = _numbered(["a", "b"])
 
         def state_of(rank: int) -> dict[str, Any]:
-            shards = _rows(full, world_size, rank)
+            shards = rows_of(full, world_size, rank)
             one, two = (ShardedObject(k, {k: 1}, (1,), (0,), replica_id=rank) for k in "xy")
             return {"list": [7, shards["a"], [one, "x"], 8], "tuple": (shards["b"], 9, two)}
 
         self.save_on(world_size, tmp_path / "c", state_of)
 
         def template_of(rank: int) -> dict[str, Any]:
-            shards = {key: template(s) for key, s in _rows(full, world_size, rank).items()}
+            shards = {key: template(s) for key, s in rows_of(full, world_size, rank).items()}
             one, two = (ShardedObject(key, None, (1,), (0,)) for key in "xy")
             return {"list": [0, shards["a"], [one, 0], 0], "tuple": (shards["b"], 0, two)}
 
         for rank, result in enumerate(self.load_on(world_size, tmp_path / "c", template_of)):
-            expected = _rows(full, world_size, rank)
+            expected = rows_of(full, world_size, rank)
             (seven, a, nested, eight), (b, nine, two) = result["list"], result["tuple"]
             assert (seven, nested, eight, nine, two) == (7, [{"x": 1}, "x"], 8, 9, {"y": 1})
             assert isinstance(result["tuple"], tuple)
@@ -170,7 +335,7 @@ class Contents(BackendHooks):
     def test_partial_templates(self, tmp_path: Path, world_size: int) -> None:
         """Some keys, some parts, different ones on each rank, or the same one several times."""
         full = _numbered(["a", "b", "c"])
-        self.save_on(world_size, tmp_path / "c", lambda rank: _rows(full, world_size, rank))
+        self.save_on(world_size, tmp_path / "c", lambda rank: rows_of(full, world_size, rank))
 
         def template_of(rank: int) -> dict[str, Any]:
             if rank == 1:
@@ -189,11 +354,9 @@ class Contents(BackendHooks):
     def test_all_keys_in_one_checkpoint(self, tmp_path: Path, keys: Sequence[str]) -> None:
         """Unusual keys and hundreds of keys, each with shards on both ranks."""
         full = _numbered(key for key in keys if key not in self.refused_keys)
-        self.save_on(2, tmp_path / "c", lambda rank: _rows(full, 2, rank))
+        self.save_on(2, tmp_path / "c", lambda rank: rows_of(full, 2, rank))
         assert load_tensors_metadata(tmp_path / "c", self.load_strategy()).keys() == full.keys()
-        loaded = self.load_on(2, tmp_path / "c", lambda rank: blank(_rows(full, 2, 1 - rank)))
-        for rank, result in enumerate(loaded):
-            assert_loaded(result, _rows(full, 2, 1 - rank), f"rank {rank}")
+        self.check_on(2, tmp_path / "c", lambda rank: rows_of(full, 2, 1 - rank))
 
     def test_refused_keys(self, tmp_path: Path) -> None:
         """A key that cannot be stored is refused before anything is written."""
@@ -226,7 +389,7 @@ class Contents(BackendHooks):
         full = [{"w": random_bits((64, 64), torch.float32, seed)} for seed in range(3)]
 
         def one(number: int) -> None:
-            self.save_on(2, tmp_path / str(number), lambda r: _rows(full[number], 2, r))
+            self.save_on(2, tmp_path / str(number), lambda r: rows_of(full[number], 2, r))
 
         with ThreadPoolExecutor(3) as threads:
             list(threads.map(one, range(3)))
@@ -238,15 +401,14 @@ class Contents(BackendHooks):
         """A checkpoint holds no absolute path: it can be moved and renamed."""
         full = _numbered(["a", "b"])
         before, after = tmp_path / "somewhere-before", tmp_path / "else" / "after"
-        self.save_on(2, before, lambda rank: _rows(full, 2, rank))
+        self.save_on(2, before, lambda rank: rows_of(full, 2, rank))
         after.parent.mkdir()
         before.rename(after)
         telling = [
             p for p in after.rglob("*") if p.is_file() and str(before).encode() in p.read_bytes()
         ]
         assert not telling
-        (result,) = self.load_on(1, after, lambda _: blank(whole(full)))
-        assert_loaded(result, whole(full), "moved")
+        self.check_on(1, after, lambda _: whole(full))
 
     def test_remove_sharded_tensors(self, tmp_path: Path) -> None:
         """Removed tensors are gone from listings and loads; the rest is as before."""
@@ -256,7 +418,7 @@ class Contents(BackendHooks):
 
         def state_of(rank: int) -> dict[str, Any]:
             rng = ShardedObject("optimizer.rng", [1], (1,), (0,), replica_id=rank)
-            return {**_rows(kept | gone, 2, rank), "rng": rng, "step": 3}
+            return {**rows_of(kept | gone, 2, rank), "rng": rng, "step": 3}
 
         self.save_on(2, folder, state_of)
         if type(self.loader()).remove_sharded_tensors is LoadShardedStrategy.remove_sharded_tensors:

@@ -30,25 +30,26 @@ from dist_checkpointing.serialization import (
     save,
 )
 from dist_checkpointing.strategies import PlannedSaveStrategy, SaveShardedStrategy
-from dist_checkpointing.testing.conformance.backend_hooks import BackendHooks, failures_on, observed
-from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
+from dist_checkpointing.testing.conformance.backend_hooks import (
+    WORLD_SIZES,
+    BackendHooks,
+    failures_on,
+    observed,
+)
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUTS,
     assert_loaded,
     assert_same_bits,
     blank,
-    by_rows,
     random_bits,
     replicated,
+    rows_of,
     uneven_shard,
     whole,
 )
 
 _FULL = random_bits((64, 64), torch.int32, 1)
-
-
-def _rows(key: str, full: torch.Tensor, comm: Comm) -> dict[str, Any]:
-    return {key: by_rows(key, full, comm.world_size)[comm.rank][0]}
+_W = {"w": _FULL}
 
 
 class Failures(BackendHooks):
@@ -76,7 +77,7 @@ class Failures(BackendHooks):
     def test_template_that_does_not_fit(self, tmp_path: Path, world_size: int) -> None:
         """A missing key, another shape, another dtype: all named before anything is read."""
         folder = tmp_path / "c"
-        self.save_on(2, folder, lambda rank: {k: by_rows(k, _FULL, 2)[rank][0] for k in "abcd"})
+        self.save_on(2, folder, lambda rank: rows_of(dict.fromkeys("abcd", _FULL), 2, rank))
         given = torch.full((64, 64), 7, dtype=torch.int32)
 
         def read(comm: Comm) -> None:
@@ -119,7 +120,7 @@ class Failures(BackendHooks):
 
         def write(comm: Comm) -> None:
             strategy = _full_disk(self.saver(), fails=comm.rank == bad)
-            save(_rows("w", _FULL, comm), folder, strategy, comm=comm)
+            save(rows_of(_W, world_size, comm.rank), folder, strategy, comm=comm)
 
         error = failures_on(world_size, write)[0]
         assert isinstance(error, RankFailedError)
@@ -132,17 +133,18 @@ class Failures(BackendHooks):
             left = {p.relative_to(folder).parts[0] for p in folder.rglob("*") if p.is_file()}
             assert left <= {".dckpt"}, "a failed save must delete its files"
         # The folder is free for the next attempt.
-        self.save_on(2, folder, lambda rank: {"w": by_rows("w", _FULL, 2)[rank][0]})
+        self.save_on(2, folder, lambda rank: rows_of(_W, 2, rank))
         assert_same_bits(self.load_whole(folder)["w"], _FULL, "second try")
 
     @WORLD_SIZES
     def test_a_checkpoint_is_not_overwritten(self, tmp_path: Path, world_size: int) -> None:
         """A second save into the same folder is refused, and the first one stays whole."""
         folder = tmp_path / "c"
-        self.save_on(2, folder, lambda rank: {"w": by_rows("w", _FULL, 2)[rank][0]})
+        self.save_on(2, folder, lambda rank: rows_of(_W, 2, rank))
 
         def write(comm: Comm) -> None:
-            save(_rows("other", _FULL, comm), folder, self.save_strategy(), comm=comm)
+            state = rows_of({"other": _FULL}, world_size, comm.rank)
+            save(state, folder, self.save_strategy(), comm=comm)
 
         assert isinstance(failures_on(world_size, write)[0], CheckpointExistsError)
         result = self.load_whole(folder)
@@ -158,7 +160,7 @@ class Failures(BackendHooks):
         for keys, full in (("ab", _FULL), ("bc", other)):
 
             def state_of(rank: int, keys: str = keys, full: torch.Tensor = full) -> dict[str, Any]:
-                return {key: by_rows(key, full, world_size)[rank] for key in keys}
+                return rows_of(dict.fromkeys(keys, full), world_size, rank)
 
             self.save_on(world_size, folder, state_of, overwrite=True)
         result = self.load_whole(folder)

@@ -138,6 +138,11 @@ def by_rows(key: str, full: torch.Tensor, world_size: int) -> Shards:
     return _along(0, key, full, world_size)
 
 
+def rows_of(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
+    """The part of each tensor along axis 0 that a rank has."""
+    return {key: by_rows(key, tensor, world_size)[rank][0] for key, tensor in full.items()}
+
+
 def by_rows_backwards(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Parts along axis 0, the last one on rank 0."""
     return by_rows(key, full, world_size)[::-1]
