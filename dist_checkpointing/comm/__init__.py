@@ -5,8 +5,11 @@ rank passes its error or None, and all ranks raise the same error or none. ``agr
 around a body, so searching for these five names finds every such point.
 """
 
-from dist_checkpointing.comm.defaults import default_comm as default_comm, group_comm as group_comm
 from dist_checkpointing.comm.interface import Comm as Comm, SingleProcess as SingleProcess
 from dist_checkpointing.comm.rank_failures import Outcome as Outcome
 from dist_checkpointing.comm.thread_comm import ThreadComm as ThreadComm
-from dist_checkpointing.comm.torch_distributed import TorchComm as TorchComm
+from dist_checkpointing.comm.torch_distributed import (
+    TorchComm as TorchComm,
+    default_comm as default_comm,
+    group_comm as group_comm,
+)

@@ -14,7 +14,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping import (

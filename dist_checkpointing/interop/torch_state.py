@@ -21,21 +21,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
 from dist_checkpointing.interop.dtensor_state_dict import shard_state_dict, unshard_state_dict
-from dist_checkpointing.interop.torch_module_state import (
+from dist_checkpointing.interop.torch_named_state import (
     ModuleTensors,
-    outline,
-    tensors_to_fill,
-    unwrapped,
-)
-from dist_checkpointing.interop.torch_optimizer_state import (
     OptimizerTemplate,
     optimizer_tree,
+    outline,
     regroup,
+    tensors_to_fill,
+    unwrapped,
 )
 from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, StoredState
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning.replica_check import digest_of_values
-from dist_checkpointing.validation.common_state_agreement import CommonDigests
+from dist_checkpointing.validation.save_errors import CommonDigests
 
 __all__ = ["TorchState"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, SupportsFloat
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.manager.latest_valid import ValidSteps

@@ -15,19 +15,8 @@ import torch
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.dtypes import ELEMENT_TYPES, DType, from_name, from_zarr_v2
 
-__all__ = [
-    "DTYPES",
-    "DType",
-    "as_numpy",
-    "as_tensor",
-    "fillable",
-    "from_name",
-    "from_torch",
-    "from_zarr_v2",
-    "is_lossless",
-    "is_plain_memory",
-    "plain_addresses",
-]
+__all__ = ["DType", "from_name", "from_zarr_v2"]  # beside what stands below
+
 # float8_e8m0fnu came with torch 2.7.
 DTYPES = tuple(row for row in ELEMENT_TYPES if hasattr(torch, row.name))
 _BY_TORCH = {row.torch: row for row in DTYPES}

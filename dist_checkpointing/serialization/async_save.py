@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, Self, Unpack, cast
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.save_plan import PlanCache

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box

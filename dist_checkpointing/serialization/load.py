@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import LARGE_BYTES, large_tensors

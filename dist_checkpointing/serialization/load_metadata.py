@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import FolderLock

@@ -77,10 +77,11 @@ from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.strategies.unplanned_strategies import ForeignSaveStrategy
 from dist_checkpointing.threads import paused_collector
-from dist_checkpointing.validation.common_state_agreement import CommonDigests, compare_common_state
 from dist_checkpointing.validation.save_errors import (
+    CommonDigests,
     check_data,
     check_storable,
+    compare_common_state,
     refuse_distributed,
     refuse_shared_keys,
     warn_of_large_tensors,

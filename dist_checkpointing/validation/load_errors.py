@@ -369,18 +369,14 @@ def check_filled(parts: StateDictParts, stored: Mapping[Any, Any], flag: StrictH
 
 def _is_there(tree: Any, path: ValuePath) -> bool:
     """Whether a nested state dict has a value at a path."""
-    for step in path:
-        if isinstance(step, DictKey):
-            if not isinstance(tree, dict) or step.key not in tree:
-                return False
-            tree = tree[step.key]
-        else:
-            # In a list, None replaces a sharded leaf.
-            if not isinstance(tree, list | tuple) or step.index >= len(tree):
-                return False
-            tree = tree[step.index]
-            if tree is None:
-                return False
+    for key, kind in path:
+        if not isinstance(tree, dict if kind == "key" else list | tuple):
+            return False
+        if key not in (tree if kind == "key" else range(len(tree))):
+            return False
+        tree = tree[key]
+        if tree is None and kind == "position":  # it replaces a sharded leaf
+            return False
     return True
 
 
