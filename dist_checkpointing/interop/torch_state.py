@@ -35,8 +35,6 @@ from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning.replica_check import digest_of_values
 from dist_checkpointing.validation.save_errors import CommonDigests
 
-__all__ = ["TorchState"]
-
 
 def rng_state() -> dict[str, Any]:
     """The states of the generators of Python, NumPy, torch and the current CUDA device."""

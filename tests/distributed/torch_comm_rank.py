@@ -29,9 +29,9 @@ from dist_checkpointing.comm import (
     SingleProcess,
     TorchComm,
     default_comm,
-    defaults as comm_defaults,
     group_comm,
     timeouts,
+    torch_distributed,
 )
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -335,7 +335,7 @@ def absent_from_the_first_call(rank: int) -> Report:
 
 def frozen_host_from_the_first_call(rank: int) -> Report:
     """Rank 0, which holds the store, is stopped before anybody has made a comm."""
-    comm_defaults._ANSWER_SECONDS = 2.0  # type: ignore[misc]
+    torch_distributed._ANSWER_SECONDS = 2.0  # type: ignore[misc]
     os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "2.5"
     pids: list[Any] = [None] * dist.get_world_size()
     group = dist.new_group(backend="gloo")

@@ -16,13 +16,6 @@ from dist_checkpointing.interop.megatron.state_dicts import (
 from dist_checkpointing.mapping import ShardedTensor, StateDict, is_main_replica
 from dist_checkpointing.planning import distribute_shards_to_ranks
 
-__all__ = [
-    "ShardDistribution",
-    "determine_main_replica_uniform_distribution",
-    "distribute_shards_to_ranks",
-    "exchange_by_distribution",
-]
-
 Tensors = dict[_ShardId, torch.Tensor]
 
 

@@ -4,12 +4,14 @@ from dist_checkpointing.testing.conformance.backend_hooks import (
     failures_on as failures_on,
     observed as observed,
 )
-from dist_checkpointing.testing.conformance.call_order import StorageProtocol as StorageProtocol
+from dist_checkpointing.testing.conformance.calls_and_failures import (
+    Failures as Failures,
+    StorageProtocol as StorageProtocol,
+)
 from dist_checkpointing.testing.conformance.contents import (
     Contents as Contents,
     RoundTrips as RoundTrips,
 )
-from dist_checkpointing.testing.conformance.failures import Failures as Failures
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE as CUT_SHAPE,
     CUTS as CUTS,
