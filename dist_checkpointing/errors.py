@@ -21,7 +21,7 @@ import difflib
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 _MAX_PRINTED_FINDINGS = 50
@@ -210,10 +210,6 @@ def hint(name: str, known: Iterable[str]) -> str:
 def _distance(name: str, other: str) -> int:
     if name in other:
         return len(other) - len(name) - 1000
-    same = _num_alike(name, other) + _num_alike(name[::-1], other[::-1])
+    pairs = (name, other), (name[::-1], other[::-1])
+    same = sum(len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071 - of characters
     return abs(len(other) - len(name)) - 2 * same
-
-
-def _num_alike(a: str, b: str) -> int:
-    """How many characters they begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -92,9 +92,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class ModuleTensors:
-    """The state dict of an ``unwrapped`` module, each group of tied tensors under one name."""
+    """The state dict of an ``unwrapped`` module, each group of tied tensors under one name.
 
-    def __init__(self, module: nn.Module) -> None:
+    ``sources`` are the names under which the values lie in a checkpoint that has the names
+    ``stored``, of a module with these ``ties``; or under which they are saved.
+    """
+
+    def __init__(
+        self, module: nn.Module, ties: Mapping[str, str] = {}, stored: Container[str] = ()
+    ) -> None:
         self._module = module
         self._parallel = {
             f"{name}.module"
@@ -105,12 +111,18 @@ class ModuleTensors:
         self._names = {name: self._clean_name(name) for name in own}
         self.values: dict[str, Any] = {self._names[name]: value for name, value in own.items()}
         self._parameters: dict[torch.Tensor, list[str]] = {}
-        self._groups: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for kind in (module.named_parameters, module.named_buffers):
             for name, tensor in kind(remove_duplicate=False):
                 names = self._parameters.setdefault(tensor, [])
                 names.append(self._clean_name(name))
-                self._groups[names[-1]] = names
+                groups[names[-1]] = names
+        self.sources: dict[str, str] = {}
+        for name in self.values:
+            known = [tied for tied in groups.get(name, [name]) if tied in self.values]
+            # A model that was tied and now is not finds its values under the other name.
+            candidates = [*known, *(ties[tied] for tied in known if tied in ties)]
+            self.sources[name] = next((c for c in candidates if c in stored), candidates[0])
 
     def _clean_name(self, name: str) -> str:
         """The name of a parameter without the wrappers around modules."""
@@ -145,35 +157,19 @@ class ModuleTensors:
     @property
     def ties(self) -> dict[str, str]:
         """Name of each tensor that is stored under another name, and that name."""
-        chosen = self.choose({}, ())
-        return {name: source for name, source in chosen.items() if name != source}
+        return {name: source for name, source in self.sources.items() if name != source}
 
-    def choose(self, ties: Mapping[str, str], stored: Container[str]) -> dict[str, str]:
-        """The name under which each value lies in a checkpoint that has the names ``stored``, of a
-        module with these ``ties``.
-        """
-        chosen = {}
-        for name in self.values:
-            known = [own for own in self._groups.get(name, [name]) if own in self.values]
-            # A model that was tied and now is not finds its values under the other name.
-            candidates = [*known, *(ties[own] for own in known if own in ties)]
-            chosen[name] = next((own for own in candidates if own in stored), candidates[0])
-        return chosen
-
-    def tree(self, chosen: Mapping[str, str]) -> dict[str, Any]:
-        """The values by the names of a checkpoint, each once."""
+    def tree(self) -> dict[str, Any]:
+        """The values by the names of the checkpoint, each once."""
         found: dict[str, Any] = {}
-        for name, source in chosen.items():
+        for name, source in self.sources.items():
             found.setdefault(source, self.values[name])
         return found
 
-    def restore(self, loaded: Mapping[str, Any], chosen: Mapping[str, str]) -> None:
+    def restore(self, loaded: Mapping[str, Any]) -> None:
         """Put loaded values into the module."""
-        full = {
-            name: loaded[source]
-            for name, own in self._names.items()
-            if (source := chosen[own]) in loaded
-        }
+        sources = {name: self.sources[clean] for name, clean in self._names.items()}
+        full = {name: loaded[source] for name, source in sources.items() if source in loaded}
         # Parameters have been filled in place; this is for what a module makes of its state dict.
         self._module.load_state_dict(full, strict=False)
 

@@ -153,9 +153,7 @@ class TorchState:
         with comm.agreed("taking the state of the model"):
             step = operator.index(self.step)
             modules = {name: ModuleTensors(module) for name, module in self._modules.items()}
-        state: StateDict = {
-            name: tensors.tree(tensors.choose({}, ())) for name, tensors in modules.items()
-        }
+        state: StateDict = {name: tensors.tree() for name, tensors in modules.items()}
         if self._optimizers:
             names_of = modules["model"].names_of
             state["optimizer"] = optimizer_tree(self._optimizers, names_of, comm)
@@ -168,7 +166,13 @@ class TorchState:
                 number = 0 if comm.world_size == 1 else _number_of(own)
             if not comm.all_same(number):
                 with comm.agreed(f"taking the state of {name}"):
-                    _check_not_distributed(name, own)
+                    if _has(own, lambda leaf: isinstance(leaf, DTensor)):
+                        finding = Finding(
+                            "it has DTensors, and other values that differ between ranks",
+                            name,
+                            remedy="Keep what each rank has for itself in an object of its own.",
+                        )
+                        raise InvalidShardingError("this object cannot be saved", [finding])
                 per_rank[name] = own
             elif _has(own, _is_weight):
                 state[name], nests[name] = own, outline(own, name)
@@ -186,8 +190,8 @@ class TorchState:
             "nests": nests,
         }
         sharded = shard_state_dict(state, comm=comm)
-        own_states = {**per_rank, "rng": rng_state()}
-        cells = {name: _cell(name, own, comm) for name, own in own_states.items()}
+        per_rank["rng"] = rng_state()
+        cells = {name: _cell(name, own, comm) for name, own in per_rank.items()}
         cells |= {name: _object(name, own, comm) for name, own in objects.items()}
         return {**sharded, **cells}
 
@@ -206,22 +210,20 @@ class TorchState:
                 return own.new_empty(shape, dtype=dtype)
             return torch.empty(shape, dtype=dtype)
 
-        modules: dict[str, tuple[ModuleTensors, dict[str, str]]] = {}
+        modules: dict[str, ModuleTensors] = {}
         optimizer: OptimizerTemplate | None = None
         with comm.agreed("asking for the state"):
             state: StateDict = {}
             for name, module in self._modules.items():
-                tensors = ModuleTensors(module)
+                prefix, keys = f"{name}.", stored.tensors
+                known = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+                tensors = ModuleTensors(module, record["ties"].get(name, {}), known)
                 if nests is not None:
                     common = stored.common.get(name, {})
                     tensors.take_extra(nests.get(name, {}), common, tensor)
-                prefix, keys = f"{name}.", stored.tensors
-                known = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
-                chosen = tensors.choose(record["ties"].get(name, {}), known)
-                modules[name] = tensors, chosen
-                state[name] = tensors.tree(chosen)
+                modules[name], state[name] = tensors, tensors.tree()
             if self._optimizers:
-                names_of = modules["model"][0].names_of
+                names_of = modules["model"].names_of
                 optimizer = OptimizerTemplate(self._optimizers, names_of, stored)
                 state["optimizer"] = {"state": optimizer.tree}
             cells = {}
@@ -242,8 +244,8 @@ class TorchState:
 
         def restore(loaded: StateDict) -> None:
             loaded = unshard_state_dict(loaded, state)
-            for name, (tensors, chosen) in modules.items():
-                tensors.restore(loaded.get(name, {}), chosen)
+            for name, tensors in modules.items():
+                tensors.restore(loaded.get(name, {}))
             if optimizer is not None:
                 optimizer.restore(loaded["optimizer"])
             for name in restored:
@@ -330,16 +332,6 @@ def _number_of(state: dict[str, Any]) -> int:
             content = digest_of_values(leaf.detach().reshape(-1))
             leaves[path] = f"{leaf.dtype}{tuple(leaf.shape)}{content.hex()}"
     return CommonDigests(unflatten(skeleton, leaves), None).number
-
-
-def _check_not_distributed(name: str, state: dict[str, Any]) -> None:
-    if _has(state, lambda leaf: isinstance(leaf, DTensor)):
-        finding = Finding(
-            "it has DTensors, and other values that differ between ranks",
-            name,
-            remedy="Keep what each rank has for itself in an object of its own.",
-        )
-        raise InvalidShardingError("this object cannot be saved", [finding])
 
 
 def _has(state: dict[str, Any], kind: Callable[[object], bool]) -> bool:

@@ -94,9 +94,6 @@ def one_for_each_cut(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: random_bits(CUT_SHAPE, dtype, i) for i, name in enumerate(CUTS)}
 
 
-_flat = ShardedTensor.from_rank_offsets_flat
-
-
 def _regular(
     key: str,
     part: torch.Tensor,
@@ -244,12 +241,20 @@ def _ranges(size: int, count: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise([*starts, size])]
 
 
+def _flat(
+    key: str, whole: torch.Tensor, part: slice, place: tuple[int, int, int], prepended: int = 0
+) -> ShardedTensor:
+    data, shape = whole.reshape(-1)[part].clone(), tuple(whole.shape)
+    return ShardedTensor.from_rank_offsets_flat(
+        key, data, shape, place, flattened_range=part, prepend_axis_num=prepended
+    )
+
+
 def _flattened(num_rows: int, key: str, full: torch.Tensor, world_size: int) -> Shards:
     return [
-        [_flat(key, flat[part].clone(), tuple(rows.shape), (0, i, num_rows), flattened_range=part)]
+        [_flat(key, rows, part, (0, i, num_rows))]
         for i, rows in enumerate(full.chunk(num_rows, 0))
-        for flat in [rows.reshape(-1)]
-        for part in _ranges(flat.numel(), world_size // num_rows)
+        for part in _ranges(rows.numel(), world_size // num_rows)
     ]
 
 
@@ -265,19 +270,8 @@ def flattened_rows(key: str, full: torch.Tensor, world_size: int) -> Shards:
 
 def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Axis 0 exists only globally, and the ranks share the flattening of every layer."""
-    count = full.shape[0]
     return [
-        [
-            _flat(
-                key,
-                layer.reshape(-1)[part].clone(),
-                tuple(layer.shape),
-                (0, i, count),
-                flattened_range=part,
-                prepend_axis_num=1,
-            )
-            for i, layer in enumerate(full)
-        ]
+        [_flat(key, layer, part, (0, i, len(full)), 1) for i, layer in enumerate(full)]
         for part in _ranges(full[0].numel(), world_size)
     ]
 
