@@ -28,8 +28,8 @@ _SIMULATION: Final = f"{_PACKAGE}.testing"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the other ranks get of an exception: itself, if it is a CheckpointingException that can
-    be pickled, class and message, and the traceback as text.
+    """An exception as the other ranks get it: the exception itself, if it is a
+    CheckpointingException that can be pickled; its class and message; and its traceback as text.
     """
 
     error: CheckpointingException | None
@@ -242,10 +242,11 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a rank writes about itself: the number of its step, which all ranks count alike; the
-    label, the same on all ranks if they make the same call; and what it passes, if that is small (a
-    failure, a number), in this step and in the one before. ``call`` is the call of the user, only
-    with ``State.OUTSIDE``.
+    """What a rank writes about itself: the number of its step, which counts alike on all ranks; the
+    label of the step, the same on all ranks if they make the same call; and what the rank passes in
+    this step and passed in the last one, if that is small (a failure, a number).
+
+    ``call`` is the call of the user that led here, only with ``State.OUTSIDE``.
     """
 
     number: int
@@ -259,8 +260,9 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the ranks that are here decide about a step: which ranks did not come, or did not come
-    back; the values of the others; and what each calls, if they do not call the same. ``is_lost``
-    if it cannot be repeated, since some ranks have its result and others do not.
+    back; the values of the others; and what each rank calls, if they do not call the same.
+
+    A step that ``is_lost`` cannot be repeated: some ranks have its result and others do not.
     """
 
     label: str
@@ -284,12 +286,11 @@ def decide(
     is_late: bool,
     is_too_late: bool,
 ) -> Verdict | None:
-    """The verdict that follows from the records of the ranks that have one; None if it is too
-    early.
+    """The verdict that follows from the records that exist, by rank; None if it is too early.
 
-    ``step`` is the record of the rank that asks, ``has_payload`` if ranks pass more than is in
-    their records. ``is_late`` once the time to come is over, ``is_too_late`` once the time to come
-    back is, for ranks that were inside.
+    ``step`` is the record of the rank that asks. ``has_payload`` says whether ranks pass more in
+    this step than what is in their records, ``is_late`` whether the time to come is over,
+    ``is_too_late`` whether the time to come back is over, for ranks that were inside.
     """
     number = step.number
     came = {rank: record for rank, record in records.items() if record.number >= number}

@@ -343,14 +343,14 @@ class Steps:
         content: str = "",
         extra: int = 0,
     ) -> tuple[bool, tuple[int, int] | None]:
-        """Wait for all ranks at a step: whether all have the same ``content`` and no ``extra``; and
-        the maxima of two numbers over all ranks, None if the group failed. CheckpointingException
-        on all ranks, if they do not make the same call.
+        """Wait for all ranks at a step: whether all have the same ``content`` and no ``extra``, and
+        the maxima of two numbers over all ranks, None if the group failed.
 
         It takes one all-reduce of one number, which costs half as much as one of four numbers: each
         rank adds ``extra`` to a digest of the step. If the ranks are at different steps, or
         ``content`` differs, the sum is a random number of 64 bits, the same on every rank. Then all
-        ranks see that it cannot be that of the digest alone, and look for the reason.
+        ranks see that it cannot be that of the digest alone, and look for the reason. If they do
+        not make the same call, all raise the same CheckpointingException.
         """
         if self.is_broken:
             return False, None
@@ -397,9 +397,11 @@ class Steps:
         sources: Sequence[int] = (0,),
         everywhere: bool = True,
     ) -> tuple[Verdict, list[bytes]]:
-        """End a step through the store: the verdict, and the payloads that the ranks ``sources``
-        passed, None in a step without any, to all ranks or to rank 0 alone. The others have until
-        ``deadline`` to come. CheckpointingException, the same on all ranks that are here.
+        """End a step through the store: the verdict, and the payloads of the ranks ``sources``.
+
+        ``payload`` is None in a step without payloads. If not ``everywhere``, only rank 0 gets
+        them. The other ranks have until ``deadline`` to come. A CheckpointingException is the same
+        on all ranks that are here.
         """
         patience = _patience(self.timeout_seconds)
         failure = step.value.summary if isinstance(step.value, Failure) else None

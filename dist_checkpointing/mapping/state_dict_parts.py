@@ -42,10 +42,10 @@ class BuiltFactory(NamedTuple):
 class StateDictParts:
     """The parts of one state dict, which itself is not changed.
 
-    ``tensors`` and ``objects`` are the sharded leaves, with paths below that of a factory for what
-    it built; ``common`` is everything else, nested as in the state dict; ``local`` are the values
-    of LocalNonpersistentObjects. ``structure`` is that of the whole, ``built`` the same with what
-    the ``factories``, in the order of the leaves, built in their place.
+    ``tensors`` and ``objects`` are the sharded leaves; those that a factory built have paths below
+    that of the factory. ``common`` is everything else, nested as in the state dict. ``local`` are
+    the values of LocalNonpersistentObjects. ``structure`` is that of the whole; ``built`` is the
+    same with what the ``factories``, in the order of the leaves, built in their place.
     """
 
     tensors: AtPaths[ShardedTensor]

@@ -66,8 +66,8 @@ _NUMBERS_AND_TEXTS: Final = frozenset({type(None), bool, int, float, complex, st
 
 
 class Found(NamedTuple):
-    """A value in a nest, its container (for the outermost value its path), and what makes the last
-    step of its path from ``argument``.
+    """A value in a nest; its container, or for the outermost value its path; and what makes the
+    last step of its path, from ``argument``.
     """
 
     value: Any
@@ -259,8 +259,8 @@ def warn_of_large_tensors(common: Mapping[Any, Any]) -> None:
 
 
 class _Leaf(NamedTuple):
-    """What ranks know of a value of each other: its digest, and dtype and shape of a tensor that
-    may be a part of a larger one; "" for other values.
+    """What ranks send each other about a value: its digest; and for a tensor with axes, which may
+    be a part of a larger one, its dtype and shape as text.
     """
 
     digest: bytes

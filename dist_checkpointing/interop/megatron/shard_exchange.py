@@ -20,9 +20,9 @@ Tensors = dict[_ShardId, torch.Tensor]
 
 
 class ShardDistribution(NamedTuple):
-    """Which rank of a group saves or loads each shard: its main rank and all ranks that have it, as
-    ranks in the group, the shards that a rank of the group saves or loads, and each shard that one
-    has, without data.
+    """Which rank of a group saves or loads each shard, and which ranks have it, by rank in the
+    group; the shards that a rank of the group saves or loads; and each shard that one has, without
+    data.
     """
 
     main_rank_for_shard: dict[_ShardId, int]

@@ -63,9 +63,9 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DCPKeys:
-    """The names of a DCP checkpoint, of tensors and of other values: ``paths`` in the nested state
-    dict, ``values`` that are not tensors, and those of them whose bytes ``torch.load`` does not
-    read (``raw``), which are stored as bytes.
+    """The names of a DCP checkpoint: the path of each in the nested state dict, the names of values
+    that are not tensors, and those of values whose bytes ``torch.load`` does not read (``raw``),
+    which are stored as bytes.
     """
 
     paths: Mapping[str, KeyPath]
@@ -205,6 +205,14 @@ class DCPReader(dcp_storage.StorageReader):
         tensor([1., 1., 1.])
     """
 
+    # Of the checkpoint whose metadata was read last.
+    _found: LoadStrategies
+    _reader: StorageReader
+    _index: Index
+    _values: Mapping[str, Any]
+    _raw: frozenset[str]
+    _objects: Mapping[str, ShardedObject]
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -216,12 +224,6 @@ class DCPReader(dcp_storage.StorageReader):
         self.path = self._folder = as_location(path)
         self.trusted = trusted
         self._backend = backend
-        self._found: LoadStrategies | None = None
-        self._reader: StorageReader | None = None
-        self._index = Index.of([])
-        self._values: Mapping[str, Any] = {}
-        self._raw: frozenset[str] = frozenset()
-        self._objects: Mapping[str, ShardedObject] = {}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -252,18 +254,15 @@ class DCPReader(dcp_storage.StorageReader):
             CorruptCheckpointError: if something is missing or damaged.
         """
         self._folder = data_folder(self.path)
-        found = open_checkpoint(self._folder, self._backend, trusted=self.trusted)
+        self._found = found = open_checkpoint(self._folder, self._backend, trusted=self.trusted)
         sharded, common = found.sharded, found.common
-        self._found = found
         self._reader = as_planned(sharded).make_reader(self._folder)
         self._index = self._reader.read_metadata()
         named, paths = self._named_values(common.load_common(self._folder))
         with_objects = sharded if handles_objects(sharded) else common
-        self._objects = {
-            leaf.unique_key: leaf
-            for leaf in with_objects.load_sharded_metadata(self._folder).values()
-            if isinstance(leaf, ShardedObject)
-        }
+        leaves = with_objects.load_sharded_metadata(self._folder).values()
+        objects = (leaf for leaf in leaves if isinstance(leaf, ShardedObject))
+        self._objects = {leaf.unique_key: leaf for leaf in objects}
         self._values = dict(named)
         counts = Counter([*self._index, *(name for name, _ in named), *self._objects])
         problem, path = "several tensors, values or objects have this name", str(self.path)
@@ -315,8 +314,6 @@ class DCPReader(dcp_storage.StorageReader):
         return plans
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        assert self._found is not None
-        assert self._reader is not None
         filled: list[tuple[dcp.ReadItem, torch.Tensor]] = []
         leaves: dict[TreePath, ShardedBase] = {}
         objects: dict[str, ShardedObject] = {}
