@@ -39,7 +39,7 @@ from dist_checkpointing.storage.fingerprints import (
     totals,
 )
 from dist_checkpointing.storage.interface import StorageReader
-from dist_checkpointing.validation.save_errors import check_data, refuse_distributed
+from dist_checkpointing.validation.save_errors import check_data, refuse_distributed, walk
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def fingerprint(
 
     def describe_local() -> tuple[dict[str, ShardTable], None]:
         parts = StateDictParts.of(state_dict)
-        refuse_distributed(parts, {})
+        refuse_distributed(walk(parts.common), parts.tensors, {})
         check_data(parts)
         shards.extend(parts.tensors.values())
         return {"shards": describe(shards, comm.rank)}, None

@@ -52,7 +52,7 @@ from dist_checkpointing.validation.load_errors import (
     require_same_save,
     warn_of_unasked,
 )
-from dist_checkpointing.validation.save_errors import refuse_distributed
+from dist_checkpointing.validation.save_errors import refuse_distributed, walk
 
 T = TypeVar("T", bound=ShardedBase)
 Verify = bool | Literal["restored"]
@@ -278,7 +278,7 @@ def _checked_options(
 
 def _split(template: ShardedStateDict) -> StateDictParts:
     parts = StateDictParts.of(template)
-    refuse_distributed(parts, {})
+    refuse_distributed(walk(parts.common), parts.tensors, {})
     return parts
 
 

@@ -84,6 +84,7 @@ from dist_checkpointing.validation.save_errors import (
     compare_common_state,
     refuse_distributed,
     refuse_shared_keys,
+    walk,
     warn_of_large_tensors,
 )
 
@@ -247,16 +248,17 @@ class SaveJob:
         metadata = self._options.get("content_metadata")
         if metadata is not None:
             self.common[CONTENT_METADATA_KEY] = metadata
-        refuse_distributed(replace(parts, common=self.common), parts.objects)
+        values = [*walk(self.common)]
+        refuse_distributed(values, parts.tensors, parts.objects)
         check_data(parts)
         planner = getattr(strategy, "planner", None)
         if planner is None or not planner.makes_data:
             check_storable(parts.tensors)
-        common = self.common if self.rank == 0 else {}
+        values = values if self.rank == 0 else []  # only rank 0 writes them
         objects = parts.objects.items() if parts.objects else ()
         written = {path: leaf for path, leaf in objects if is_main_replica(leaf.replica_id)}
-        check_plain(common, written, trusted=self._options.get("trusted", False))
-        warn_of_large_tensors(common)
+        check_plain(values, written, trusted=self._options.get("trusted", False))
+        warn_of_large_tensors(values)
         self.leaves, self.objects = parts.tensors, parts.objects
         if handles_objects(strategy):
             self.leaves, self.objects = chained(parts.tensors, parts.objects), {}

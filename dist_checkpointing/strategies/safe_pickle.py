@@ -20,7 +20,7 @@ import threading
 import types
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -334,7 +334,7 @@ class _Odd(NamedTuple):
 
 
 def check_plain(
-    common: Mapping[Any, Any], objects: Mapping[StatePath, ShardedObject], *, trusted: bool
+    common: Iterable[Found], objects: Mapping[StatePath, ShardedObject], *, trusted: bool
 ) -> None:
     """Check that ``load`` can read the values that are about to be pickled.
 
@@ -348,9 +348,9 @@ def check_plain(
     odd: list[_Odd] = []
     invalid: list[Finding] = []
     refused: list[Finding] = []
-    nests = [((), common, None), *((path, leaf.data, leaf.key) for path, leaf in objects.items())]
-    for path, nest, object_key in nests:
-        for found in walk(nest, path):
+    nests = [(common, None), *((walk(leaf.data, path), leaf.key) for path, leaf in objects.items())]
+    for values, object_key in nests:
+        for found in values:
             value, own = found.value, _Odd(found.value, found, object_key)
             if type(value) in _ATOMS:
                 continue

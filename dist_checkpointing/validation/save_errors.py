@@ -134,26 +134,28 @@ def is_distributed_tensor(value: object) -> bool:
     )
 
 
-def refuse_distributed(parts: StateDictParts, objects: Mapping[Path, ShardedObject]) -> None:
-    """Refuse tensors that know their own sharding where that would be ignored: in the common state,
-    as data of ShardedTensors, and in these objects. InvalidShardingError with all of them.
+def refuse_distributed(
+    common: Iterable[Found],
+    tensors: Mapping[Path, ShardedTensor],
+    objects: Mapping[Path, ShardedObject],
+) -> None:
+    """Refuse tensors that know their own sharding where that would be ignored: among the values of
+    the common state, as data of ShardedTensors, and in objects. InvalidShardingError with all.
     """
+    nests = [(common, None), *((walk(leaf.data, path), leaf.key) for path, leaf in objects.items())]
     findings = []
-    for path, nest, key in [
-        ((), parts.common, None),
-        *((path, leaf.data, leaf.key) for path, leaf in objects.items()),
-    ]:
-        for found in walk(nest, path):
+    for values, key in nests:
+        for found in values:
             if is_distributed_tensor(found.value):
                 at = path_text(found.path)
                 where = "" if key is None else f" inside a ShardedObject at {at}"
                 findings.append(_unwrapped(found.value, at if key is None else key, where))
-    kinds = set(map(type, map(attrgetter("data"), parts.tensors.values())))
+    kinds = set(map(type, map(attrgetter("data"), tensors.values())))
     if not kinds.issubset({*_PLAIN_TENSORS, type(None)}):
         what = " but is the data of the ShardedTensor "
         findings += [
             _unwrapped(leaf.data, leaf.key, f"{what}{path_text(path)}")
-            for path, leaf in parts.tensors.items()
+            for path, leaf in tensors.items()
             if is_distributed_tensor(leaf.data)
         ]
     _refuse("the state dict holds sharded tensors that are not wrapped", findings)
@@ -235,11 +237,11 @@ def without_values(tensor: torch.Tensor) -> list[tuple[str, str]]:
     return []
 
 
-def warn_of_large_tensors(common: Mapping[Any, Any]) -> None:
+def warn_of_large_tensors(common: Iterable[Found]) -> None:
     """Log a warning if the tensors in the common state are so large that they should be sharded."""
     tensors = {
         id(found.value): found
-        for found in walk(common)
+        for found in common
         if isinstance(found.value, torch.Tensor) and found.value.layout is torch.strided
     }
     num_bytes = sum(found.value.nbytes for found in tensors.values())

@@ -51,6 +51,7 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
+from dist_checkpointing.validation.save_errors import walk
 
 
 class RankPlan(NamedTuple):
@@ -324,7 +325,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
         nested = keys.nest(values)
         try:
-            check_plain(nested, {}, trusted=self.trusted)
+            check_plain(walk(nested), {}, trusted=self.trusted)
         except CheckpointingException:
             self._give_up()
             raise
