@@ -408,9 +408,9 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
             remedy="Pass one with a gloo backend too, such as 'cpu:gloo,cuda:nccl'.",
         )
         raise CheckpointingException("ranks cannot talk in their groups", [finding])
-    seconds = everybody.timeout_seconds if isinstance(everybody, TorchComm) else None
-    if seconds is None:
-        seconds = default_timeout_seconds()
+    seconds = (
+        everybody.timeout_seconds if isinstance(everybody, TorchComm) else default_timeout_seconds()
+    )
     for ranks in wanted:
         timeout = timedelta(seconds=seconds)
         made = dist.new_group(list(ranks), timeout=timeout, backend="gloo")

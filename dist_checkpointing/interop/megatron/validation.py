@@ -32,10 +32,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 Metadata = list[ShardedBase]
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def determine_global_metadata(
     sharded_state_dict: ShardedStateDict, process_group: dist.ProcessGroup | None = None
 ) -> tuple[Metadata, list[Metadata]]:
@@ -57,7 +53,7 @@ def validate_sharding_integrity(
     """
     if common_state_dict is not None:
         _validate_common_state_dict(common_state_dict)
-    if _rank() != 0:
+    if dist.is_initialized() and dist.get_rank() != 0:
         return
     catalog = concatenate([describe(own, rank) for rank, own in enumerate(global_metadata)])
     try:
