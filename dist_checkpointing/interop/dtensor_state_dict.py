@@ -6,6 +6,7 @@ A DTensor becomes one shard, or several if its local part is not one box of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,15 +167,28 @@ def _part(key: str, tensor: torch.Tensor) -> LocalPart | None:
 def _leaf(
     key: str, shape: Ints, part: LocalPart, number: int
 ) -> ShardedTensor | ShardedTensorFactory:
-    def shard(data: torch.Tensor, box: Box, grid: Ints | None, number: ReplicaId) -> ShardedTensor:
-        return ShardedTensor(key, data, data.dtype, box.shape, shape, box.offset, grid, number)
-
     if len(part.boxes) == 1:
-        return shard(part.data, part.boxes[0], part.grid, number)
-
-    def build(_: str, data: torch.Tensor, number: ReplicaId, __: Any) -> dict[str, ShardedTensor]:
-        pairs = enumerate(zip(part.boxes, part.local_boxes, strict=True))
-        return {str(i): shard(data[inner.slices()], box, None, number) for i, (box, inner) in pairs}
-
+        return _shard(key, shape, part.data, part.boxes[0], part.grid, number)
     # Views of the local tensor: filling them fills it.
-    return ShardedTensorFactory(key, part.data, build, lambda _: part.data, number)
+    merge = partial(_first, part.data)
+    return ShardedTensorFactory(key, part.data, partial(_build, shape, part), merge, number)
+
+
+def _build(
+    shape: Ints, part: LocalPart, key: str, data: torch.Tensor, number: ReplicaId, _: Any
+) -> dict[str, ShardedTensor]:
+    pairs = enumerate(zip(part.boxes, part.local_boxes, strict=True))
+    return {
+        str(i): _shard(key, shape, data[inner.slices()], box, None, number)
+        for i, (box, inner) in pairs
+    }
+
+
+def _shard(
+    key: str, shape: Ints, data: torch.Tensor, box: Box, grid: Ints | None, number: ReplicaId
+) -> ShardedTensor:
+    return ShardedTensor(key, data, data.dtype, box.shape, shape, box.offset, grid, number)
+
+
+def _first(filled: torch.Tensor, _: object) -> torch.Tensor:
+    return filled

@@ -5,6 +5,7 @@ whole tensor without communication.
 """
 
 import collections
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,14 @@ def test_a_dtensor_as_one_shard(case: str, tmp_path: Path) -> None:
         return
     shards = on_each_rank(mesh_shape, wrap)
     save_all([{"w": shard} for shard in shards], tmp_path)
+    assert torch.equal(dc.load_plain_tensors(tmp_path)["w"], full)
+
+
+def test_a_wrapped_state_travels_between_processes(tmp_path: Path) -> None:
+    mesh_shape, shape, placements = CASES["interleaved rows"]
+    full = whole(*shape)
+    sent = states(mesh_shape, lambda mesh: {"w": cut(full, mesh, placements)})
+    save_all(pickle.loads(pickle.dumps(sent)), tmp_path)
     assert torch.equal(dc.load_plain_tensors(tmp_path)["w"], full)
 
 
