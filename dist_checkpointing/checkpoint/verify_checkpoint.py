@@ -41,6 +41,7 @@ from dist_checkpointing.strategies.verification import (
     damage_of_objects,
     in_words,
     not_covered,
+    num_bytes,
 )
 
 T = TypeVar("T")
@@ -346,7 +347,7 @@ def examine_checkpoint(
         with seen.noting():
             seen.findings += stored_objects_damage(checkpoint, seen.cells)
     seen.look_at_files(checkpoint.folder, seal, rank, world_size)
-    sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
+    sizes = [(part, num_bytes(part, index)) for part in parts]
     return Examination(
         said_once(merge_findings(seen.findings), len(keys)),
         merge_findings(seen.refused),

@@ -237,7 +237,7 @@ def load(
     # Verify what is not read whole; then read, and compare what memory holds.
     verifier = None
     if verify is True:
-        verifier = Verifier.start(opened, to_read, [*objects.values()], meter)
+        verifier = Verifier(opened, to_read, [*objects.values()], meter).start()
     cells, values = opened.read_objects(objects, parts)
     with noting_filled(wanted):
         with verifier.comparing_memory() if verifier else nullcontext(), meter.phase("reading"):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -205,22 +205,21 @@ def split_filled(
 def values_of(leaf: ShardedTensor, part: StoredPart, dtype: torch.dtype) -> torch.Tensor | None:
     """The memory of a leaf that holds a stored part; None if it does not hold all of it as is."""
     data, box, wanted, stored = leaf.data, leaf.box, leaf.flat_range, part.flat_range
-    is_whole = wanted == stored and part.box == box and not leaf.prepend_axis_num
-    if data is None or data.dtype is not dtype or not (is_whole or box.contains(part.box)):
+    if data is None or data.dtype is not dtype:
         return None
-    if is_whole:
+    if wanted == stored and part.box == box and not leaf.prepend_axis_num:
         return data
+    if not box.contains(part.box):
+        return None
+    within = part.box.relative_to(box.offset)
     if wanted is None and stored is None:
-        whole = data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
-        return whole[part.box.relative_to(box.offset).slices()]
-    run = Window(0, box.shape, part.box.relative_to(box.offset)).contiguous_range()
-    if run is None:
+        return data[(None,) * leaf.prepend_axis_num][within.slices()]
+    run = Window(0, box.shape, within).contiguous_range()
+    if run is None or not (wanted or data.is_contiguous()):
         return None
     start, stop = run if stored is None else (run[0] + stored[0], run[0] + stored[1])
-    if wanted is not None:
-        first, end = wanted
-        return data[start - first : stop - first] if first <= start <= stop <= end else None
-    return data.view(-1)[start:stop] if data.is_contiguous() else None
+    first, end = wanted or (0, box.num_elements)
+    return data.view(-1)[start - first : stop - first] if first <= start <= stop <= end else None
 
 
 def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None:
@@ -274,11 +273,7 @@ def _blocks(values: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
 class Verifier:
     """Verifies what a load reads; every rank calls it alike.
 
-    Attributes:
-        opened: The checkpoint.
-        wanted: Tensors that are wanted, with memory to fill.
-        objects: Cells of sharded objects that are wanted.
-        meter: Counts what is verified.
+    ``wanted`` has memory to fill, and ``objects`` are cells; ``meter`` counts what is verified.
     """
 
     opened: OpenedCheckpoint
@@ -287,23 +282,14 @@ class Verifier:
     meter: Meter
     _filled: Filled = ((), ())
 
-    @classmethod
-    def start(
-        cls,
-        opened: OpenedCheckpoint,
-        wanted: WantedTable,
-        objects: Sequence[ShardedObject],
-        meter: Meter,
-    ) -> Verifier:
+    def start(self) -> Self:
         """Verify what the load does not read whole, before anything is filled. Collective."""
-        verifier = cls(opened, wanted, objects, meter)
-        with verifier._all_findings():
-            planner = opened.strategies.sharded.planner
-            if planner is None or type(planner) is DefaultLoadPlanner:
-                verifier._filled = verifier._verify(wanted)
-            else:  # nobody knows what a planner of a user puts into memory
-                verifier._verify_all()
-        return verifier
+        with self._all_findings():
+            planner = self.opened.strategies.sharded.planner
+            # Nobody knows what a planner of a user puts into memory.
+            is_known = planner is None or type(planner) is DefaultLoadPlanner
+            self._filled = self._verify(self.wanted) if is_known else self._verify_all()
+        return self
 
     @contextmanager
     def comparing_memory(self) -> Iterator[None]:
@@ -328,28 +314,15 @@ class Verifier:
             self._verify_all()
             raise
 
-    def _verify_all(self) -> None:
-        self._verify(WantedTable.of(leaf.without_data() for leaf in self.wanted.tensors))
+    def _verify_all(self) -> Filled:
+        return self._verify(WantedTable.of(leaf.without_data() for leaf in self.wanted.tensors))
 
     def _verify(self, wanted: WantedTable) -> Filled:
-        opened = self.opened
-        with self.meter.phase("verifying"):
-            # One rank reads it, as thousands of ranks would wait for each other at one file.
-            seal: Seal | None = opened.comm.from_rank0(
-                "reading the seal", lambda: read_seal(opened.folder)
-            )
-            with opened.comm.agreed("verifying checksums"):
-                return self._verify_wanted(wanted, seal)
-
-    def _verify_wanted(self, wanted: WantedTable, seal: Seal | None) -> Filled:
-        """Verify what a load reads, before it is read. Not collective.
+        """Verify what a load reads, before it is read. Collective.
 
         Stored parts that fill memory of the wanted tensors are only looked up: the load reads them,
         and ``verify_filled`` compares them then. All other ones are read here. Without memory, that
         is everything. Without a seal only tensors can be verified.
-
-        Returns:
-            The parts that are left to be compared after the load has read them.
 
         Raises:
             UnsupportedFormatError: if no checksums were kept.
@@ -360,8 +333,34 @@ class Verifier:
         """
         opened, objects = self.opened, self.objects
         folder, reader, index = opened.folder, opened.reader, opened.index
-        keys = dict.fromkeys(wanted.keys)
-        has_objects = handles_objects(opened.strategies.sharded)
+        has_objects = bool(objects) and handles_objects(opened.strategies.sharded)
+        with self.meter.phase("verifying"):
+            # One rank reads it, as thousands of ranks would wait for each other at one file.
+            seal: Seal | None = opened.comm.from_rank0(
+                "reading the seal", lambda: read_seal(folder)
+            )
+            with opened.comm.agreed("verifying checksums"):
+                tables = self._tables(wanted, seal, has_objects=has_objects)
+                filled, others, findings = _looked_up(tables, wanted, index)
+                findings += damage_of(others, reader, index, self.meter)
+                if seal is not None and has_objects:
+                    misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
+                    if misfitting and not findings:
+                        problem = "the checkpoint does not hold what is wanted"
+                        raise StateMismatchError(problem, misfitting)
+                    set_up_reader(reader, index, rank=0, world_size=1)
+                    cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
+                    known = [cell for table in tables for cell in table.objects()]
+                    findings += damage_of_objects(cells, known, reader)
+                _require_none(findings)
+        return filled
+
+    def _tables(
+        self, wanted: WantedTable, seal: Seal | None, *, has_objects: bool
+    ) -> list[ChecksumColumns]:
+        """The tables of checksums, after all files that the seal speaks of have been compared."""
+        opened, objects = self.opened, self.objects
+        folder, index, keys = opened.folder, opened.index, dict.fromkeys(wanted.keys)
         if seal is None or seal.is_open:
             logger.warning(
                 "%s %s: the common state and sharded objects in files are not verified",
@@ -375,30 +374,18 @@ class Verifier:
             # A file that was saved and is gone was lost, and not only asked for by mistake.
             files = (f"{leaf.unique_key}.pt" for leaf in by_common)
             names += [name for name in files if name in seal.files and name not in names]
-            if keys or (has_objects and objects):
-                names += reader.describing_names(keys)
+            if keys or has_objects:
+                names += opened.reader.describing_names(keys)
             asked = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
             _require_none(check_config(seal, folder) + check_files(seal, folder, [*names, *asked]))
             tables = read_tables(folder, asked)
         has_parts = any((part.is_object == 0).any() for part in tables)
-        has_values = any(0 not in index[k].global_shape for k in keys if k in index)
-        if keys and has_values and not has_parts:
+        if not has_parts and any(0 not in index[k].global_shape for k in keys if k in index):
             finding = Finding(
                 "no checksums were kept when it was saved", path=str(folder / CHECKSUMS_NAME)
             )
             raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
-        filled, others, findings = _looked_up(tables, wanted, index)
-        findings += damage_of(others, reader, index, self.meter)
-        if seal is not None and has_objects and objects:
-            misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
-            if misfitting and not findings:
-                raise StateMismatchError("the checkpoint does not hold what is wanted", misfitting)
-            set_up_reader(reader, index, rank=0, world_size=1)
-            cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
-            known = [cell for table in tables for cell in table.objects()]
-            findings += damage_of_objects(cells, known, reader)
-        _require_none(findings)
-        return filled
+        return tables
 
 
 def _require_none(findings: Sequence[Finding]) -> None:
@@ -484,41 +471,44 @@ def damage_of(
     Raises:
         OSError: if the file system, and not the checkpoint, fails.
     """
-    sizes = [part.num_elements * index[part.key].dtype.itemsize for part in parts]
-    meter.expect(sum(sizes))
-    places = list(map(_aligned, sizes))
+    places = [_aligned(num_bytes(part, index)) for part in parts]
+    meter.expect(sum(num_bytes(part, index) for part in parts))
     most = reader.options.buffer_bytes // 2
     # One piece of memory for all batches: an allocator would keep what each of them gave back.
     memory = torch.empty(max(min(most, sum(places)), *places, 0), dtype=torch.uint8)
     findings = []
-    for batch in in_batches(zip(zip(parts, sizes, strict=True), places, strict=True), len(memory)):
-        findings += _verify(batch, reader, index, memory)
-        meter.add(sum(size for _, size in batch))
+    for batch in in_batches(zip(parts, places, strict=True), len(memory)):
+        findings += _damage_of_batch(batch, reader, index, memory)
+        meter.add(sum(num_bytes(part, index) for part in batch))
     return findings
 
 
-def _aligned(num_bytes: int) -> int:
+def num_bytes(part: StoredPart, index: Index) -> int:
+    """Bytes of the values of a part of a tensor that the index holds."""
+    return part.num_elements * index.dtype_of(part.key).itemsize
+
+
+def _aligned(size: int) -> int:
     """Bytes of memory for a part, so that the next one begins where any dtype may."""
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _verify(
-    batch: Sequence[tuple[StoredPart, int]],
-    reader: StorageReader,
-    index: Index,
-    memory: torch.Tensor,
+def _damage_of_batch(
+    batch: Sequence[StoredPart], reader: StorageReader, index: Index, memory: torch.Tensor
 ) -> list[Finding]:
-    """Read parts, given with their bytes, into memory, and compare them."""
+    """Read parts into memory, and compare them."""
     leaves: dict[TreePath, ShardedTensor] = {}
     values: list[torch.Tensor] = []
     start = 0
-    for number, (part, size) in enumerate(batch):
-        leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
-        flat = memory[start : start + size].view(leaf.dtype)
+    for number, part in enumerate(batch):
+        leaf = leaves[DictKey(number),] = ShardedTensor.of_box(
+            index[part.key], part.box, part.flat_range
+        )
+        stop = start + num_bytes(part, index)
+        flat = memory[start:stop].view(leaf.dtype)
         leaf.data = flat.view(part.box.shape if part.flat_range is None else -1)
-        leaves[DictKey(number),] = leaf
         values.append(leaf.data)
-        start += _aligned(size)
+        start = _aligned(stop)
     try:
         # Not by the planner of the strategy: it may put other values into memory.
         read(leaves, index, None, reader, SingleProcess())
@@ -526,19 +516,20 @@ def _verify(
         raise cause_of(error) from None
     except (CorruptCheckpointError, StateMismatchError) as error:
         if len(batch) == 1:
-            return _unreadable(batch[0][0], error)
+            return _unreadable(batch[0], error)
         # Some of them cannot even be read: find them by halves.
         middle = len(batch) // 2
         return [
             finding
             for half in (batch[:middle], batch[middle:])
-            for finding in _verify(half, reader, index, memory)
+            for finding in _damage_of_batch(half, reader, index, memory)
         ]
     return [
         other_digest(FLIPPED, part, found, path=reader.location(stored_chunk(part, index)))
-        for (part, _), value in zip(batch, values, strict=True)
+        for part, value in zip(batch, values, strict=True)
+        if part.digest is not None
         for found in [checksum(tensor_memory.as_numpy(value))]
-        if part.digest is not None and found != part.digest
+        if found != part.digest
     ]
 
 
