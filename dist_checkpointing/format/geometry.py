@@ -382,31 +382,34 @@ class PieceColumns(Mapping[str, Pieces]):
             return pieces
         tables = list(pieces.values())
         ndim = np.array([table.offsets.shape[1] for table in tables], dtype=np.int64)
-        starts = np.cumsum([0, *map(len, tables)], dtype=np.int64)
-        width = int(ndim.max(initial=0))
+        return cls._stacked(list(pieces), ndim, map(len, tables), tables)
+
+    @classmethod
+    def joined(cls, tables: Sequence[PieceColumns]) -> PieceColumns:
+        """The pieces of all of these together; no two may hold the same tensor."""
+        keys = [*itertools.chain.from_iterable(table.keys_column for table in tables)]
+        ndim = np.concatenate([np.empty(0, dtype=np.int64), *(table.ndim for table in tables)])
+        counts = itertools.chain.from_iterable(np.diff(table.starts).tolist() for table in tables)
+        return cls._stacked(keys, ndim, counts, tables)
+
+    @classmethod
+    def _stacked(
+        cls,
+        keys: Sequence[str],
+        ndim: Int64s,
+        counts: Iterable[int],
+        tables: Sequence[Pieces | PieceColumns],
+    ) -> PieceColumns:
+        """The rows of all tables, so many for each key."""
         tables = tables or [Pieces.of(0, ())]
+        width = max(table.offsets.shape[1] for table in tables)
         columns = (
             [padded(table.offsets, width, 0) for table in tables],
             [padded(table.shapes, width, 1) for table in tables],
             [table.flat for table in tables],
         )
         joined = (own[0] if len(own) == 1 else np.concatenate(own) for own in columns)
-        return cls(list(pieces), starts, ndim, *joined)
-
-    @classmethod
-    def joined(cls, tables: Sequence[PieceColumns]) -> PieceColumns:
-        """The pieces of all of these together; no two may hold the same tensor."""
-        width = max((table.offsets.shape[1] for table in tables), default=0)
-        counts = [np.diff(table.starts) for table in tables]
-        none = np.empty((0, width), dtype=np.int64)
-        return cls(
-            [*itertools.chain.from_iterable(table.keys_column for table in tables)],
-            np.cumsum(np.concatenate([[0], *counts]), dtype=np.int64),
-            np.concatenate([none[:, :0].ravel(), *(table.ndim for table in tables)]),
-            np.concatenate([none, *(padded(table.offsets, width, 0) for table in tables)]),
-            np.concatenate([none, *(padded(table.shapes, width, 1) for table in tables)]),
-            np.concatenate([np.empty((0, 2), dtype=np.int64), *(table.flat for table in tables)]),
-        )
+        return cls(keys, np.cumsum([0, *counts], dtype=np.int64), ndim, *joined)
 
     def __getitem__(self, key: str) -> Pieces:
         found = self._seen.get(key)
@@ -477,9 +480,11 @@ def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> npt.ND
 def ints_from_json(values: Any) -> list[int]:
     """A list of shapes or offsets as it came out of a JSON file."""
     # type() and not isinstance(): JSON true is an int to Python.
-    if not isinstance(values, list) or not _ONLY_INT.issuperset(map(type, values)):
-        raise ValueError(f"expected a list of ints >= 0, found {values!r}")
-    if values and (min(values) < 0 or max(values) >= MAX_EXTENT):
+    if (
+        not isinstance(values, list)
+        or not _ONLY_INT.issuperset(map(type, values))
+        or not 0 <= min(values, default=0) <= max(values, default=0) < MAX_EXTENT
+    ):
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")
     if len(values) > MAX_AXES:
         raise ValueError(f"expected at most {MAX_AXES} axes, found {len(values)}")

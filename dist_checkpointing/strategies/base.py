@@ -305,13 +305,14 @@ class KnownFormats:
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise UnsupportedFormatError if this strategy cannot read the backend."""
-        self._require("backend", sorted({backend for backend, _ in self.reads}), loaded_backend)
+        self._require("backend", 0, loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise UnsupportedFormatError if this strategy cannot read the version."""
-        self._require("version", sorted({version for _, version in self.reads}), loaded_version)
+        self._require("version", 1, loaded_version)
 
-    def _require(self, what: str, known: Sequence[object], found: object) -> None:
+    def _require(self, what: str, position: int, found: object) -> None:
+        known = sorted({known[position] for known in self.reads})
         if found not in known:
             finding = Finding(
                 f"{type(self).__name__} does not read this {what}",
