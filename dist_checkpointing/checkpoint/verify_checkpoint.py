@@ -41,7 +41,6 @@ from dist_checkpointing.strategies.verification import (
     damage_of_objects,
     in_words,
     not_covered,
-    num_bytes,
 )
 
 T = TypeVar("T")
@@ -51,17 +50,9 @@ T = TypeVar("T")
 class Examination:
     """What reading all of a checkpoint has shown.
 
-    Attributes:
-        findings: Everything that is damaged, with key, place and file.
-        refused: Objects and common state that were not read, because they hold more than plain data
-            types.
-        remarks: What is strange, and may be intended.
-        num_tensors: Number of tensors that were looked at.
-        num_parts: Number of chunks and pieces that were read.
-        num_bytes: Size of the values that were read.
-        num_bytes_compared: Size of those values whose checksum was compared.
-        num_objects: Number of cells of sharded objects that were read.
-        is_sealed: Whether a seal says which files there should be, and what they hold.
+    ``findings`` are damage, with key, place and file; ``refused`` are objects and common state that
+    hold more than plain data types; ``remarks`` are strange, and may be intended. Parts and bytes
+    are those that were read, and whose checksum was compared; objects are counted by cells.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -299,19 +290,8 @@ def examine_checkpoint(
     Looks at the commit, at what describes the checkpoint, at whether the stored parts cover every
     tensor once, at every part (its checksum, if there is one), and at objects and common state.
 
-    Args:
-        checkpoint_dir: folder or URL of a committed checkpoint.
-        rank: number of the part of the work that is done here; rank 0 also looks at all that is
-            not a tensor.
-        world_size: number of parts.
-        trusted: unpickle anything, see ``load``.
-        progress: called with a Progress whenever something has been read.
-
-    Raises:
-        CheckpointNotFoundError: if nothing is committed there.
-        StrategyNotFoundError: if nobody reads its backend.
-        UnsupportedFormatError: if the tensors are stored in a way that is not read.
-        OSError: if the file system, and not the checkpoint, fails: nothing is known then.
+    The arguments are those of ``verify_checkpoint``, which names the errors too; ``progress`` is
+    called whenever something has been read. Rank 0 also looks at all that is not a tensor.
     """
     try:
         checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
@@ -347,7 +327,7 @@ def examine_checkpoint(
         with seen.noting():
             seen.findings += stored_objects_damage(checkpoint, seen.cells)
     seen.look_at_files(checkpoint.folder, seal, rank, world_size)
-    sizes = [(part, num_bytes(part, index)) for part in parts]
+    sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(
         said_once(merge_findings(seen.findings), len(keys)),
         merge_findings(seen.refused),

@@ -215,12 +215,7 @@ def read_tables(folder: Location, names: Iterable[str] | None = None) -> list[Ch
 
 
 def read_table(path: Location) -> ChecksumColumns:
-    """One table.
-
-    Raises:
-        CorruptCheckpointError: if the file is not what it should be.
-        OSError: if it cannot be read.
-    """
+    """One table; CorruptCheckpointError if the file is not what it should be."""
     return parse_table(location.read_bytes(path, _MAX_TABLE_BYTES), str(path))
 
 
@@ -322,9 +317,7 @@ def upper_name(table: str) -> str:
 def read_digests(folder: Location, table: str) -> tuple[ChecksumColumns, Uint64s]:
     """The rows of a table of checksums, and the upper halves of their digests.
 
-    Raises:
-        CorruptCheckpointError: if the files are not what they should be.
-        OSError: if they cannot be read.
+    If the files are not what they should be, a CorruptCheckpointError.
     """
     content = location.read_bytes(folder / table, _MAX_TABLE_BYTES)
     path = folder / upper_name(table)

@@ -29,11 +29,9 @@ FLOATING = frozenset(
 class DType:
     """One element type that can be stored.
 
-    Attributes:
-        name: The name in zarr v3, in the index, and in torch.
-        numpy: The numpy dtype, of ml_dtypes where numpy has none.
-        zarr_v2: The name in zarr v2, as Megatron and TensorStore write it.
-        bits: A dtype of numpy itself with the same size, which it copies at full speed.
+    ``name`` is that of zarr v3, the index and torch; ``zarr_v2`` that of Megatron and TensorStore.
+    ``numpy`` is of ml_dtypes where numpy has none; ``bits``, of the same size, always of numpy,
+    which copies it at full speed.
     """
 
     name: str
@@ -48,11 +46,7 @@ class DType:
 
     @property
     def torch(self) -> torch.dtype:
-        """The torch dtype.
-
-        Raises:
-            UnsupportedFormatError: if the installed torch is too old to have it.
-        """
+        """The torch dtype; UnsupportedFormatError if the installed torch is too old to have it."""
         found: torch.dtype | None = getattr(importlib.import_module("torch"), self.name, None)
         if found is None:
             finding = Finding(
@@ -83,11 +77,7 @@ _BY_ZARR_V2 = {row.zarr_v2: row for row in ELEMENT_TYPES}
 
 
 def from_name(name: str) -> DType:
-    """The dtype with this zarr v3 name.
-
-    Raises:
-        UnsupportedFormatError: if it cannot be stored.
-    """
+    """The dtype with this zarr v3 name; UnsupportedFormatError if it cannot be stored."""
     try:
         return _BY_NAME[name]
     except KeyError:

@@ -22,10 +22,7 @@ Values = TypeVar("Values", bound=Any)
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-aligned box ``offset <= x < offset + shape``, in elements of a global tensor.
-
-    A box of zero axes holds exactly one element.
-    """
+    """A box ``offset <= x < offset + shape`` of a tensor; one of zero axes holds one element."""
 
     offset: Ints
     shape: Ints
@@ -89,9 +86,8 @@ class Box:
 class Window:
     """A box inside a C-order array of ``shape`` that begins at element ``start`` of a buffer.
 
-    Windows address both stored chunks and destination tensors. An ordinary chunk has ``start == 0``
-    and its own shape. A part of a flattened range begins inside the 1-D buffer, and is treated as
-    an n-dimensional array there.
+    An ordinary chunk or tensor has ``start == 0`` and its own shape. A part of a flattened range
+    begins inside the 1-D buffer, and is treated as an n-dimensional array there.
     """
 
     start: int
@@ -145,12 +141,9 @@ def unravel_range(start: int, stop: int, shape: Ints) -> tuple[npt.NDArray[np.in
 def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
     """Boxes of an array of ``shape`` that make up elements ``start .. stop`` of its flattening.
 
-    Each box is contiguous, and the boxes follow each other in flat order. There are at most
-    ``2 * ndim - 1`` of them: the range begins with single elements, goes on with whole rows,
-    planes, ..., up to the largest whole blocks, and ends with smaller ones again.
-
-    Raises:
-        ValueError: if the range does not lie inside the array.
+    They are contiguous and follow each other, at most ``2 * ndim - 1``: single elements, whole
+    rows, planes, ..., up to the largest whole blocks, and smaller ones again. A range that does not
+    lie inside the array is a ValueError.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"range {start}:{stop} is outside an array of shape {shape}")
@@ -246,10 +239,9 @@ def largest_divisor_block(extent: int, max_block: int) -> int:
 
 
 def split_rows(box: Box, max_elements: int) -> list[Box]:
-    """``box`` cut into contiguous blocks of rows with at most ``max_elements`` elements each.
+    """``box`` cut into blocks of rows that are contiguous in it, of at most so many elements each.
 
-    If single rows are still too large, the axis is cut into single rows and the next axis is cut
-    too. So every block is contiguous in the C order of the box.
+    If single rows are still too large, the next axis is cut too.
     """
     if box.num_elements <= max(max_elements, 1):
         return [box]
@@ -277,13 +269,10 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Boxes of a tensor that are stored each on its own, because there is no chunk grid.
+    """Boxes of a tensor without a chunk grid, as ``[pieces, axes]`` offsets and shapes.
 
-    Attributes:
-        offsets: ``[pieces, axes]``, in elements of the global tensor.
-        shapes: ``[pieces, axes]``.
-        flat: ``[pieces, 2]``; a piece with ``start >= 0`` holds only elements ``start .. stop`` of
-            the C-order flattening of its box, as a 1-D array.
+    A piece with ``start >= 0`` in ``flat``, ``[pieces, 2]``, holds only elements ``start .. stop``
+    of the C-order flattening of its box, as a 1-D array.
     """
 
     offsets: Int64s

@@ -71,8 +71,8 @@ def pieces_text(pieces: Mapping[str, Pieces]) -> str:
 def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
     """The text of an index with a number for each table of pieces, and the tables by number.
 
-    Their lists are most of a large index. They become arrays without a Python object for each row,
-    and what is the same for many tensors does so once.
+    They are most of a large index, and become arrays without a Python object for each row. What is
+    the same for many tensors does so once.
     """
     rows = cache(_parsed_rows)
 
@@ -235,16 +235,8 @@ class Index(Mapping[str, StoredTensor]):
     """Key -> stored tensor, plus the grids of sharded objects that the backend holds itself.
 
     Columns of equal length, one entry a tensor; a tensor becomes an object when it is asked for.
-
-    Attributes:
-        keys_column: The keys.
-        dtype_column: Names of the dtypes.
-        global_shape_column: Global shapes.
-        chunk_shape_column: Chunk shapes; None for tensors that are stored as pieces.
-        pieces: Pieces of the tensors that are stored as pieces.
-        objects: Grids of the sharded objects that the backend holds itself.
-        codec: Name of the compression of all chunks, if there is one.
-        fingerprints: Fingerprints of the tensors by key, if they were kept; see ``fingerprints``.
+    Its chunk shape is None if it is stored as ``pieces``. The codec is that of all chunks.
+    Fingerprints, see ``storage.fingerprints``, may have been kept for all tensors, some or none.
     """
 
     keys_column: Sequence[str]
@@ -465,10 +457,7 @@ def write_index(
     folder: Location,
     durability: local_folder.Durability = local_folder.Durability.FSYNC,
 ) -> SealedFile:
-    """Write the index file of the checkpoint in ``folder``, atomically.
-
-    A power cut takes it until ``.dckpt`` is synced, as a commit does.
-    """
+    """Write the index file atomically; a power cut takes it until ``.dckpt`` is synced."""
     path = folder / INDEX_NAME
     location.make_folder(path.parent)
     data = index.to_json()
@@ -534,8 +523,7 @@ def require_backing(
 ) -> None:
     """Refuse sizes that the files cannot hold.
 
-    ``backing_of`` gives the bytes and parts that files can hold, and the path of the file that
-    states the size.
+    ``backing_of`` gives the bytes and parts that they can, and the file that states the size.
     """
     findings = [
         Finding(

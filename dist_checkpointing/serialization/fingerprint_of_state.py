@@ -107,17 +107,9 @@ def verify_restored(
     Copies of one part must be the same on all ranks. Tensors that the ranks do not hold whole, or
     in another shape or dtype than the stored one, have nothing to be compared with: a warning
     names them. Fingerprints that the save did not keep are computed from what is stored, which
-    the ranks read once more together.
+    the ranks read once more together. The index has the keys of this rank.
 
-    Args:
-        shards: Of this rank, filled.
-        folder: Folder of the checkpoint.
-        index: Index of the checkpoint, with the keys of this rank.
-        make_reader: Makes a reader of the checkpoint.
-        comm: Ranks that have loaded together.
-
-    Raises:
-        CorruptCheckpointError: naming every tensor that is not what was saved.
+    A CorruptCheckpointError names every tensor that is not what was saved.
     """
 
     def describe_local() -> tuple[dict[str, ShardTable], set[str]]:

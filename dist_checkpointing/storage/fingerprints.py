@@ -290,12 +290,7 @@ def totals(count: int, packed: Iterable[bytes]) -> npt.NDArray[np.uint64]:
 
 
 class SummingPlanner(PlannedData):
-    """Answers like another planner, and sums what it gives.
-
-    Args:
-        planner: Answers for the data.
-        plan: Plan whose rows are written.
-    """
+    """Answers like another planner, and sums what it gives for the rows of a plan."""
 
     def __init__(self, planner: SavePlanner, plan: SavePlan) -> None:
         super().__init__(plan, ())

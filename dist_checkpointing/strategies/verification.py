@@ -225,9 +225,8 @@ def values_of(leaf: ShardedTensor, part: StoredPart, dtype: torch.dtype) -> torc
 def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None:
     """Compare the memory of filled parts with their checksums. Not collective.
 
-    Raises:
-        CheckpointingException: with key and box of every part that differs. The stored data may
-            be good nevertheless: another read tells.
+    A CheckpointingException names every part that differs; the stored data may be good
+    nevertheless, which another read tells.
     """
     parts, rows = filled
     meter.expect(sum(v.nbytes for _, v in parts) + sum(int(t.num_bytes.sum()) for t in rows))
@@ -466,49 +465,44 @@ def damage_of(
 ) -> list[Finding]:
     """Read stored parts, compare those that have a checksum, and say what is wrong with which.
 
-    ``reader`` is used for all of them, and should be ``is_kept``. Not collective.
-
-    Raises:
-        OSError: if the file system, and not the checkpoint, fails.
+    The reader, used for all of them, should be ``is_kept``. Not collective. An OSError says that
+    the file system failed, and not the checkpoint.
     """
-    places = [_aligned(num_bytes(part, index)) for part in parts]
-    meter.expect(sum(num_bytes(part, index) for part in parts))
+    sizes = [part.num_elements * index[part.key].dtype.itemsize for part in parts]
+    meter.expect(sum(sizes))
+    places = list(map(_aligned, sizes))
     most = reader.options.buffer_bytes // 2
     # One piece of memory for all batches: an allocator would keep what each of them gave back.
     memory = torch.empty(max(min(most, sum(places)), *places, 0), dtype=torch.uint8)
     findings = []
-    for batch in in_batches(zip(parts, places, strict=True), len(memory)):
+    for batch in in_batches(zip(zip(parts, sizes, strict=True), places, strict=True), len(memory)):
         findings += _damage_of_batch(batch, reader, index, memory)
-        meter.add(sum(num_bytes(part, index) for part in batch))
+        meter.add(sum(size for _, size in batch))
     return findings
 
 
-def num_bytes(part: StoredPart, index: Index) -> int:
-    """Bytes of the values of a part of a tensor that the index holds."""
-    return part.num_elements * index.dtype_of(part.key).itemsize
-
-
-def _aligned(size: int) -> int:
+def _aligned(num_bytes: int) -> int:
     """Bytes of memory for a part, so that the next one begins where any dtype may."""
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _damage_of_batch(
-    batch: Sequence[StoredPart], reader: StorageReader, index: Index, memory: torch.Tensor
+    batch: Sequence[tuple[StoredPart, int]],
+    reader: StorageReader,
+    index: Index,
+    memory: torch.Tensor,
 ) -> list[Finding]:
-    """Read parts into memory, and compare them."""
+    """Read parts, given with their bytes, into memory, and compare them."""
     leaves: dict[TreePath, ShardedTensor] = {}
     values: list[torch.Tensor] = []
     start = 0
-    for number, part in enumerate(batch):
-        leaf = leaves[DictKey(number),] = ShardedTensor.of_box(
-            index[part.key], part.box, part.flat_range
-        )
-        stop = start + num_bytes(part, index)
-        flat = memory[start:stop].view(leaf.dtype)
+    for number, (part, size) in enumerate(batch):
+        leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
+        flat = memory[start : start + size].view(leaf.dtype)
         leaf.data = flat.view(part.box.shape if part.flat_range is None else -1)
+        leaves[DictKey(number),] = leaf
         values.append(leaf.data)
-        start = _aligned(stop)
+        start += _aligned(size)
     try:
         # Not by the planner of the strategy: it may put other values into memory.
         read(leaves, index, None, reader, SingleProcess())
@@ -516,7 +510,7 @@ def _damage_of_batch(
         raise cause_of(error) from None
     except (CorruptCheckpointError, StateMismatchError) as error:
         if len(batch) == 1:
-            return _unreadable(batch[0], error)
+            return _unreadable(batch[0][0], error)
         # Some of them cannot even be read: find them by halves.
         middle = len(batch) // 2
         return [
@@ -526,7 +520,7 @@ def _damage_of_batch(
         ]
     return [
         other_digest(FLIPPED, part, found, path=reader.location(stored_chunk(part, index)))
-        for part, value in zip(batch, values, strict=True)
+        for (part, _), value in zip(batch, values, strict=True)
         if part.digest is not None
         for found in [checksum(tensor_memory.as_numpy(value))]
         if found != part.digest

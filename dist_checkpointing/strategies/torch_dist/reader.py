@@ -161,9 +161,7 @@ _EDGE_BYTES = 1 << 12
 class _RecordFiller(Filler):
     """Fills rows from records; the first row of a record stands for all that are read from it.
 
-    Attributes:
-        rows_of: All rows of a record, by the first of them.
-        places: ``[rows, 3]``, see PlacedIndex.
+    ``rows_of`` has all of them, by the first; ``places`` are ``[rows, 3]``, see PlacedIndex.
     """
 
     def __init__(self, reader: TorchDistReader, plan: LoadPlan, planner: LoadPlanner) -> None:

@@ -187,12 +187,9 @@ _MAX_PENDING_BYTES = 2**20
 
 
 def file_name(rank: int, number: int, prefix: str = "") -> str:
-    """The name of a data file, from which Megatron's tools tell the rank.
+    """The name of a data file of a rank, from which Megatron's tools tell the rank.
 
-    Args:
-        rank: Rank that writes it.
-        number: Number among the files of that rank.
-        prefix: What the keys of all tensors in it begin with.
+    The keys of all tensors in it begin with the prefix.
     """
     return f"{disk_name(prefix) if prefix else ''}__{rank}_{number}.distcp"
 
@@ -200,10 +197,7 @@ def file_name(rank: int, number: int, prefix: str = "") -> str:
 class RecordFile(DataFiles):
     """A file of records, each begun at a multiple of the alignment; see ``DataFiles``.
 
-    What cannot be written in place takes ``buffer_bytes``.
-
-    Attributes:
-        rows: What has been written.
+    What cannot be written in place takes ``buffer_bytes``. What has been written is in ``rows``.
     """
 
     def __init__(
@@ -232,11 +226,9 @@ class RecordFile(DataFiles):
         return Place(self._stem, start, len(content))
 
     def add_tensor(self, data: torch.Tensor, digest: xxhash.xxh3_64 | None) -> Place:
-        """Add the record of a tensor.
+        """Add the record of a tensor on any device, of any strides; the digest gets its values.
 
-        Args:
-            data: on any device, of any strides. Must not change until the file is complete.
-            digest: gets the values.
+        The tensor must not change until the file is complete.
         """
         frame, crc = record_format(data.dtype, tuple(data.shape)), 0
         start = self.add_bytes(frame.head).offset
@@ -277,8 +269,7 @@ Row = tuple[str, Ints | None, Ints | None, Place]
 class TorchDistWriter(StorageWriter):
     """Writes what plain torch DCP and Megatron-Core read.
 
-    Attributes:
-        separation_hint: Tensors whose keys begin with this get data files of their own.
+    Tensors whose keys begin with ``separation_hint`` get data files of their own.
     """
 
     # A chunk is a shard, however large it is.
