@@ -172,8 +172,8 @@ def verify_restored(
                 found=str(parts.box(part)),
                 ranks=tuple(sorted({int(parts.ranks[part]), comm.rank})),
             )
-            for part in dict.fromkeys(
-                part for part, sums in held if tuple(of_parts[part].tolist()) != sums
+            for part in sorted(
+                {part for part, sums in held if tuple(of_parts[part].tolist()) != sums}
             )
         ]
         if comm.rank == 0:

@@ -20,18 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import (
-    _StorageInfo,  # the name that DCP's readers expect
-)
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex as TorchMetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import filesystem, metadata as dcp
 
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -536,24 +525,23 @@ _PROTOCOL = 4  # what Megatron writes; every Python that PyTorch 2 runs on reads
 def to_pickle(metadata: DcpMetadata) -> bytes:
     """The bytes of ``.metadata``."""
     dtypes = {tensor.dtype for tensor in metadata.tensors.values()}
-    properties = {dtype: TensorProperties(dtype=dtype) for dtype in dtypes}
+    properties = {dtype: dcp.TensorProperties(dtype=dtype) for dtype in dtypes}
     entries: dict[str, Any] = {
-        key: TensorStorageMetadata(
+        key: dcp.TensorStorageMetadata(
             properties[tensor.dtype],
             torch.Size(tensor.size),
-            [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in tensor.chunks],
+            [dcp.ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in tensor.chunks],
         )
         for key, tensor in metadata.tensors.items()
     }
-    entries |= {key: BytesStorageMetadata() for key in metadata.values}
-    content = Metadata(
+    entries |= {key: dcp.BytesStorageMetadata() for key in metadata.values}
+    index_of, info_of = dcp.MetadataIndex, filesystem._StorageInfo  # noqa: SLF001 - DCP's readers expect it
+    content = dcp.Metadata(
         entries,
         # DCP's own tools (dcp_to_torch_save, partial loads) ask where each key belongs.
         planner_data={key: metadata.paths.get(key, (key,)) for key in entries},
-        storage_data={
-            TorchMetadataIndex(*at): _StorageInfo(*place) for at, place in metadata.places.items()
-        },
-        storage_meta=StorageMeta(),
+        storage_data={index_of(*at): info_of(*place) for at, place in metadata.places.items()},
+        storage_meta=dcp.StorageMeta(),
         version=_DCP_VERSION,
     )
     # An attribute and not a class of its own: readers without Megatron know only DCP's classes.

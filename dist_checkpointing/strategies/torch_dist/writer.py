@@ -91,12 +91,6 @@ STORAGE_CLASSES: dict[torch.dtype, Any] = {
 """Dtypes that pickles name by a class; the others came later and are rebuilt from bytes."""
 
 
-class _Storage(tuple[Any, ...]):
-    """What PyTorch's pickles say of the memory of a tensor: kind, class, name, device, size."""
-
-    __slots__ = ()
-
-
 class _Tensor:
     """Pickles like a tensor, as the call that rebuilds one."""
 
@@ -109,7 +103,8 @@ class _Tensor:
 
 class _TensorPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        return tuple(obj) if isinstance(obj, _Storage) else None
+        # What stands for the memory of a tensor: kind, class, name, device, size.
+        return obj if type(obj) is tuple and obj[:1] == ("storage",) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +147,7 @@ def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
     if cls is None:
         cls, size, dtypes = torch.UntypedStorage, num_bytes, [dtype]
         rebuild = torch._utils._rebuild_tensor_v3  # noqa: SLF001
-    storage, description = _Storage(("storage", cls, "0", "cpu", size)), io.BytesIO()
+    storage, description = ("storage", cls, "0", "cpu", size), io.BytesIO()
     tensor = (storage, 0, shape, contiguous_stride(shape), False, OrderedDict(), *dtypes)
     _TensorPickler(description, protocol=2).dump(_Tensor(rebuild, tensor))
     small = {"data.pkl": description.getvalue(), "byteorder": b"little", "version": b"3\n"}
