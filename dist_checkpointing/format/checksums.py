@@ -24,7 +24,7 @@ import xxhash
 
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Box, FlatRange, Int64s, Ints
 
 CHECKSUMS_NAME = ".dckpt/checksums"
 _SUFFIX: Final = ".bin"
@@ -39,6 +39,7 @@ _DTYPES: Final = ("<u4", "<u4", "<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
 """Of the columns of a table, as they are in ``ChecksumColumns``."""
 _WIDE: Final = (4, 5, 6)
 """Columns with several numbers a row."""
+Array = npt.NDArray[Any]
 Uint64s = npt.NDArray[np.uint64]
 DIGEST_BYTES: Final = 16
 NO_DIGEST: Final = bytes(DIGEST_BYTES)
@@ -55,17 +56,17 @@ _MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
 """All memory of this process, of which only what belongs to a tensor may be read."""
 
 
-def checksum(array: npt.NDArray[Any]) -> int:
+def checksum(array: Array) -> int:
     """xxh3_64 of the elements of a C-contiguous array."""
     return checksum_of([array])
 
 
-def bytes_of(array: npt.NDArray[Any]) -> memoryview:
+def bytes_of(array: Array) -> memoryview:
     """The memory of a C-contiguous array of any dtype."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
+def checksum_of(blocks: Iterable[Array]) -> int:
     """xxh3_64 of a C-contiguous array that is given in blocks, one after the other."""
     digest = xxhash.xxh3_64()
     for block in blocks:
@@ -79,9 +80,7 @@ def checksum_of_bytes(data: bytes) -> int:
     return checksum_of([np.frombuffer(data, np.uint8)])
 
 
-def checksums_at(
-    addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint64]:
+def checksums_at(addresses: Int64s, num_bytes: Int64s) -> Uint64s:
     """xxh3_64 of small runs of memory, which must stay for as long as this takes."""
     runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
     found = [xxhash.xxh3_64_intdigest(_MEMORY[start:stop]) for start, stop in runs]
@@ -97,7 +96,7 @@ class StoredPart:
 
     key: str
     box: Box
-    flat_range: tuple[int, int] | None
+    flat_range: FlatRange
     digest: int | None = None
     rank: int | None = None
 
@@ -126,27 +125,25 @@ class ChecksumColumns:
     """
 
     names: Sequence[str]
-    keys: npt.NDArray[Any]
-    ranks: npt.NDArray[Any]
-    ndim: npt.NDArray[Any]
-    is_object: npt.NDArray[Any]
-    offsets: npt.NDArray[Any]
-    shapes: npt.NDArray[Any]
-    flat: npt.NDArray[Any]
-    digests: npt.NDArray[Any]
+    keys: Array
+    ranks: Array
+    ndim: Array
+    is_object: Array
+    offsets: Array
+    shapes: Array
+    flat: Array
+    digests: Array
 
     @property
-    def _by_row(self) -> tuple[npt.NDArray[Any], ...]:
+    def _by_row(self) -> tuple[Array, ...]:
         columns = (self.keys, self.ranks, self.ndim, self.is_object)
         return (*columns, self.offsets, self.shapes, self.flat, self.digests)
 
-    def renamed(
-        self, rows: npt.NDArray[Any] | slice, names: Sequence[str], keys: npt.NDArray[Any]
-    ) -> ChecksumColumns:
+    def renamed(self, rows: Array | slice, names: Sequence[str], keys: Array) -> ChecksumColumns:
         """Some rows, whose keys are positions in other names."""
         return ChecksumColumns(names, keys, *(column[rows] for column in self._by_row[1:]))
 
-    def parts_at(self, rows: npt.NDArray[Any]) -> list[StoredPart]:
+    def parts_at(self, rows: Array) -> list[StoredPart]:
         """Some rows, one by one; the offset of the box of an object is its cell."""
         taken = [column[rows].tolist() for column in self._by_row]
         return [
@@ -241,7 +238,7 @@ def parse_table(data: bytes, path: str) -> ChecksumColumns:
         if not isinstance(names, list) or not {str}.issuperset(map(type, names)):
             raise ValueError("expected a list of keys")
         position = _HEAD.size + names_size
-        columns: list[npt.NDArray[Any]] = []
+        columns: list[Array] = []
         for number, (count, dtype) in enumerate(zip(widths, _DTYPES, strict=True)):
             column = np.frombuffer(data, dtype, rows * count, position)
             columns.append(column.reshape(rows, count) if number in _WIDE else column)
@@ -281,7 +278,7 @@ def digest_of(data: Any, num_bytes: int) -> bytes:
     return xxhash.xxh3_128_digest(data)[:8] + xxhash.xxh3_64_digest(data)
 
 
-def digest_of_array(array: npt.NDArray[Any]) -> bytes:
+def digest_of_array(array: Array) -> bytes:
     """The digest of the elements of a C-contiguous array of any dtype."""
     data = bytes_of(array)
     if len(data) < _LARGE_BYTES:
@@ -291,9 +288,7 @@ def digest_of_array(array: npt.NDArray[Any]) -> bytes:
     return digest.digest()
 
 
-def digests_at(
-    addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint64]:
+def digests_at(addresses: Int64s, num_bytes: Int64s) -> Uint64s:
     """``[runs, 2]``: the digests of small runs of memory, which must stay while this works."""
     runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
     columns = columns_of([xxhash.xxh3_128_digest(_MEMORY[start:stop]) for start, stop in runs])
@@ -302,10 +297,10 @@ def digests_at(
     return columns
 
 
-def columns_of(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+def columns_of(digests: Sequence[bytes]) -> Uint64s:
     """``[digests, 2]``: the upper half and the checksum of each."""
     found = np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
-    columns: npt.NDArray[np.uint64] = found.reshape(-1, 2)
+    columns: Uint64s = found.reshape(-1, 2)
     return columns
 
 

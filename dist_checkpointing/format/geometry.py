@@ -15,7 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Ints = tuple[int, ...]
+FlatRange = tuple[int, int] | None
+"""Start and stop in the flattening of a box; None stands for the box as it is."""
 Values = TypeVar("Values", bound=Any)
 """An array of numpy or a tensor of torch."""
 
@@ -131,7 +135,7 @@ def unravel(position: int, shape: Ints) -> Ints:
     return tuple(reversed(offset))
 
 
-def unravel_range(start: int, stop: int, shape: Ints) -> tuple[npt.NDArray[np.int64], ...]:
+def unravel_range(start: int, stop: int, shape: Ints) -> tuple[Int64s, ...]:
     """Index arrays, one an axis, of a range of the flattening of an array of ``shape``."""
     if not shape:  # a scalar has no axes to index
         return ()
@@ -166,16 +170,18 @@ def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
     return boxes
 
 
-def boxes_of_part(box: Box, flat_range: tuple[int, int] | None) -> list[Box]:
-    """The boxes that make up a part of a tensor: a box of it, or a range of the flattened box."""
+Part = tuple[Box, FlatRange]
+"""A part of a tensor: a box of it, or a range of the flattened box."""
+
+
+def boxes_of_part(box: Box, flat_range: FlatRange) -> list[Box]:
+    """The boxes that make up a part."""
     if flat_range is None:
         return [box]
     return [run.moved(box.offset) for run in split_flat_range(box.shape, *flat_range)]
 
 
-def values_of_part(
-    box: Box, flat_range: tuple[int, int] | None, values: Values
-) -> Iterator[tuple[Box, Values]]:
+def values_of_part(box: Box, flat_range: FlatRange, values: Values) -> Iterator[tuple[Box, Values]]:
     """The boxes of a part, see ``boxes_of_part``, and the values of each, in its shape."""
     if flat_range is None:
         yield box, values
@@ -257,7 +263,6 @@ def split_rows(box: Box, max_elements: int) -> list[Box]:
     return blocks
 
 
-Int64s = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.int32] | Int64s
 MAX_EXTENT = 1 << 62
 MAX_AXES = 64
@@ -283,7 +288,7 @@ class Pieces:
         return len(self.offsets)
 
     @classmethod
-    def of(cls, ndim: int, pieces: Iterable[tuple[Box, tuple[int, int] | None]]) -> Pieces:
+    def of(cls, ndim: int, pieces: Iterable[Part]) -> Pieces:
         """A table of the given boxes and flat ranges."""
         rows = list(pieces)
         return cls(
@@ -321,12 +326,12 @@ class Pieces:
             raise ValueError(text)
         return cls(offsets, shapes, flat)
 
-    def __getitem__(self, row: int) -> tuple[Box, tuple[int, int] | None]:
+    def __getitem__(self, row: int) -> Part:
         start, stop = self.flat[row].tolist()
         box = Box(tuple(self.offsets[row].tolist()), tuple(self.shapes[row].tolist()))
         return box, None if start < 0 else (start, stop)
 
-    def __iter__(self) -> Iterator[tuple[Box, tuple[int, int] | None]]:
+    def __iter__(self) -> Iterator[Part]:
         rows = zip(self.offsets.tolist(), self.shapes.tolist(), self.flat.tolist(), strict=True)
         for offset, shape, (start, stop) in rows:
             yield Box(tuple(offset), tuple(shape)), None if start < 0 else (start, stop)
@@ -456,7 +461,7 @@ def row_bytes(
     return (matrix[row * width : row * width + end] for row, end in enumerate(ends.tolist()))
 
 
-def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> npt.NDArray[np.bool_]:
+def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> Bools:
     """Which rows, in this order, differ from the one before in any of the columns."""
     found = np.ones(len(columns[0]), dtype=np.bool_)
     found[1:] = False

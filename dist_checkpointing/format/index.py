@@ -17,7 +17,6 @@ from functools import cache, cached_property, wraps
 from typing import Any, Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
@@ -27,10 +26,12 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import (
     MAX_AXES,
     MAX_EXTENT,
+    Bools,
     Box,
     ChunkGrid,
     Int64s,
     Ints,
+    Part,
     PieceColumns,
     Pieces,
     ints_from_json,
@@ -194,7 +195,7 @@ class StoredTensor:
         """Number of chunks or pieces."""
         return math.prod(self.grid.counts) if self.pieces is None else len(self.pieces)
 
-    def parts(self) -> Iterator[tuple[Box, tuple[int, int] | None]]:
+    def parts(self) -> Iterator[Part]:
         """Box and flat range of each chunk, in C order, or piece."""
         if self.pieces is not None:
             yield from self.pieces
@@ -298,7 +299,7 @@ class Index(Mapping[str, StoredTensor]):
         return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
 
     @cached_property
-    def has_grid(self) -> npt.NDArray[np.bool_]:
+    def has_grid(self) -> Bools:
         """Which tensors have a chunk grid."""
         return np.array([chunk is not None for chunk in self.chunk_shape_column], dtype=np.bool_)
 

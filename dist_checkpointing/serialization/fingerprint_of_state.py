@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.checksums import Uint64s
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, read_index
 from dist_checkpointing.mapping import (
@@ -202,7 +202,7 @@ def verify_restored(
             raise CorruptCheckpointError("what was restored is not what was saved", findings)
 
 
-def _fingerprints(table: ShardTable, sums: npt.NDArray[np.uint64]) -> dict[str, str]:
+def _fingerprints(table: ShardTable, sums: Uint64s) -> dict[str, str]:
     """The fingerprints of the tensors of a table; the sums are those of each of its names."""
     names, rows = np.unique(table.keys, return_index=True)
     return {

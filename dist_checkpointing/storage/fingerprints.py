@@ -22,8 +22,11 @@ import torch
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
+from dist_checkpointing.format.checksums import Uint64s
 from dist_checkpointing.format.geometry import (
     Box,
+    FlatRange,
+    Int64s,
     Ints,
     changes,
     ravel_offset,
@@ -39,7 +42,6 @@ from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, batches, 
 
 Sums = tuple[int, int]
 Bytes = npt.NDArray[np.uint8]
-Int64s = npt.NDArray[np.int64]
 
 _MOST_BYTES: Final = 1 << 24
 """Of a tensor on another device are in memory at a time."""
@@ -60,7 +62,7 @@ _GAMMA: Final = 0x9E3779B97F4A7C15
 
 
 def sums_of_tensor(
-    values: torch.Tensor, box: Box, flat_range: tuple[int, int] | None, global_shape: Ints
+    values: torch.Tensor, box: Box, flat_range: FlatRange, global_shape: Ints
 ) -> Sums:
     """The sums of a part of a tensor: of a box of it, or of a range of the flattened box.
 
@@ -280,7 +282,7 @@ SUMS_ROW: Final = np.dtype([("number", "<i4"), ("sums", "<u8", (2,))])
 """What ranks send of their sums: a number that all of them know, and the sums that belong to it."""
 
 
-def totals(count: int, packed: Iterable[bytes]) -> npt.NDArray[np.uint64]:
+def totals(count: int, packed: Iterable[bytes]) -> Uint64s:
     """``[count, 2]``, the sums of each number, of the rows that all ranks have packed."""
     sums = np.zeros((count, 2), dtype=np.uint64)
     for data in packed:

@@ -12,7 +12,6 @@ from itertools import repeat
 from typing import Any, Final, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dist_checkpointing.byte_sizes import in_batches
@@ -27,6 +26,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
+    Array,
     ChecksumColumns,
     StoredPart,
     checksum,
@@ -258,7 +258,7 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
         raise CheckpointingException("what was loaded is not what is stored", findings)
 
 
-def _blocks(values: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
+def _blocks(values: torch.Tensor) -> Iterator[Array]:
     """The values of a tensor on any device, as contiguous arrays in C order."""
     values = values.detach()
     if tensor_memory.is_plain_memory(values):
