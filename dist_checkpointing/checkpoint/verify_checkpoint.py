@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import TypeVar
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
@@ -35,6 +34,7 @@ from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressOption
+from dist_checkpointing.strategies.base import PathOrStr
 from dist_checkpointing.strategies.verification import (
     cause_of,
     damage_of,
@@ -235,7 +235,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 def verify_checkpoint(
-    checkpoint_dir: str | PathLike[str],
+    checkpoint_dir: PathOrStr,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -278,7 +278,7 @@ def verify_checkpoint(
 
 
 def examine_checkpoint(
-    checkpoint_dir: str | PathLike[str],
+    checkpoint_dir: PathOrStr,
     *,
     rank: int = 0,
     world_size: int = 1,

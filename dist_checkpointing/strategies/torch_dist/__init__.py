@@ -7,7 +7,6 @@ what they write is read here, plain DCP checkpoints without ``metadata.json`` in
 from __future__ import annotations
 
 import re
-from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +14,7 @@ from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME, PlannedRemoval
 from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.strategies.base import (
+    PathOrStr,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
 )
@@ -91,14 +91,14 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
     can_handle_sharded_objects = True
 
-    def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
+    def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
         root = Path(checkpoint_dir)
         _, kept, unused = _parted(root, key_prefix)
         # Once it does not name them they are unreachable; files of nothing else are freed then.
         local_folder.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
         local_folder.remove_all([root / file for file in unused], root)
 
-    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
         metadata, kept, unused = _parted(Path(checkpoint_dir), key_prefix)
         shared, gone = dict[str, int](), set(unused)
         for at, place in metadata.places.items():

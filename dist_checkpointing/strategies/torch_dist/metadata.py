@@ -83,6 +83,10 @@ def piece_of_chunk(global_shape: Ints, size: Ints, chunk: Box) -> tuple[Box, tup
 
 _MAX_METADATA_BYTES = 1 << 33
 _MAX_EXTENT = 1 << 62
+Chunk = tuple[Ints, Ints]
+"""Offsets and sizes of a stored part of a tensor."""
+At = tuple[str, Ints | None]
+"""What is stored at one place: a chunk by key and offsets, or the value of a key."""
 StatePath = tuple[str | int, ...]
 """Keys and positions that lead to a value in a nested state dict."""
 
@@ -96,7 +100,7 @@ class DcpTensor:
 
     dtype: torch.dtype
     size: Ints
-    chunks: tuple[tuple[Ints, Ints], ...]
+    chunks: tuple[Chunk, ...]
     flattened_from: Ints | None = None
 
 
@@ -112,13 +116,12 @@ class Place(NamedTuple):
 class DcpMetadata:
     """What a checkpoint holds, as ``.metadata`` says it: tensors, and keys of all other values.
 
-    Places are those of every chunk ``(key, offsets)`` and value ``(key, None)``; paths are those of
-    keys in the nested state dict, as far as DCP noted them.
+    Paths are those of keys in the nested state dict, as far as DCP noted them.
     """
 
     tensors: Mapping[str, DcpTensor]
     values: tuple[str, ...]
-    places: Mapping[tuple[str, Ints | None], Place]
+    places: Mapping[At, Place]
     paths: Mapping[str, StatePath] = field(default_factory=dict)
 
     def without_tensors(self, prefix: str) -> DcpMetadata:
@@ -301,8 +304,8 @@ def _tensor(key: str, entry: _Object, special: Any) -> DcpTensor:
     return DcpTensor(dtype, size, tuple(chunks), None if whole is None else _ints(whole))
 
 
-def _places(stored: Any, path: str) -> dict[tuple[str, Ints | None], Place]:
-    places: dict[tuple[str, Ints | None], Place] = {}
+def _places(stored: Any, path: str) -> dict[At, Place]:
+    places: dict[At, Place] = {}
     findings: dict[str, Finding] = {}
     for at, info in stored.items():
         index, where = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
@@ -454,7 +457,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
     )
 
 
-def dcp_tensor(stored: StoredTensor, chunks: Iterable[tuple[Ints, Ints]]) -> DcpTensor:
+def dcp_tensor(stored: StoredTensor, chunks: Iterable[Chunk]) -> DcpTensor:
     """A tensor of an index as DCP knows it, see ``chunk_of_part``."""
     box_shape, shape = common_box_shape(stored), stored.global_shape
     if box_shape is None:
@@ -482,9 +485,7 @@ def _stored(key: str, tensor: DcpTensor) -> tuple[StoredTensor, list[Ints]]:
     return stored, [offsets for offsets, _ in chunks]
 
 
-def _grid_order(
-    shape: Ints, chunks: Sequence[tuple[Ints, Ints]]
-) -> tuple[Ints, Iterable[int]] | None:
+def _grid_order(shape: Ints, chunks: Sequence[Chunk]) -> tuple[Ints, Iterable[int]] | None:
     """The chunk shape and the positions of the chunks in order of the grid, if they make one."""
     if len(chunks) == 1 and chunks[0][1] == shape:
         return shape, (0,)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -35,7 +34,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
-from dist_checkpointing.strategies.base import KnownFormats, LoadCommonStrategy
+from dist_checkpointing.strategies.base import KnownFormats, LoadCommonStrategy, PathOrStr
 from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Extent,
@@ -299,7 +298,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     def trusting(self) -> Self:
         return type(self)(trusted=True)
 
-    def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
+    def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
         folder = as_location(checkpoint_dir)
         metadata = read_dcp_metadata(folder)
         if COMMON_STATE_CELL in metadata.values:
@@ -331,7 +330,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     def load_sharded_objects(
         self,
         sharded_objects_state_dict: ShardedStateDict,
-        checkpoint_dir: str | PathLike[str],
+        checkpoint_dir: PathOrStr,
     ) -> StateDict:
         del sharded_objects_state_dict
         finding = Finding(

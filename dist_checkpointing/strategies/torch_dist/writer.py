@@ -56,6 +56,8 @@ from dist_checkpointing.strategies.torch_archives import (
     SIZES_FOLLOW,
 )
 from dist_checkpointing.strategies.torch_dist.metadata import (
+    At,
+    Chunk,
     DcpMetadata,
     Place,
     common_box_shape,
@@ -356,9 +358,9 @@ class TorchDistWriter(StorageWriter):
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile] | None:
-        chunks: dict[str, list[tuple[Ints, Ints]]] = {key: [] for key in metadata}
+        chunks: dict[str, list[Chunk]] = {key: [] for key in metadata}
         values: list[str] = []
-        places: dict[tuple[str, Ints | None], Place] = {}
+        places: dict[At, Place] = {}
         rows: Iterable[Any] = (result.storage_data for of_rank in results for result in of_rank)
         for key, offsets, sizes, place in chain.from_iterable(rows):
             places[key, offsets] = place
