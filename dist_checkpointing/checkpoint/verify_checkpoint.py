@@ -235,11 +235,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 def verify_checkpoint(
-    checkpoint_dir: PathOrStr,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    trusted: bool = False,
+    checkpoint_dir: PathOrStr, *, rank: int = 0, world_size: int = 1, trusted: bool = False
 ) -> None:
     """Read a checkpoint and compare its checksums. Not collective.
 

@@ -13,11 +13,7 @@ from typing import Any, ClassVar
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME, PlannedRemoval
 from dist_checkpointing.storage.interface import StorageWriter
-from dist_checkpointing.strategies.base import (
-    PathOrStr,
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
-)
+from dist_checkpointing.strategies.base import PathOrStr, PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.metadata import (
     DcpMetadata,
     read_dcp_metadata,

@@ -26,12 +26,7 @@ from dist_checkpointing.format.geometry import Ints, padded_rows
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedStateDict, StateDict, tensor_memory
-from dist_checkpointing.planning import (
-    LoadPlan,
-    LoadPlanner,
-    MetadataIndex,
-    ReadTable,
-)
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.base import KnownFormats, LoadCommonStrategy, PathOrStr
@@ -328,9 +323,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             raise CorruptCheckpointError("the common state is damaged", [finding]) from error
 
     def load_sharded_objects(
-        self,
-        sharded_objects_state_dict: ShardedStateDict,
-        checkpoint_dir: PathOrStr,
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
     ) -> StateDict:
         del sharded_objects_state_dict
         finding = Finding(

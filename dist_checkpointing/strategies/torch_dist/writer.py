@@ -198,11 +198,7 @@ class RecordFile(DataFiles):
     """
 
     def __init__(
-        self,
-        writer: TorchDistWriter,
-        buffer_bytes: int,
-        name: str,
-        report: Callable[[int], None],
+        self, writer: TorchDistWriter, buffer_bytes: int, name: str, report: Callable[[int], None]
     ) -> None:
         root, options = writer.checkpoint_dir, writer.options
         super().__init__(root, name, options, _MAX_PENDING_BYTES, report)
