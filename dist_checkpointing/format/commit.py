@@ -227,7 +227,7 @@ class Attempt:
             # Another save may have ended between the first look and the lock.
             refuse_committed(folder, overwrite=overwrite)
             is_new = make_dckpt_folder(folder)
-            left = leftovers(folder)
+            left = frozenset[str]() if is_new else leftovers(folder)
             refuse_foreign(folder, names, left)
             attempt = cls(name or uuid.uuid4().hex, folder, names, lock, durability, made)
             if not is_new:

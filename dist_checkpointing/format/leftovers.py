@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -19,7 +18,6 @@ import xxhash
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
-from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 
@@ -97,7 +95,6 @@ def attempt_json(attempt: str, names: Sequence[str]) -> bytes:
 
 
 def note_attempt(folder: Path, attempt: str, names: Sequence[str], durability: Durability) -> None:
-    make_dckpt_folder(folder)
     # As a whole: names that are lost would be files that nobody deletes.
     local_folder.write_content(folder / ATTEMPT_NAME, attempt_json(attempt, names), durability)
 
@@ -123,9 +120,9 @@ def attempt_of(folder: Location) -> str | None:
     return _noted(folder)[0]
 
 
-def number_of_save(checkpoint_dir: str | PathLike[str]) -> int:
+def number_of_save(folder: Location) -> int:
     """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    start = _start_in(as_location(checkpoint_dir))
+    start = _start_in(folder)
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 

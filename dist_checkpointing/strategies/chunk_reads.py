@@ -248,7 +248,7 @@ class Filler:
         table = plan.table if table is None else table
         self.table = table
         self._planner = planner
-        self._destinations = planner.destinations(plan)
+        self.destinations = planner.destinations(plan)
         self._most_bytes = limits.most_bytes
         self._maps_files = limits.maps_files
         self._of_thread = threading.local()
@@ -261,7 +261,7 @@ class Filler:
         )
         self._starts = np.where(is_run, starts * items, -1)
         self.num_bytes: Int64s = table.num_elements * items
-        addresses = self._destinations.addresses(self._torch_types, self._type_of)
+        addresses = self.destinations.addresses(self._torch_types, self._type_of)
         if addresses is not None:
             addresses[~is_run] = -1
         self._addresses = addresses
@@ -275,7 +275,7 @@ class Filler:
     def fill(self, row: int, block: Array, start: int = 0, size: int | None = None) -> int:
         """Fill a row from its chunk, some bytes in memory; returns the bytes of the row."""
         size = block.nbytes if size is None else size
-        destination, num_bytes = self._destinations.acquire(row), int(self.num_bytes[row])
+        destination, num_bytes = self.destinations.acquire(row), int(self.num_bytes[row])
         begin = int(self._starts[row])
         if (
             begin >= 0
@@ -286,7 +286,7 @@ class Filler:
         ):
             source = block.ctypes.data + start + begin
             ctypes.memmove(destination.data_ptr(), source, num_bytes)
-            self._destinations.filled(row, destination)
+            self.destinations.filled(row, destination)
             return num_bytes
         dtype = self.dtype(row)
         values = block[start : start + size].view(dtype.bits)
@@ -311,11 +311,11 @@ class Filler:
 
     def read(self, row: int, file: OpenFile, start: int) -> int:
         """Fill a row from its chunk in a long enough file; returns the bytes of the row."""
-        destination, dtype = self._destinations.acquire(row), self.dtype(row)
+        destination, dtype = self.destinations.acquire(row), self.dtype(row)
         target, begin = tensor_memory.fillable(destination, dtype.torch), int(self._starts[row])
         if target is not None and begin >= 0 and target.flags.c_contiguous:
             file.read_into(target, start + begin)
-            self._destinations.filled(row, destination)
+            self.destinations.filled(row, destination)
             return int(self.num_bytes[row])
         # What is staged may have to be gathered from rows that are read whole: both need memory.
         most_bytes = max(1, self._most_bytes // 2) if target is None else self._most_bytes
@@ -339,10 +339,10 @@ class Filler:
         target = tensor_memory.fillable(destination, dtype.torch)
         if target is not None:
             read(self.table.storage(row), target)
-            self._destinations.filled(row, destination)
+            self.destinations.filled(row, destination)
             return
         item = replace(self.table.item(row), storage=self.table.storage(row))
-        if not is_on_gpu(destination) or not self._destinations.is_own_memory:
+        if not is_on_gpu(destination) or not self.destinations.is_own_memory:
             for part in item.parts(max(1, most_bytes // dtype.itemsize)):
                 staged = np.empty(part.lengths, dtype=dtype.bits)
                 read(part.storage, staged)
@@ -443,8 +443,9 @@ def read_chunks(
         with opened(position) as file:
             report(filler.read(int(reads.rows[position]), file, int(reads.offsets[position])))
 
-    with paused_collector():
-        in_threads(read_run, bounds[counts > 1].tolist(), limits.run_threads)
+    if runs := bounds[counts > 1].tolist():
+        with paused_collector():
+            in_threads(read_run, runs, limits.run_threads)
     in_threads(read_one, bounds[counts == 1, 0].tolist(), limits.threads)
 
 

@@ -68,11 +68,12 @@ def chunk_keys(
     has_grid = np.array([shape is not None for shape in shapes], dtype=np.bool_)
     folders, on_grid, numbers = naming.folders(names), has_grid[keys], offsets // chunks[keys]
     is_first = on_grid & ~numbers.any(axis=1)
-    ends = ["/" + naming.chunk((0,) * axes) for axes in range(int(table.ndim.max(initial=0)) + 1)]
-    rows = zip(keys.tolist(), table.ndim.tolist(), strict=True)
+    ndim = table.ndim.tolist()
+    ends = {axes: "/" + naming.chunk((0,) * axes) for axes in {*ndim}}
+    rows = zip(keys.tolist(), ndim, strict=True)
     found = [folders[key] + ends[axes] for key, axes in rows]
     for row in np.flatnonzero(~is_first).tolist():
-        folder, axes = folders[int(keys[row])], int(table.ndim[row])
+        folder, axes = folders[int(keys[row])], ndim[row]
         if on_grid[row]:
             found[row] = f"{folder}/{naming.chunk(tuple(numbers[row, :axes].tolist()))}"
         else:

@@ -91,6 +91,7 @@ def adopt(folder: Path) -> None:
         known, theirs = leftovers(folder), _made_by_megatron(folder)
         if theirs - known:
             attempt, names = attempt_of(folder) or uuid.uuid4().hex, sorted(theirs | known)
+            local_folder.make_dckpt_folder(folder)
             note_attempt(folder, attempt, names, local_folder.Durability.FSYNC)
 
 

@@ -34,13 +34,6 @@ class Malformed(ValueError):
     """A record that is not what the format allows."""
 
 
-def _require(*checks: tuple[bool | np.bool_, str]) -> None:
-    """Raise about the first that does not hold."""
-    for holds, problem in checks:
-        if not holds:
-            raise Malformed(problem)
-
-
 class Body:
     """The body of a record, read column by column."""
 
@@ -99,8 +92,8 @@ class Body:
 
     def finish(self) -> None:
         """Make sure that nothing is left."""
-        left = len(self.data) - self.position
-        _require((left == 0, f"{left} bytes are left"))
+        if left := len(self.data) - self.position:
+            raise Malformed(f"{left} bytes are left")
 
 
 def _joined_digits(digits: U64, stops: I64) -> U64:
@@ -169,10 +162,6 @@ _MOST_BLOCK_BYTES: Final = 1 << 17
 _ID_BYTES: Final = (0, 1, 2, 4)
 
 
-def _checksum(data: bytes) -> bytes:
-    return int(google_crc32c.value(data)).to_bytes(_CHECKSUM_BYTES, "little")
-
-
 def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
     """A record of this kind with this body."""
     method = _RAW
@@ -180,10 +169,10 @@ def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
         from numcodecs import zstd  # noqa: PLC0415 - it takes longer than to read small databases
 
         method, body = _ZSTD, zstd.compress(body, _ZSTD_LEVEL)
-    rest = encoded([_VERSION, method]) + body
+    rest = bytes([_VERSION, method]) + body
     length = _HEAD_BYTES + len(rest) + _CHECKSUM_BYTES
     data = magic.to_bytes(_MAGIC_BYTES, "big") + length.to_bytes(8, "little") + rest
-    return data + _checksum(data)
+    return data + int(google_crc32c.value(data)).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def opened(magic: int, record: bytes) -> bytes:
@@ -191,18 +180,18 @@ def opened(magic: int, record: bytes) -> bytes:
     head, data = record[:_HEAD_BYTES], record[:-_CHECKSUM_BYTES]
     is_record = len(record) >= _HEAD_BYTES + _CHECKSUM_BYTES
     is_record &= head[:_MAGIC_BYTES] == magic.to_bytes(_MAGIC_BYTES, "big")
-    length = int.from_bytes(head[_MAGIC_BYTES:], "little")
-    _require(
-        (is_record, f"no record of kind {magic:#010x}"),
-        (length == len(record), "its length differs from what it says"),
-        (record[-_CHECKSUM_BYTES:] == _checksum(data), "its checksum differs"),
-    )
+    if not is_record:
+        raise Malformed(f"no record of kind {magic:#010x}")
+    if int.from_bytes(head[_MAGIC_BYTES:], "little") != len(record):
+        raise Malformed("its length differs from what it says")
+    if int.from_bytes(record[-_CHECKSUM_BYTES:], "little") != google_crc32c.value(data):
+        raise Malformed("its checksum differs")
     rest = Body(data[_HEAD_BYTES:])
     version, method = rest.varint(MOST_U32), rest.varint(MOST_U32)
-    _require(
-        (version == _VERSION, f"format version {version} is not known"),
-        (method in (_RAW, _ZSTD), f"compression method {method} is not known"),
-    )
+    if version != _VERSION:
+        raise Malformed(f"format version {version} is not known")
+    if method not in (_RAW, _ZSTD):
+        raise Malformed(f"compression method {method} is not known")
     body = rest.data[rest.position :]
     if method == _RAW:
         return body
@@ -213,7 +202,8 @@ def opened(magic: int, record: bytes) -> bytes:
         content: bytes = zstd.decompress(body)
     except (RuntimeError, ValueError) as error:
         raise Malformed(f"it cannot be decompressed: {error}") from error
-    _require((len(content) <= MOST_BODY_BYTES, _TOO_LARGE))
+    if len(content) > MOST_BODY_BYTES:
+        raise Malformed(_TOO_LARGE)
     return content
 
 
@@ -222,7 +212,8 @@ def _check_frame(frame: bytes) -> None:
 
     Frames need not say how large their content is, so the blocks are looked through.
     """
-    _require((len(frame) >= 6 and frame[:4] == _FRAME_MAGIC, "its body is no zstd frame"))
+    if len(frame) < 6 or frame[:4] != _FRAME_MAGIC:
+        raise Malformed("its body is no zstd frame")
     described = frame[4]
     is_single = described >> 5 & 1
     size_bytes = (is_single, 2, 4, 8)[described >> 6]
@@ -235,11 +226,12 @@ def _check_frame(frame: bytes) -> None:
         is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
         at += 3 + (1 if kind == 1 else size)
         most += _MOST_BLOCK_BYTES if kind == 2 else size
-        _require(
-            (at <= len(frame) and kind != 3, "a zstd frame is cut off or damaged"),
-            (max(most, content) <= MOST_BODY_BYTES + _MOST_BLOCK_BYTES, _TOO_LARGE),
-        )
-    _require((at + 4 * (described >> 2 & 1) == len(frame), "its body is more than a zstd frame"))
+        if at > len(frame) or kind == 3:
+            raise Malformed("a zstd frame is cut off or damaged")
+        if max(most, content) > MOST_BODY_BYTES + _MOST_BLOCK_BYTES:
+            raise Malformed(_TOO_LARGE)
+    if at + 4 * (described >> 2 & 1) != len(frame):
+        raise Malformed("its body is more than a zstd frame")
 
 
 MOST_HEIGHT: Final = 255
@@ -315,11 +307,12 @@ def _read_strings(
     columns[0] += len(first)
     shared, rest = columns[:2]
     lengths = shared + rest
-    _require(
-        ((shared[1:] <= lengths[:-1]).all(), f"{what} share more than there is"),
-        (lengths.sum() <= MOST_BODY_BYTES, f"{what} take more than {MOST_BODY_BYTES} bytes"),
-        ((lengths <= MOST_U16).all(), f"{what} are longer than {MOST_U16} bytes"),
-    )
+    if (shared[1:] > lengths[:-1]).any():
+        raise Malformed(f"{what} share more than there is")
+    if lengths.sum() > MOST_BODY_BYTES:
+        raise Malformed(f"{what} take more than {MOST_BODY_BYTES} bytes")
+    if (lengths > MOST_U16).any():
+        raise Malformed(f"{what} are longer than {MOST_U16} bytes")
     rests, string, start = body.take(int(rest.sum())), first, 0
     strings = []
     for kept, length in zip(shared.tolist(), rest.tolist(), strict=True):
@@ -376,14 +369,17 @@ def decode_node(record: bytes, ref: NodeRef) -> Node:
     """The node that a record says, which must be the one that ``ref`` tells of."""
     body = Body(opened(NODE, record))
     (height,) = body.take(1)
-    _require((height == ref.height, f"its height is {height} and not {ref.height}"))
+    if height != ref.height:
+        raise Malformed(f"its height is {height} and not {ref.height}")
     files = read_files(body, ref.folder)
     paths = [path for path, _ in files]
     count = body.varint(MOST_ENTRIES)
-    _require((count > 0, "it has no entries"))
+    if count == 0:
+        raise Malformed("it has no entries")
     # Keys are whole: what the first has of the prefix, all have.
     keys, lengths, columns = _read_strings(body, count, ref.prefix, "keys", 3 if height else 2)
-    _require((all(map(operator.lt, keys, islice(keys, 1, None))), "its keys do not rise"))
+    if not all(map(operator.lt, keys, islice(keys, 1, None))):
+        raise Malformed("its keys do not rise")
     num_bytes = len(body.data) + int(lengths.sum()) + sum(map(len, paths))
     num_bytes += _OBJECT_BYTES * (count + len(files))
     inline: list[bytes] = []
@@ -407,11 +403,10 @@ def decode_node(record: bytes, ref: NodeRef) -> Node:
         extents, inline = _read_values(body, count, paths)
         num_keys = count
     body.finish()
-    is_within = keys[0] >= ref.low and (ref.high is None or keys[-1] < ref.high)
-    _require(
-        (num_keys == ref.num_keys, f"it has {num_keys} keys below it and not {ref.num_keys}"),
-        (is_within, "its keys are not those that the node above tells"),
-    )
+    if num_keys != ref.num_keys:
+        raise Malformed(f"it has {num_keys} keys below it and not {ref.num_keys}")
+    if keys[0] < ref.low or (ref.high is not None and keys[-1] >= ref.high):
+        raise Malformed("its keys are not those that the node above tells")
     return Node(keys, paths, extents, inline, children, num_bytes)
 
 
@@ -420,7 +415,8 @@ def _read_values(body: Body, count: int, paths: Sequence[str]) -> tuple[I64, lis
     extents = np.full((3, count), INLINE, dtype=np.int64)
     extents[2] = body.varints(count, MOST_I64)
     kinds = np.frombuffer(body.take(count), dtype=np.uint8)
-    _require((kinds.max() <= _OUTSIDE, f"a value of kind {kinds.max()}"))
+    if kinds.max() > _OUTSIDE:
+        raise Malformed(f"a value of kind {kinds.max()}")
     outside, inside = np.flatnonzero(kinds), np.flatnonzero(kinds != _OUTSIDE)
     extents[:2, outside] = body.varints(len(outside), MOST_I64, MOST_I64)
     _check_extents(extents[:, outside], paths)
@@ -434,10 +430,10 @@ def _read_values(body: Body, count: int, paths: Sequence[str]) -> tuple[I64, lis
 def _check_extents(extents: I64, paths: Sequence[str]) -> None:
     file, offset, length = extents
     _check_files(file, len(paths))
-    _require(
-        (all(paths[number] for number in np.unique(file).tolist()), "a file without a path"),
-        ((offset <= MOST_I64 - length).all(), "a place behind the end of any file"),
-    )
+    if not all(paths[number] for number in np.unique(file).tolist()):
+        raise Malformed("a file without a path")
+    if (offset > MOST_I64 - length).any():
+        raise Malformed("a place behind the end of any file")
 
 
 def _check_files(file: I64 | U64, num_files: int) -> None:
@@ -541,22 +537,25 @@ def _read_newest(
 ) -> tuple[int, NodeRef | None]:
     """The last of the versions that stand in the manifest itself."""
     count = body.varint(1 << arity)
-    _require((count > 0, "it has no version"))
+    if count == 0:
+        raise Malformed("it has no version")
     (generations,) = body.varints(count, MOST_I64)
     height = body.take(count)[-1]
     entries = body.varints(count, MOST_I64, *[MOST_U64] * 5)
     body.take(8 * count)  # the times of the commits
     _check_files(entries[0], len(files))
     same = generations - np.uint64(1) >> np.uint64(arity)
-    _require((_rise(generations) and (same == same[-1]).all(), "its versions are not in order"))
+    if not _rise(generations) or (same != same[-1]).any():
+        raise Malformed("its versions are not in order")
     file, *numbers = entries[:, -1].tolist()
     root = NodeRef(*files[int(file)], height, *numbers)
     generation = int(generations[-1])
     if (root.offset, root.length) == (MOST_U64, MOST_U64):
-        _require((not (root.path or height or any(numbers[2:])), "its empty tree is not empty"))
+        if root.path or height or any(numbers[2:]):
+            raise Malformed("its empty tree is not empty")
         return generation, None
-    is_small = root.length <= MOST_BODY_BYTES and root.offset + root.length <= MOST_I64
-    _require((bool(root.path) and is_small, "its tree is nowhere"))
+    if not root.path or root.length > MOST_BODY_BYTES or root.offset + root.length > MOST_I64:
+        raise Malformed("its tree is nowhere")
     return generation, root
 
 

@@ -156,11 +156,10 @@ class TensorStoreReader(StorageReader):
             row_keys = database.row_keys(table, self._index)
             values = self._find(row_keys)
             self._require_found(table, row_keys, values)
-        destinations = planner.destinations(plan)
         for row in np.flatnonzero(table.is_object).tolist():
             data = self._bytes(values, row, table.key(row))
             where = f"{self.checkpoint_dir}: {row_keys[row].decode()}"
-            destinations.apply_bytes(row, deserialize(data, where, trusted=self.trusted))
+            filler.destinations.apply_bytes(row, deserialize(data, where, trusted=self.trusted))
         file, offset, length = values.extents
         for row in np.flatnonzero((file == INLINE) & ~table.is_object).tolist():
             value = np.frombuffer(values.inline[offset[row]], dtype=np.uint8)

@@ -191,7 +191,7 @@ class _RecordFiller(Filler):
             if self.table.is_object[row]:
                 value = read_object(read(0, length), self._where(row), trusted=self._reader.trusted)
                 for cell in rows:
-                    self._destinations.apply_bytes(cell, value)
+                    self.destinations.apply_bytes(cell, value)
                 return 0
             dtype, shape = self.dtype(row).torch, self._stored_shape(row)
             num_bytes = math.prod(shape) * dtype.itemsize
