@@ -152,12 +152,13 @@ def write_seal(
     config: CheckpointingConfig,
     reported: Iterable[SealedFile],
     *,
+    attempt: str,
     tables: Mapping[str, tuple[str, str]],
     created: Collection[str] | None,
     durability: local_folder.Durability,
     is_all_here: bool = True,
 ) -> None:
-    """Check that everything is there, and seal it. Called on rank 0 when all ranks have written.
+    """Check that all files of an attempt are there, and seal it. Called on rank 0, at the end.
 
     What the ranks ``reported`` must be here in its size, or CheckpointingException; unless
     ``is_all_here``, what they wrote to other disks is believed. What is found in the files and
@@ -182,7 +183,6 @@ def write_seal(
             continue
         is_large = found[name] > _MAX_DIGESTED_BYTES
         files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
-    attempt = attempt_of(folder) or ""
     content = Seal(attempt, asdict(config), files, tables).to_json()
     location.write_content(folder / SEAL_NAME, content, durability)
 

@@ -270,15 +270,15 @@ Layout = RowBlockLayout | WholeShardLayout
 
 def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Index:
     """What a checkpoint will hold, from the shards of all ranks and those that are written."""
-    firsts = announced.take(announced.starts)
-    tensors = written.take(~written.is_object)
-    is_object = firsts.is_object
+    firsts, tensors = announced.take(announced.starts), written
+    is_object, grids = firsts.is_object, dict[str, Ints]()
+    if is_object.any():
+        tensors, objects = written.take(~written.is_object), firsts.take(is_object)
+        grids = dict(zip(objects.key_column, objects.global_shape_column, strict=True))
     # What has no elements is in the index, but nobody writes it.
     is_empty = (firsts.global_shapes == 0).any(axis=1) & ~is_object
     if is_empty.any():
         tensors = concatenate([tensors, firsts.take(is_empty)])
-    objects = firsts.take(is_object)
-    grids = dict(zip(objects.key_column, objects.global_shape_column, strict=True))
     firsts = tensors.take(tensors.starts)
     chunks, pieces = layout.parts(tensors)
     shapes = firsts.global_shape_column

@@ -138,9 +138,6 @@ class ReplicaComparison:
         on_mismatch: OnReplicaMismatch,
         comm: Comm,
     ) -> None:
-        self._is_off = check is ReplicaCheck.OFF
-        if self._is_off:
-            return
         self._shards = [
             leaf for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None
         ]
@@ -152,8 +149,6 @@ class ReplicaComparison:
 
     def digests_of_rank(self) -> ReplicaFacts | None:
         """What this rank can send before any exchange; None at the first save of a state."""
-        if self._is_off:
-            return None
         number, copies = self._cache.hash_if_cached(self._inputs()), self._cache.value
         if number is None or copies is None:
             return None
@@ -166,8 +161,6 @@ class ReplicaComparison:
         Raises:
             InvalidShardingError: naming each part whose copies differ, and which ranks agree.
         """
-        if self._is_off:
-            return
         comm, cache = self._comm, self._cache
         if None in facts:
             facts = comm.exchange(_STEP, self.digests_of_rank)

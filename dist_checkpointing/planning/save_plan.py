@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -107,6 +107,12 @@ class SavePlanning:
         self.planner, self.destination = planner, destination
         self._leaves, self._layout, self._others = leaves, layout, list(others)
         self._rank, self._world_size, self._cache = comm.rank, comm.world_size, cache
+        # It needs no plans of all ranks, but what they hold.
+        self._assigner: DefaultSavePlanner | None = None
+        if isinstance(planner, DefaultSavePlanner) and not overrides(
+            planner, DefaultSavePlanner, "build_global_plan"
+        ):
+            self._assigner = planner
         self._inputs: tuple[Any, ...] | None = None
         self._local_plan: SavePlan | None = None
         self._leaf_numbers: dict[int, Int32s] = {}
@@ -130,7 +136,7 @@ class SavePlanning:
         is_bare = type(plan) is SavePlan and plan.storage_data is plan.planner_data is None
         rest = None if is_bare else replace(plan, table=plan.table.take(slice(0, 0)))
         parts = {_KINDS[0]: plan.table}
-        if _assigns(self.planner):
+        if self._assigner is not None:
             parts, self._leaf_numbers = exchanged_parts(plan.table)
         if self._others:
             parts[_OTHERS] = describe(self._others, self._rank)
@@ -187,10 +193,10 @@ class SavePlanning:
         others = exchanged.catalog(_OTHERS)
         if len(others):
             check_coverage(others)
-        if _assigns(planner):
+        if self._assigner is not None:
             catalog = exchanged.catalog(*_KINDS)
             check_agreement(catalog)
-            written, index = planner.assign(catalog, self._world_size)
+            written, index = self._assigner.assign(catalog, self._world_size)
             check_coverage(catalog, written)
             table = written.take(written.ranks == self._rank)
             plan = replace(local, table=_with_leaves(table, self._leaf_numbers), index=index)
@@ -217,13 +223,6 @@ class SavePlanning:
         kept = {catalog.names[number] for number in np.unique(catalog.keys)}
         if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
             logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
-
-
-def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
-    """Whether the planner needs no plans of all ranks, but what they hold."""
-    return isinstance(planner, DefaultSavePlanner) and not overrides(
-        planner, DefaultSavePlanner, "build_global_plan"
-    )
 
 
 def exchanged_parts(table: ShardTable) -> tuple[dict[str, ShardTable], dict[int, Int32s]]:

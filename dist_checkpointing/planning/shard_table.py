@@ -312,6 +312,9 @@ def table_of_rows(rank: int, rows: Sequence[tuple[Any, ...]]) -> ShardTable:
     )
 
 
+NO_ROWS: Final = table_of_rows(0, ())
+
+
 def counted(counts: Int64s) -> tuple[Int64s, Int64s]:
     """For each of several groups its number so many times, and the position in the group."""
     if (counts == 1).all():
@@ -336,7 +339,7 @@ def concatenate(
     """
     tables = [table for table in tables if len(table)] or tables[:1]
     if not tables:
-        return table_of_rows(0, ())
+        return NO_ROWS
     # Ranks with parts of the same tensors often share one tuple of names.
     given = {id(table.names): table.names for table in tables}
     all_names = sorted(dict.fromkeys(itertools.chain.from_iterable(given.values())))

@@ -216,6 +216,7 @@ class SaveFolder:
                     self.data,
                     self.config,
                     files,
+                    attempt=attempt.id,
                     tables=tables,
                     created=None if is_opaque else attempt.creates,
                     durability=self.durability,

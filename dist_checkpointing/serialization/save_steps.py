@@ -76,7 +76,6 @@ from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.strategies.unplanned_strategies import ForeignSaveStrategy
-from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.save_errors import (
     CommonDigests,
     check_data,
@@ -177,6 +176,7 @@ class SaveJob:
         self.rank, self.meter, self.step = rank, meter, step
         self._hooks, self._options = hooks, options
         self._planning: SavePlanning | None = None
+        self._replicas: ReplicaComparison | None = None
         self._common_files: Sequence[SealedFile] | None = None
         # What came of ``write_behind``, or the error that left it without copies.
         self._outcome: Outcome[driver.Written] = Outcome(_WRITING, None, None)
@@ -204,14 +204,14 @@ class SaveJob:
             if len({facts.common for facts in exchanged.facts}) > 1:
                 compare_common_state(self._common_digests, comm)
             self._planned = self._plan_from_tables(exchanged, comm)
-            self._replicas.compare([facts.replicas for facts in exchanged.facts])
+            if self._replicas is not None:
+                self._replicas.compare([facts.replicas for facts in exchanged.facts])
             # They hold on to the caller's state.
             del self._planning, self._replicas, self._common_digests
             base = self._options.get("base")
             if base is not None:
                 self._share_with(base, comm)
 
-    @paused_collector()
     def _facts_of_rank(
         self, state_dict: ShardedStateDict, folder: str | PathLike[str], comm: Comm
     ) -> tuple[Mapping[str, ShardTable], RankFacts]:
@@ -231,14 +231,13 @@ class SaveJob:
         else:
             # Its tables depend on what the ranks have that share replicas.
             tables, facts = {}, RankFacts(self._destination, plan_number=0)
-        self._replicas = ReplicaComparison(
-            self.leaves.values(),
-            self._options.get("replicas", ReplicaCheck.OFF),
-            self._options.get("on_replica_mismatch", "raise"),
-            comm,
-        )
-        # Without tables a number is exchanged, and the digests follow by themselves.
-        replicas = self._replicas.digests_of_rank() if facts.plan_number is None else None
+        check, replicas = self._options.get("replicas", ReplicaCheck.OFF), None
+        if check is not ReplicaCheck.OFF:
+            on_mismatch = self._options.get("on_replica_mismatch", "raise")
+            self._replicas = ReplicaComparison(self.leaves.values(), check, on_mismatch, comm)
+            # Without tables a number is exchanged, and the digests follow by themselves.
+            if facts.plan_number is None:
+                replicas = self._replicas.digests_of_rank()
         return tables, facts._replace(common=common, replicas=replicas)
 
     def _split(self, state_dict: ShardedStateDict, strategy: SaveShardedStrategy) -> None:

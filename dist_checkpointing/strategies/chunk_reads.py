@@ -253,7 +253,9 @@ class Filler:
         self._maps_files = limits.maps_files
         self._of_thread = threading.local()
         numbers, self._types = index.dtypes_of(table.names)
-        self._torch_types = [None if dtype is None else dtype.torch for dtype in self._types]
+        self._torch_types: list[Any] = [
+            None if dtype is None else dtype.torch for dtype in self._types
+        ]
         self._type_of: Int64s = numbers[table.keys]
         items = index.itemsizes_of(table.names)[table.keys]
         starts, is_run = contiguous_ranges(
@@ -280,7 +282,7 @@ class Filler:
         if (
             begin >= 0
             and begin + num_bytes <= size
-            and destination.dtype is self._torch_types[int(self._type_of[row])]
+            and destination.dtype is self._torch_types[self._type_of[row]]
             and tensor_memory.is_plain_memory(destination)
             and destination.nbytes == num_bytes
         ):
@@ -311,8 +313,8 @@ class Filler:
 
     def read(self, row: int, file: OpenFile, start: int) -> int:
         """Fill a row from its chunk in a long enough file; returns the bytes of the row."""
-        destination, dtype = self.destinations.acquire(row), self.dtype(row)
-        target, begin = tensor_memory.fillable(destination, dtype.torch), int(self._starts[row])
+        destination, dtype = self.destinations.acquire(row), self._torch_types[self._type_of[row]]
+        target, begin = tensor_memory.fillable(destination, dtype), int(self._starts[row])
         if target is not None and begin >= 0 and target.flags.c_contiguous:
             file.read_into(target, start + begin)
             self.destinations.filled(row, destination)

@@ -79,23 +79,18 @@ def select_strategy(
             found=type(selection).__name__,
         )
         raise CheckpointingException(f"cannot {action.value} with {selection!r}", [finding])
-    _require_complete(selection)
-    return selection
-
-
-def _require_complete(strategy: Any) -> None:
-    """Refuse a class that is not finished now, and not in the middle of a save."""
-    if isinstance(strategy, SaveStrategyBase):
-        for name in ("backend", "version"):
-            if not hasattr(strategy, name):
-                raise lacks(strategy, name, "super().__init__(backend, version) sets")
-    for kind, maker, name in (
+    # A class that is not finished is refused now, and not in the middle of a save.
+    for name in ("backend", "version") if isinstance(selection, SaveStrategyBase) else ():
+        if not hasattr(selection, name):
+            raise lacks(selection, name, "super().__init__(backend, version) sets")
+    for planned, maker, name in (
         (PlannedSaveStrategy, "make_writer", "writer_type"),
         (PlannedLoadStrategy, "make_reader", "reader_type"),
     ):
-        is_own = getattr(type(strategy), maker, None) is not getattr(kind, maker)
-        if isinstance(strategy, kind) and not is_own and not hasattr(strategy, name):
-            raise lacks(strategy, name, f"{maker} needs")
+        is_own = getattr(type(selection), maker, None) is not getattr(planned, maker)
+        if isinstance(selection, planned) and not is_own and not hasattr(selection, name):
+            raise lacks(selection, name, f"{maker} needs")
+    return selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +219,8 @@ class OpenedCheckpoint:
     ) -> tuple[Mapping[TreePath, ShardedObject], Mapping[TreePath, Any]]:
         """The objects to read with the tensors; or the values of all, if they lie apart."""
         if handles_objects(self.strategies.sharded):
+            if not objects:
+                return {}, {}
             return replaced(objects, [leaf.without_data() for leaf in objects.values()]), {}
         with self.comm.agreed("reading the sharded objects"):
             nested = parts.nested(objects)

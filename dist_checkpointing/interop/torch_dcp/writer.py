@@ -343,6 +343,7 @@ class DCPWriter(dcp_storage.StorageWriter):
             self.path,
             config,
             files,
+            attempt=self._attempt.id,
             tables=tables,
             created=self._attempt.creates,
             durability=durability,
