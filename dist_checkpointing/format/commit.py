@@ -228,7 +228,7 @@ class Attempt:
             refuse_committed(folder, overwrite=overwrite)
             is_new = make_dckpt_folder(folder)
             left = frozenset[str]() if is_new else leftovers(folder)
-            refuse_foreign(folder, names, left)
+            refuse_foreign(folder, names, left, is_new=is_new)
             attempt = cls(name or uuid.uuid4().hex, folder, names, lock, durability, made)
             if not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.

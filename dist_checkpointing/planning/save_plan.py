@@ -210,7 +210,7 @@ class SavePlanning:
             plans, index = checked_plans(local_plans, planner)
             catalog, plan = local_plans.catalog, plans[self._rank]
         plan = planner.finalize_plan(plan).for_index(index)
-        if self._rank == 0:
+        if self._rank == 0 and overrides(planner, DefaultSavePlanner, "build_local_plan"):
             self._log_dropped(catalog)
         if cache is not None and self._inputs is not None:
             cache.keep(self._inputs, (plan, index, others), exchanged.digests)
@@ -218,8 +218,6 @@ class SavePlanning:
 
     def _log_dropped(self, catalog: ShardTable) -> None:
         """Log which keys of the state dict a user's planner leaves out."""
-        if not overrides(self.planner, DefaultSavePlanner, "build_local_plan"):
-            return
         kept = {catalog.names[number] for number in np.unique(catalog.keys)}
         if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
             logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))

@@ -163,11 +163,10 @@ class ShardTable(Columns):
         members = np.concatenate([np.empty(0, np.int32), *(ranks[:size] for ranks, size in held)])
         begins = np.cumsum(sizes) - sizes
         rows, place = counted(sizes[self.ranks])
-        table = self if len(rows) == len(self) else self.take(rows)
+        is_same = len(rows) == len(self)
+        table = self if is_same else self.take(rows)
         table = replace(table, ranks=members[begins[table.ranks] + place], holders=None)
-        if len(table) == len(self):
-            return table
-        return table.take(np.lexsort((table.ranks, table.keys)))
+        return table if is_same else table.take(np.lexsort((table.ranks, table.keys)))
 
     @cached_property
     def key_column(self) -> list[str]:

@@ -51,7 +51,7 @@ from dist_checkpointing.planning.replica_check import (
 )
 from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts, SavePlanning
 from dist_checkpointing.planning.shard_table import ShardTable
-from dist_checkpointing.planning.table_exchange import ExchangedTables, exchange_tables
+from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.progress import Meter, ProgressOption
@@ -203,7 +203,15 @@ class SaveJob:
             )
             if len({facts.common for facts in exchanged.facts}) > 1:
                 compare_common_state(self._common_digests, comm)
-            self._planned = self._plan_from_tables(exchanged, comm)
+            planning = self._planning or self._start_planning(comm)
+            tables = planning.exchange(comm, exchanged if self._planning else None)
+
+            def plan() -> Index:
+                self._plan, index, self._others = planning.plan_from_tables(tables)
+                self.planner = planning.planner
+                return index
+
+            self._planned = Outcome.of(PLANNING, plan)
             if self._replicas is not None:
                 self._replicas.compare([facts.replicas for facts in exchanged.facts])
             # They hold on to the caller's state.
@@ -323,20 +331,6 @@ class SaveJob:
         )
         planning.destination = self._destination
         return planning
-
-    def _plan_from_tables(
-        self, exchanged: ExchangedTables[RankFacts], comm: Comm
-    ) -> Outcome[Index]:
-        """Plan from the tables of all ranks; what the checkpoint will hold. Collective."""
-        planning = self._planning or self._start_planning(comm)
-        tables = planning.exchange(comm, exchanged if self._planning else None)
-
-        def plan() -> Index:
-            self._plan, index, self._others = planning.plan_from_tables(tables)
-            self.planner = planning.planner
-            return index
-
-        return Outcome.of(PLANNING, plan)
 
     def _share_with(self, base: str | PathLike[str], comm: Comm) -> None:
         """Let the writer share files of a base, if its format is that of the save. Collective.

@@ -257,7 +257,8 @@ class Filler:
             None if dtype is None else dtype.torch for dtype in self._types
         ]
         self._type_of: Int64s = numbers[table.keys]
-        items = index.itemsizes_of(table.names)[table.keys]
+        sizes = [0 if dtype is None else dtype.itemsize for dtype in self._types]
+        items = np.array(sizes, dtype=np.int64)[self._type_of]
         starts, is_run = contiguous_ranges(
             table.storage_starts, table.storage_shapes, table.storage_boxes, table.lengths
         )

@@ -148,8 +148,9 @@ class DataFiles:
 
     def _required_file(self) -> file_writer.NewFile:
         """The file that is open; begins one if there is none, or it is full."""
-        if self._open_file is None or self.end >= self.most_bytes:
+        if self._open_file is not None and self.end >= self.most_bytes:
             self._close()
+        if self._open_file is None:
             self.names.append(self.next_name())
             self._open_file = file_writer.create(self._root / self.names[-1])
             self.end = 0

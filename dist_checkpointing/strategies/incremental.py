@@ -223,7 +223,7 @@ class PlanDigests:
         self, table: ShardTable, data_of: Callable[[int], Any], options: StorageOptions
     ) -> None:
         self.known: Bools = np.zeros(len(table), dtype=np.bool_)
-        self.columns: npt.NDArray[np.uint64] = np.zeros((len(table), 2), dtype=np.uint64)
+        self.columns: npt.NDArray[np.uint64] = np.zeros((len(self.known), 2), dtype=np.uint64)
         self.data_of = data_of
         self._table, self._options = table, options
 

@@ -506,8 +506,7 @@ def encode_manifest(root: NodeRef | None) -> bytes:
 def decode_manifest(record: bytes) -> Manifest:
     """What the bytes of a manifest say."""
     body = Body(opened(MANIFEST, record))
-    identity = body.take(16)
-    (kind,) = body.take(1)
+    *identity, kind = body.take(17)
     start = body.position
     body.varint(MOST_U32)
     body.varint(MOST_U32)
@@ -517,7 +516,7 @@ def decode_manifest(record: bytes) -> Manifest:
         body.take(_LEVEL_BYTES)
     if kind > _NUMBERED or not 1 <= arity <= _MOST_ARITY_LOG2 or method > _ZSTD:
         raise Malformed("its settings are not known")
-    config = identity + body.data[start : body.position]
+    config = bytes(identity) + body.data[start : body.position]
     if kind == _NUMBERED:
         body.finish()
         return Manifest(config, 0, None)
