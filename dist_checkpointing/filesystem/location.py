@@ -58,8 +58,12 @@ def as_location(path: str | os.PathLike[str]) -> Location:
         )
     elif not (text := os.fspath(path)):
         finding = Finding("the path is empty", remedy="Name a folder; '.' is the current one.")
+    elif _URL.match(text) is not None:
+        return ObjectPath.of(text)
     else:
-        return as_local_folder(path) if _URL.match(text) is None else ObjectPath.of(text)
+        plain = Path(path)
+        # TensorStore refuses paths with "..".
+        return plain.resolve() if ".." in plain.parts else plain
     raise CheckpointingException("not a path of a checkpoint", [finding])
 
 
@@ -82,9 +86,9 @@ def as_local_folder(path: str | os.PathLike[str]) -> Path:
     """
     match = _URL.match(os.fspath(path))
     if match is None:
-        plain = Path(path)
-        # TensorStore refuses paths with "..".
-        return plain.resolve() if ".." in plain.parts else plain
+        folder = as_location(os.fspath(path) or ".")
+        assert isinstance(folder, Path)
+        return folder
     finding = Finding(
         f"URLs of scheme {match[1]!r} are not supported",
         expected="a folder of a mounted file system",

@@ -122,7 +122,7 @@ def attempt_of(folder: Location) -> str | None:
 
 def number_of_save(folder: Location) -> int:
     """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    start = _start_in(folder)
+    start = location.read_regular(folder / ATTEMPT_NAME, _START_BYTES, is_start=True)
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 
@@ -133,15 +133,12 @@ def number_of_attempt(attempt: str) -> int:
 
 def is_in_attempt(folder: Location, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
-    return _start_in(folder) == _START % attempt.encode()
+    start = _START % attempt.encode()
+    return location.read_regular(folder / ATTEMPT_NAME, len(start), is_start=True) == start
 
 
 _START: Final = b'{"attempt":"%s"'
-
-
-def _start_in(folder: Location) -> bytes | None:
-    num_bytes = len(_START % (b"0" * 32))
-    return location.read_regular(folder / ATTEMPT_NAME, num_bytes, is_start=True)
+_START_BYTES: Final = len(_START % (b"0" * 32))
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:

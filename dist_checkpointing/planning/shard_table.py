@@ -347,14 +347,14 @@ def concatenate(
         number: np.fromiter(map(position.__getitem__, names), np.int32, len(names))
         for number, names in given.items()
     }
-    width = max(table.max_ndim for table in tables)
+    widths = {table.max_ndim for table in tables}
     columns: dict[str, Any] = {}
     for name in COLUMNS:  # keys first
         parts = [getattr(table, name) for table in tables]
         if name in ("keys", "dtypes"):
             parts = [numbers[id(t.names)][part] for t, part in zip(tables, parts, strict=True)]
-        elif name in ("global_shapes", "offsets", "shapes"):
-            parts = [padded(part, width, int(name != "offsets")) for part in parts]
+        elif name in ("global_shapes", "offsets", "shapes") and len(widths) > 1:
+            parts = [padded(part, max(widths), int(name != "offsets")) for part in parts]
         column = np.concatenate(parts)
         if name == "keys":
             order = np.argsort(column, kind="stable").astype(np.int32)

@@ -125,11 +125,6 @@ class DataFiles:
             file.write([block], len(block), stays=stays)
         self._report(reported)
 
-    def finish(self) -> list[SealedFile]:
-        """Write what is left; the files are durable then, but not their names."""
-        self._close()
-        return self.sealed
-
     def give_up(self) -> None:
         """Let go of the file that is open."""
         self._pending.clear()
@@ -149,7 +144,7 @@ class DataFiles:
     def _required_file(self) -> file_writer.NewFile:
         """The file that is open; begins one if there is none, or it is full."""
         if self._open_file is not None and self.end >= self.most_bytes:
-            self._close()
+            self.finish()
         if self._open_file is None:
             self.names.append(self.next_name())
             self._open_file = file_writer.create(self._root / self.names[-1])
@@ -170,12 +165,14 @@ class DataFiles:
                 self._report(self._unreported)
             self._pending_bytes = self._unreported = 0
 
-    def _close(self) -> None:
+    def finish(self) -> list[SealedFile]:
+        """Write what is left; the files are durable then, but not their names."""
         self.flush()
         file, self._open_file = self._open_file, None
         if file is not None:
             etag = file.close(is_durable=self._is_durable)
             self.sealed.append(SealedFile(self.names[-1], self.end, etag=etag))
+        return self.sealed
 
 
 def balanced(rows: Int64s, sizes: Int64s, count: int) -> list[Int64s]:

@@ -284,11 +284,6 @@ class Candidates(Columns):
     extents: Int64s
     is_nested: Bools
 
-    @classmethod
-    def none(cls) -> Candidates:
-        none = np.empty(0, dtype=np.int64)
-        return cls(none, (), none.reshape(0, 3), none.astype(np.bool_))
-
     def bytes_in_files(self) -> Int64s:
         sums = np.bincount(self.extents[:, 0], self.extents[:, 2], len(self.files))
         return sums.astype(np.int64)
@@ -322,7 +317,8 @@ def share_parts(
         The rows that lie in shared files; and those that have not changed either, but lie in files
         of which too little is used.
     """
-    base, nothing = writer.base, (Candidates.none(), np.empty(0, dtype=np.int64))
+    base, none = writer.base, np.empty(0, dtype=np.int64)
+    nothing = Candidates(none, (), none.reshape(0, 3), none.astype(np.bool_)), none
     if base is None or not len(table):
         return nothing
     try:
