@@ -348,11 +348,11 @@ class CheckpointManager:
         number, makes_room = self._run.begin(step, metric, self._valid.damaged.get(step))
         base = None
         if self._is_incremental:
-            find = partial(self._run.base_of, step, self._valid.damaged)
+            find = partial(self._run.near.base_of, step, self._valid.damaged)
             base = self._comm.from_rank0("choosing the base", find)
         base_folder = None if base is None else self.folder(base)
         chosen = {**self._save_options, "base": base_folder, **options}
         chosen["overwrite"] = options.get("overwrite", False) | makes_room
         has_base = chosen["base"] is not None
-        hooks = self._run.hooks(step, number, watch.note_bytes, has_base=has_base)
+        hooks = self._run.hooks(step, number, watch, has_base=has_base)
         return number, hooks, chosen

@@ -7,9 +7,7 @@ import logging
 import socket
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError
@@ -22,9 +20,10 @@ from dist_checkpointing.manager.run_folder import RunFolder
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class FastDisks:
-    """Which ranks share a disk.
+    """Which ranks share a disk: each makes a file in its folder, and looks for those of the others.
+
+    Making one is collective.
 
     Attributes:
         folder: Folder of the run on the disk of this rank.
@@ -35,21 +34,7 @@ class FastDisks:
         run: Name of this use of the disks, the same on all ranks.
     """
 
-    folder: Path
-    leaders: tuple[int, ...]
-    names: tuple[str, ...]
-    number: int
-    leads: bool
-    run: str
-
-    @property
-    def are_many(self) -> bool:
-        """Whether not all ranks share one disk."""
-        return len(self.leaders) > 1
-
-    @classmethod
-    def find(cls, comm: Comm, folder: Path) -> Self:
-        """Find out which ranks see the same folder: each makes a file there. Collective."""
+    def __init__(self, comm: Comm, folder: Path) -> None:
         what, run = "looking for the ranks that share a disk", uuid.uuid4().hex
         mark = folder / f".dckpt-rank-{run}"
 
@@ -68,32 +53,32 @@ class FastDisks:
         finally:
             with suppress(OSError):
                 mark.unlink()
-        leaders = tuple(sorted(set(leader_of_rank)))
         leader = leader_of_rank[comm.rank]
-        names = tuple(made[rank][1] for rank in leaders)
-        number = leaders.index(leader)
-        return cls(folder, leaders, names, number, leader == comm.rank, made[0][0])
+        self.folder, self.run = folder, made[0][0]
+        self.leaders = sorted(set(leader_of_rank))
+        self.names = [made[rank][1] for rank in self.leaders]
+        self.number = self.leaders.index(leader)
+        self.leads = leader == comm.rank
+
+    @property
+    def are_many(self) -> bool:
+        """Whether not all ranks share one disk."""
+        return len(self.leaders) > 1
 
 
 def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) -> dict[int, Seal]:
     """The seals of the steps that the disks together hold as a whole, and the store does not.
 
-    Collective. A disk that has not noted the commit of such a step notes it now.
-
-    Args:
-        comm: the ranks of the run.
-        disks: which of them share one.
-        near: the run on this rank's disk.
-        home: the run in the store.
+    Collective. A disk that has not noted the commit of such a step notes it now. ``near`` is the
+    run on this rank's disk, ``home`` the run in the store.
     """
     what = "looking at what is on the disks"
     folders: dict[int, Path] = {}
 
     def committed() -> dict[int, str]:
-        folders.update(
-            {step: near.folder(step) for step in near.all_steps()} if disks.leads else {}
-        )
-        names = {step: attempt_of(folders[step]) for step in folders if is_committed(folders[step])}
+        if disks.leads:
+            folders.update((step, near.folder(step)) for step in near.all_steps())
+        names = {step: attempt_of(path) for step, path in folders.items() if is_committed(path)}
         return {step: name for step, name in names.items() if name is not None}
 
     saves_of_ranks = comm.exchange(what, committed)
@@ -127,14 +112,14 @@ def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) 
         for row, ((step, attempt, _), seal) in enumerate(zip(candidates, seals, strict=True)):
             if not seal or step in whole:
                 continue
-            missing = set(range(len(seal.files))).difference(*(rows[row] for rows in held_by_ranks))
-            if missing:
+            lost = set(range(len(seal.files))).difference(*(rows[row] for rows in held_by_ranks))
+            if lost:
                 if comm.rank == 0:
                     logger.warning(
                         "step %d is on some disks and not in the store, and is not loaded: %d of "
                         "its %d files are on none of %s. A restart with the disk that is missing "
                         "finds it again",
-                        *(step, len(missing), len(seal.files), ", ".join(disks.names)),
+                        *(step, len(lost), len(seal.files), ", ".join(disks.names)),
                     )
                 continue
             whole[step] = seal

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,13 +24,11 @@ from dist_checkpointing.format.commit import (
     finish_commit,
     is_committed,
 )
-from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
 from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import call_hooks
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
-from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.storage.options import Durability
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -46,10 +43,10 @@ class StepRecord:
 
     Attributes:
         attempt: Name of the save that committed it; None if none has.
-        begun: Name of the save that claimed its folder after that, and is not known to have
-            committed.
         verified: Whether all of it has been read back and compared.
         stripped: Whether its optimizer state has been deleted.
+        begun: Name of the save that claimed its folder after that, and is not known to have
+            committed.
         metric: Metric that was passed to its save.
     """
 
@@ -60,7 +57,7 @@ class StepRecord:
     metric: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunRecord:
     """The pointer, and every step that the manager has begun to write.
 
@@ -71,19 +68,6 @@ class RunRecord:
 
     latest: int | None = None
     steps: dict[int, StepRecord] = field(default_factory=dict)
-
-    def with_step(self, step: int, record: StepRecord) -> RunRecord:
-        """The record with one step replaced."""
-        return replace(self, steps={**self.steps, step: record})
-
-    def with_changed(self, step: int, **changes: Any) -> RunRecord:
-        """The record with fields of a step replaced, if the step is known."""
-        known = self.steps.get(step)
-        return self if known is None else self.with_step(step, replace(known, **changes))
-
-    def without_step(self, step: int) -> RunRecord:
-        """The record without a step."""
-        return replace(self, steps={s: r for s, r in self.steps.items() if s != step})
 
     def to_json(self) -> bytes:
         """The content of the file."""
@@ -217,11 +201,9 @@ class RunFolder:
         return self._current().metrics
 
     def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
-        """The newest committed step that a save of a step may share files with.
+        """The newest committed step that a save of ``step`` may share files with.
 
-        Args:
-            step: step that is about to be saved.
-            damaged: saves that were found damaged: their numbers by step.
+        ``damaged`` has, by step, the number of the save that was found damaged.
         """
         for other in [self.latest(), *reversed(self.committed_steps())]:
             if other is None or other == step:
@@ -230,36 +212,12 @@ class RunFolder:
                 return other
         return None
 
-    def hooks(
-        self,
-        step: int,
-        metric: float | None,
-        note_bytes: Callable[[int], None],
-        *,
-        has_base: bool,
-        num_disks: int = 1,
-    ) -> SaveHooks:
-        """What a save of a step calls before and after it has claimed the folder."""
-
-        def check(index: Index) -> None:
-            stored = (index[key] for key in index)
-            num_bytes = sum(tensor.num_bytes for tensor in stored)
-            note_bytes(num_bytes)
-            # How much a base leaves to write is known when its parts have been compared.
-            check_room(self.folder(step), 0 if has_base else num_bytes // num_disks)
-
-        return SaveHooks(check, partial(self.claimed, step, metric))
-
     def begin(self, step: int, damaged: int | None) -> bool:
         """Record that this manager will write the folder of a step, before the folder exists.
 
-        Args:
-            step: step that is about to be saved.
-            damaged: number of the save of this step that was found damaged, or None.
-
         Returns:
-            Whether the new save may replace the checkpoint there: it is that damaged save, and a
-            manager of this root wrote it.
+            Whether the new save may replace the checkpoint there: it is the save that was found
+            damaged, whose number is ``damaged``, and a manager of this root wrote it.
         """
         check_room(self.root, 0)
         with self._lock:
@@ -268,36 +226,51 @@ class RunFolder:
                     path.unlink()
                 self._is_tidy = True
             is_here = is_there(self.folder(step))
-            record = self._update(
-                lambda known: (
-                    known if is_here or step in known.steps else known.with_step(step, StepRecord())
-                )
-            )
+            with self._changing() as record:
+                if not is_here:
+                    record.steps.setdefault(step, StepRecord())
             is_damaged = damaged is not None and damaged == self.number_of(step)
-            return is_damaged and self._wrote(record, step)
+            return is_damaged and self.wrote(step, record)
 
     def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
-
-        def change(record: RunRecord) -> RunRecord:
+        with self._changing() as record:
             known = record.steps.get(step, StepRecord())
-            return record.with_step(step, replace(known, begun=attempt, metric=metric))
-
-        self._update(change)
+            record.steps[step] = replace(known, begun=attempt, metric=metric)
 
     def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
-            known = StepRecord(attempt_of(data_folder(self.folder(step))), metric=metric)
-            self._update(
-                lambda record: replace(record.with_step(step, known), latest=step), Durability.FSYNC
-            )
+            attempt = attempt_of(data_folder(self.folder(step)))
+            with self._changing(Durability.FSYNC) as record:
+                record.steps[step] = StepRecord(attempt, metric=metric)
+                record.latest = step
             self.apply_retention()
 
     def apply_retention(self) -> None:
         """Delete what retention asks for; errors are logged, and must not end a training."""
         with self._lock, self._logging("retention could not go through %s: %s", self.root):
-            self._delete_due(self._current())
+            record = self._current()
+            # After going back to an older step, only steps up to the latest count; later ones stay.
+            latest = record.latest
+            if latest is None:
+                return
+            written = [s for s in self.committed_steps() if s <= latest and self.wrote(s, record)]
+            named = (latest, record.last_verified, *self._also_kept())
+            protected = [step for step in named if step is not None]
+            due = self._retention.due(written, protected, record.metrics)
+            work = [
+                (self._remove, step)
+                for step in record.steps
+                if step < latest and step not in protected and is_leftover(self.folder(step))
+            ]
+            work += [(self._delete, step) for step in due.delete]
+            done = {s for s in due.strip if record.steps[s].stripped} | self._without_optimizer
+            work += [(self._strip, step) for step in due.strip if step not in done]
+            for method, step in work:
+                # The next pass tries again.
+                with self._logging("retention could not deal with step %d: %s", step):
+                    method(step)
 
     @staticmethod
     @contextmanager
@@ -313,37 +286,37 @@ class RunFolder:
         The stored pointer may be out of date: a process was killed, or a rank lost, between a
         commit and moving the pointer.
         """
-        record = stored = read_record(self.root) if stored is None else stored
+        stored = read_record(self.root) if stored is None else stored
+        record = RunRecord(stored.latest, dict(stored.steps))
         for step, known in sorted(stored.steps.items()):
             folder = self.folder(step)
             if (known.attempt is not None and known.begun is None) or not is_committed(folder):
                 continue
             if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
-                committed = StepRecord(known.begun, metric=known.metric)
-                record = replace(record.with_step(step, committed), latest=step)
+                record.steps[step] = StepRecord(known.begun, metric=known.metric)
+                record.latest = step
             elif known.attempt is None and (record.latest is None or step > record.latest):
                 # Recorded by an older version, or saved without a manager: it exists, but no
                 # manager of this root may delete it.
-                record = replace(record, latest=step)
+                record.latest = step
         return record
 
-    def _update(
-        self,
-        change: Callable[[RunRecord], RunRecord],
-        durability: Durability = Durability.PAGE_CACHE,
-    ) -> RunRecord:
-        """Change the record, and write it if it is another one or must be durable; what it is."""
+    @contextmanager
+    def _changing(self, durability: Durability = Durability.PAGE_CACHE) -> Iterator[RunRecord]:
+        """Let the body change the record; write it if it is another one or must be durable."""
         with self._lock:
             stored = read_record(self.root)
-            record = change(self._current(stored))
+            record = self._current(stored)
+            yield record
             if record != stored or durability is Durability.FSYNC:
                 location.make_folder(self.root)
                 location.write(self.root / RECORD_NAME, record.to_json(), durability)
-            return record
 
-    def verified(self, step: int) -> None:
-        """Record that all of a step has been read back and compared."""
-        self._update(lambda record: record.with_changed(step, verified=True))
+    def note(self, step: int, **flags: Any) -> None:
+        """Record that a step was verified or stripped, if it is known."""
+        with self._changing() as record:
+            if step in record.steps:
+                record.steps[step] = replace(record.steps[step], **flags)
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint that a manager of this root wrote.
@@ -355,7 +328,7 @@ class RunFolder:
         with self._lock:
             record = self._current()
             problem = None
-            if not self._wrote(record, step):
+            if not self.wrote(step, record):
                 problem = "no manager of this root wrote it"
             elif step == record.last_verified:
                 problem = "it is the last checkpoint that is known to be valid"
@@ -364,44 +337,15 @@ class RunFolder:
                 raise CheckpointingException(f"step {step} is not deleted", [finding])
             if record.latest == step:
                 latest = max({*self.committed_steps()} - {step}, default=None)
-                self._update(lambda record: replace(record, latest=latest), Durability.FSYNC)
+                with self._changing(Durability.FSYNC) as record:
+                    record.latest = latest
             self._delete(step)
 
-    def wrote(self, step: int) -> bool:
+    def wrote(self, step: int, record: RunRecord | None = None) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
-        with self._lock:
-            return self._wrote(self._current(), step)
-
-    def _delete_due(self, record: RunRecord) -> None:
-        committed = self.committed_steps()
-        # After going back to an older step, only steps up to the latest count; later ones stay.
-        latest = record.latest
-        if latest is None:
-            return
-        written = [step for step in committed if self._wrote(record, step) and step <= latest]
-        named = (latest, record.last_verified, *self._also_kept())
-        protected = [step for step in named if step is not None]
-        due = self._retention.due(written, protected, record.metrics)
-        work = [
-            (self._remove, step)
-            for step in record.steps
-            if step < latest and step not in protected and is_leftover(self.folder(step))
-        ]
-        work += [(self._delete, step) for step in due.delete]
-        stripped = {step for step in due.strip if record.steps[step].stripped}
-        work += [(self._strip, s) for s in due.strip if s not in stripped | self._without_optimizer]
-        for method, step in work:
-            # The next pass tries again.
-            with self._logging("retention could not deal with step %d: %s", step):
-                method(step)
-
-    def _wrote(self, record: RunRecord, step: int) -> bool:
-        known = record.steps.get(step)
-        return (
-            known is not None
-            and known.attempt is not None
-            and known.attempt == attempt_of(data_folder(self.folder(step)))
-        )
+        record = self._current() if record is None else record
+        attempt = record.steps.get(step, StepRecord()).attempt
+        return attempt is not None and attempt == attempt_of(data_folder(self.folder(step)))
 
     def _delete(self, step: int) -> None:
         self._remove(step)
@@ -410,7 +354,8 @@ class RunFolder:
     def _remove(self, step: int) -> None:
         if is_there(self.folder(step)):
             remove_checkpoint(self.folder(step))
-        self._update(lambda record: record.without_step(step))
+        with self._changing() as record:
+            record.steps.pop(step, None)
 
     def _strip(self, step: int) -> None:
         folder = self.folder(step)
@@ -420,7 +365,7 @@ class RunFolder:
             remove_sharded_tensors(folder, prefix, comm=SingleProcess())
         latest = self.latest()
         if prefixes or (latest is not None and self._optimizer_prefixes(latest)):
-            self._update(lambda record: record.with_changed(step, stripped=True))
+            self.note(step, stripped=True)
             return
         # Not recorded as stripped: a run with another prefix can still strip it.
         if not self._without_optimizer:

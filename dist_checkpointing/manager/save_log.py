@@ -52,10 +52,6 @@ class Stopwatch:
     num_bytes: int = 0
     blocked_seconds: float | None = None
 
-    def note_bytes(self, num_bytes: int) -> None:
-        """Note the bytes of all tensors."""
-        self.num_bytes = num_bytes
-
     def stop_blocking(self) -> None:
         """Note that the training goes on."""
         self.blocked_seconds = time.perf_counter() - self.begin

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Condition, Event, Lock, Thread
+from threading import Condition, Event, Lock, RLock, Thread
 from typing import Any, Final, Literal
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
@@ -45,14 +45,14 @@ from dist_checkpointing.manager.disks import FastDisks
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.storage.options import Durability
-from dist_checkpointing.threads import in_threads
+from dist_checkpointing.threads import fill, in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 ORDER_NAME: Final = ".dckpt/drain.json"
 REPORTS: Final = ".dckpt/drain"
 _MAX_BYTES: Final = 1 << 28
 _THREADS: Final = 4
-_MOST_SETTLED: Final = 1000
+_MOST_RELEASED: Final = 1000
 _MOST_FINDINGS: Final = 10
 _FIRST_PAUSE: Final = 0.02
 _LAST_PAUSE: Final = 2.0
@@ -65,14 +65,10 @@ Phase = Literal["upload", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every disk does next.
+    """What every disk does next: copy its files into the store, or read back a part of the copy.
 
-    Attributes:
-        number: Number of the order; later ones have higher numbers.
-        phase: Whether the files on the disk are copied, or a part of the copy is read back.
-        folder: Name of the folder of the step.
-        attempt: Name of the save on the disks.
-        copy: Name of the attempt in the store, which is the copy.
+    Later orders have higher numbers. ``attempt`` is the name of the save on the disks, ``copy``
+    that of the attempt in the store, which is the copy.
     """
 
     number: int
@@ -101,9 +97,9 @@ class Order:
         in_threads(lambda name: put_file(source / name, target / name), names, _THREADS)
         return names
 
-    def report_name(self, disk: int) -> str:
-        """Name of the report of a disk."""
-        return f"{self.phase}-{disk}.json"
+    def report_of(self, root: ObjectPath, disk: int) -> ObjectPath:
+        """Where the report of a disk is put."""
+        return root / REPORTS / self.copy / f"{self.phase}-{disk}.json"
 
 
 def put_file(source: Path, target: Location) -> None:
@@ -119,23 +115,18 @@ def put_file(source: Path, target: Location) -> None:
 
 
 class Orders:
-    """Rank 0's side: gives orders, and waits for the reports.
-
-    Args:
-        root: folder of the run in the store.
-        disks: which ranks share a disk.
-    """
+    """Rank 0's side: gives orders below the root of the run in the store, and waits for reports."""
 
     def __init__(self, root: ObjectPath, disks: FastDisks) -> None:
         self._root, self._disks = root, disks
         self._number = 0
-        self._settled: dict[int, str] = {}
+        self._released: dict[int, str] = {}
 
-    def settle(self, saves: Mapping[int, str]) -> None:
+    def release(self, saves: Mapping[int, str]) -> None:
         """Tell the other disks of saves that they need not keep for the store any more."""
-        self._settled |= saves
-        for step in [*self._settled][:-_MOST_SETTLED]:
-            del self._settled[step]
+        self._released |= saves
+        for step in [*self._released][:-_MOST_RELEASED]:
+            del self._released[step]
         try:
             self._put(None)
         except OSError as error:  # the next order says it again
@@ -146,7 +137,7 @@ class Orders:
             content = {
                 "run": self._disks.run,
                 "order": None if order is None else asdict(order),
-                "settled": self._settled,
+                "settled": self._released,
             }
             location.write(self._root / ORDER_NAME, json.dumps(content).encode())
 
@@ -172,60 +163,55 @@ class Orders:
                     logger.warning("reports of copying %s stay in the store: %s", folder, error)
 
     def _reported(self, order: Order) -> set[str]:
-        folder = self._root / REPORTS / order.copy
-        waiting = {order.report_name(n): n for n in range(1, len(self._disks.leaders))}
+        disks = range(1, len(self._disks.leaders))
+        waiting = {order.report_of(self._root, disk).key: disk for disk in disks}
+        store, below = self._root.store, (self._root / REPORTS / order.copy).prefix
         names: set[str] = set()
         last: object = None
         silent, pause = 0.0, _FIRST_PAUSE
         while waiting:
-            listed = folder.store.list_below(folder.prefix)
-            seen = {info.key.removeprefix(folder.prefix): info for info in listed}
-            for name in sorted(waiting.keys() & seen.keys()):
-                names |= self._result(folder / name, order, waiting.pop(name))
+            seen = {info.key: info for info in store.list_below(below)}
+            for key in sorted(waiting.keys() & seen.keys()):
+                names.update(self._result(order, waiting.pop(key)))
             # What this process slept is counted: it may have been stopped itself.
             silent, last = (0.0 if seen != last else silent + pause), seen
             if silent > SILENT_SECONDS:
-                raise self._silent(order, waiting.values())
+                findings = [
+                    self._finding(
+                        f"this disk did nothing for {SILENT_SECONDS:.0f} s",
+                        order,
+                        disk,
+                        expected=f"a report that it did {order.phase} its part",
+                        remedy="Is its machine gone? The next manager of this run tries again if "
+                        "all disks are there, and goes on from the store if one is not.",
+                    )
+                    for disk in sorted(waiting.values())
+                ]
+                message = f"{order.folder} was not copied into the store"
+                raise CheckpointingException(message, findings)
             if waiting:
                 Event().wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
         return names
 
-    def _result(self, path: ObjectPath, order: Order, disk: int) -> set[str]:
+    def _result(self, order: Order, disk: int) -> list[str]:
+        path = order.report_of(self._root, disk)
         report = parsed_object(path.store.get(path.key), path)
         if "error" not in report:
-            return {str(name) for name in report["files"]}
+            return [str(name) for name in report["files"]]
         kind = CorruptCheckpointError if report["is_damage"] else CheckpointingException
-        finding = Finding(str(report["error"]), **self._of_disk(order, disk))
+        finding = self._finding(str(report["error"]), order, disk)
         raise kind(f"a disk could not {order.phase} its part of {order.folder}", [finding])
 
-    def _silent(self, order: Order, silent: Iterable[int]) -> CheckpointingException:
-        findings = [
-            Finding(
-                f"this disk did nothing for {SILENT_SECONDS:.0f} s",
-                expected=f"a report that it did {order.phase} its part",
-                remedy="Is its machine gone? The next manager of this run tries again if all "
-                "disks are there, and goes on from the store if one is not.",
-                **self._of_disk(order, disk),
-            )
-            for disk in sorted(silent)
-        ]
-        return CheckpointingException(f"{order.folder} was not copied into the store", findings)
-
-    def _of_disk(self, order: Order, disk: int) -> dict[str, Any]:
+    def _finding(self, problem: str, order: Order, disk: int, **more: str) -> Finding:
         path = f"{self._disks.names[disk]}/{order.folder}"
-        return {"path": path, "ranks": (self._disks.leaders[disk],)}
+        return Finding(problem, path=path, ranks=(self._disks.leaders[disk],), **more)
 
 
 class StoreCopier:
     """Copies what is committed on the disks into the store; only rank 0 has one.
 
-    Args:
-        near: the run on the disk of this rank.
-        home: the run in the store.
-        retention: which checkpoints are kept.
-        disks: which ranks share a disk.
-        drain: whether a commit waits for the copy.
+    ``near`` is the run on the disk of this rank, ``home`` the run in the store.
     """
 
     def __init__(
@@ -239,55 +225,53 @@ class StoreCopier:
         self._near, self._home, self._retention, self._drain = near, home, retention, drain
         root: Any = home.root
         self._orders = Orders(root, disks)
-        self._pending: set[int] | None = None
-        self._seals: dict[int, Seal] = {}
+        self._pending: Mapping[int, Seal | None] | None = None
         self._failed: dict[int, str] = {}
-        self._changed = Condition()
-        self._copying = Lock()
+        self._lock, self._copying = RLock(), Lock()
+        self._woken = Event()
         self._worker: Thread | None = None
-        self._is_woken = self._is_closing = False
+        self._is_closing = False
 
-    def resume(self, whole: dict[int, Seal]) -> None:
+    def resume(self, whole: Mapping[int, Seal]) -> None:
         """Go on with the steps that the disks hold together, whatever is on this disk."""
-        self._seals, self._pending = whole, set(whole)
-        self._orders.settle({})
+        self._pending = whole
+        self._orders.release({})
 
     @property
-    def pending(self) -> set[int]:
-        """The steps that are not in the store yet, and that it would keep."""
-        with self._changed:
-            return set(self._uncopied())
+    def pending(self) -> Mapping[int, Seal | None]:
+        """The steps that are not in the store yet, and that it would keep; replaced, never changed.
 
-    @property
-    def resumed(self) -> set[int]:
-        """Those of them that an earlier manager has saved on more disks than one."""
-        return {*self._seals}
-
-    def _uncopied(self) -> set[int]:
-        if self._pending is None:
-            self._pending = {*self._near.committed_steps()} - {*self._home.committed_steps()}
-        return self._pending
-
-    def number_of(self, step: int) -> int:
-        """The number of the save of a step that is on the disks."""
-        seal = self._seals.get(step)
-        return self._near.number_of(step) if seal is None else number_of_attempt(seal.attempt)
+        With the seal of those that an earlier manager has saved on more disks than one.
+        """
+        with self._lock:
+            if self._pending is None:
+                steps = {*self._near.committed_steps()} - {*self._home.committed_steps()}
+                self._pending = dict.fromkeys(steps)
+            return self._pending
 
     def keep(self, step: int) -> None:
         """Keep a step on the disks, which this run has saved, until it is in the store."""
-        with self._changed:
-            self._uncopied().add(step)
-            self._seals.pop(step, None)
+        with self._lock:
+            self._pending = {**self.pending, step: None}
+
+    def _forget(self, steps: Collection[int]) -> None:
+        with self._lock:
+            left = self.pending.items()
+            self._pending = {step: seal for step, seal in left if step not in steps}
+
+    def number_of(self, step: int) -> int:
+        """The number of the save of a step that is on the disks."""
+        seal = self.pending.get(step)
+        return self._near.number_of(step) if seal is None else number_of_attempt(seal.attempt)
 
     def start(self) -> None:
-        """Copy, or let be copied, what is not in the store yet."""
+        """Copy, or let the thread copy, what is not in the store yet."""
         if self._drain == "wait":
             self._failed.clear()
             self._copy_all()
             return
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify_all()
+        self._woken.set()
+        with self._lock:
             if self._worker is None:
                 self._worker = Thread(target=self._work, name="drain", daemon=True)
                 self._worker.start()
@@ -301,9 +285,8 @@ class StoreCopier:
         if self._pending and self._drain == "wait":
             self.start()
         if self._worker is not None:
-            with self._changed:
-                self._is_woken = self._is_closing = True
-                self._changed.notify_all()
+            self._is_closing = True
+            self._woken.set()
             self._worker.join()
             self._worker, self._is_closing = None, False
         newest = max(self._pending or (), default=None)
@@ -323,24 +306,22 @@ class StoreCopier:
                 folders = [self._near]  # which says that there is no such step
             for folder in folders:
                 folder.delete(step)
-            with self._changed:
-                self._uncopied().discard(step)
-                self._seals.pop(step, None)
+            self._forget({step})
 
     def copy_if_pending(self, step: int) -> None:
         """Copy a step, unless that is done, or needs not be done."""
         with self._copying:
             if step in self.pending:
                 self._copy(step)
-                self._settle({step})
+                self._release({step})
 
     def _work(self) -> None:
         is_last = False
         while not is_last:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_woken)
-                is_last, self._is_woken = self._is_closing, False
-                self._failed.clear()  # another commit, or the end: try once more
+            self._woken.wait()
+            self._woken.clear()
+            is_last = self._is_closing  # read after that: finish() sets it before it wakes
+            self._failed.clear()  # another commit, or the end: try once more
             self._copy_all()
 
     def _copy_all(self) -> None:
@@ -361,29 +342,29 @@ class StoreCopier:
             known = {*self._home.committed_steps(), *pending}
             metrics = self._home.metrics() | self._near.metrics()
             due = self._retention.due(known, [max(pending)], metrics)
-            given_up = pending.intersection(due.delete)
+            given_up = pending.keys() & due.delete
             if given_up:
-                self._settle(given_up)
+                self._release(given_up)
         except (OSError, CheckpointingException) as error:
             logger.warning("nothing is copied into the store for now: %s", error)
             return None
-        return min((s for s in pending - given_up if s not in self._failed), default=None)
+        return min(pending.keys() - given_up - self._failed.keys(), default=None)
 
-    def _settle(self, steps: set[int]) -> None:
+    def _release(self, steps: Collection[int]) -> None:
         """Note that steps need not be kept for the store any more."""
-        seals = {step: self._seals.pop(step, None) for step in steps}
-        names = {
-            step: attempt_of(self._near.folder(step)) if seal is None else seal.attempt
-            for step, seal in seals.items()
-        }
-        with self._changed:
-            self._uncopied().difference_update(steps)
-        self._orders.settle({step: name for step, name in names.items() if name is not None})
+        pending, names = self.pending, {}
+        for step in steps:
+            seal = pending.get(step)
+            name = attempt_of(self._near.folder(step)) if seal is None else seal.attempt
+            if name is not None:
+                names[step] = name
+        self._forget(steps)
+        self._orders.release(names)
 
     def _copy(self, step: int) -> None:
         """Copy a step as a whole, or not at all."""
         source, target = self._near.folder(step), self._home.folder(step)
-        seal = self._seals.get(step)
+        seal = self.pending.get(step)
         if seal is None:
             if not is_committed(source):
                 return  # deleted by hand
@@ -418,40 +399,32 @@ class StoreCopier:
 class PartCopier:
     """The side of every other disk: a thread that looks for orders, and reports.
 
-    Args:
-        root: folder of the run in the store.
-        disks: which ranks share a disk.
-        on_settled: called when a save need not be kept for the store any more.
+    ``pending`` has the steps that the disk keeps for the store, with the names of their saves; it
+    is replaced, never changed. ``on_released`` is called after some of them have left it.
     """
 
-    def __init__(self, root: ObjectPath, disks: FastDisks, on_settled: Callable[[], None]) -> None:
-        self._root, self._disks, self._on_settled = root, disks, on_settled
-        self._pending: dict[int, str] = {}
+    def __init__(self, root: ObjectPath, disks: FastDisks, on_released: Callable[[], None]) -> None:
+        self._root, self._disks, self._on_released = root, disks, on_released
+        self.pending: Mapping[int, str] = {}
         self._changed = Condition()
         self._pause = _FIRST_PAUSE
         self._is_stopping = False
         self._thread: Thread | None = None
 
-    @property
-    def pending(self) -> set[int]:
-        """The steps that the disk keeps for the store."""
-        with self._changed:
-            return set(self._pending)
-
     def keep(self, saves: Mapping[int, str]) -> None:
         """Keep saves, by their names, until they are in the store or given up."""
         with self._changed:
-            self._pending |= saves
+            self.pending = {**self.pending, **saves}
             self._pause = _FIRST_PAUSE
             self._changed.notify_all()
-            if self._thread is None and self._pending:
+            if self._thread is None and self.pending:
                 self._thread = Thread(target=self._work, name="drain", daemon=True)
                 self._thread.start()
 
-    def forget(self, step: int) -> None:
-        """Do not keep a step, which is deleted."""
+    def forget(self, steps: Collection[int]) -> None:
+        """Do not keep these steps any more."""
         with self._changed:
-            self._pending.pop(step, None)
+            self.pending = {s: name for s, name in self.pending.items() if s not in steps}
 
     def stop(self) -> None:
         """End the thread."""
@@ -468,7 +441,12 @@ class PartCopier:
                 content = parsed_object(location.read_regular(path, _MAX_BYTES) or b"{}", path)
                 if content.get("run", self._disks.run) != self._disks.run:
                     return  # another manager has taken over
-                self._settle({int(step): n for step, n in content.get("settled", {}).items()})
+                released = {(int(step), name) for step, name in content.get("settled", {}).items()}
+                with self._changed:
+                    gone = dict(released & self.pending.items())
+                    self.forget(gone)
+                if gone:
+                    self._on_released()
                 order = Order(**content["order"]) if content.get("order") else None
                 if order is not None and order.number > done:
                     self._report(order)
@@ -480,22 +458,13 @@ class PartCopier:
     def _waited(self) -> bool:
         """Wait for something to keep, and then for a while; False if it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping or self._pending)
+            self._changed.wait_for(lambda: self._is_stopping or self.pending)
             self._changed.wait_for(lambda: self._is_stopping, self._pause)
             self._pause = min(2 * self._pause, _LAST_PAUSE)
             return not self._is_stopping
 
-    def _settle(self, settled: Mapping[int, str]) -> None:
-        with self._changed:
-            gone = [step for step, name in self._pending.items() if settled.get(step) == name]
-            for step in gone:
-                del self._pending[step]
-        if gone:
-            self._on_settled()
-
     def _report(self, order: Order) -> None:
-        reports = self._root / REPORTS / order.copy
-        beats = reports / f"beat-{self._disks.number}"
+        beats = self._root / REPORTS / order.copy / f"beat-{self._disks.number}"
         thread, stop = start_heartbeats(beats, _BEAT_SECONDS, "drain-beats")
         report: dict[str, object]
         try:
@@ -506,34 +475,25 @@ class PartCopier:
         finally:
             stop.set()
             thread.join()
-        location.write(reports / order.report_name(self._disks.number), json.dumps(report).encode())
+        path = order.report_of(self._root, self._disks.number)
+        location.write(path, json.dumps(report).encode())
 
 
 def after_rank0(comm: Comm, step: str, work: Callable[[], object] | None) -> None:
-    """Let rank 0 do something that takes any time; if it fails, all ranks raise alike. Collective.
+    """Let a thread of rank 0 do what takes any time; if it fails, all ranks raise. Collective.
 
-    The ranks meet every few seconds, so that none takes another for dead.
-
-    Args:
-        comm: the ranks.
-        step: name of the step, for errors.
-        work: called in a thread of rank 0; the other ranks may have none.
+    The ranks meet every few seconds, so that none takes another for dead. ``work`` of other ranks
+    than 0 is not called.
     """
     done: Future[object] = Future()
 
-    def run() -> None:
-        try:
-            done.set_result(work and work())
-        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
-            done.set_exception(error)
-
     def is_done() -> bool:
-        wait([done], MEETING_SECONDS)
-        if done.done():
-            done.result()
-        return done.done()
+        if not wait([done], MEETING_SECONDS).done:
+            return False
+        done.result()
+        return True
 
     if comm.rank == 0:
-        Thread(target=run, name="long-work", daemon=True).start()
+        Thread(target=fill, args=(done, work), name="long-work", daemon=True).start()
     while not comm.from_rank0(step, is_done):
         pass

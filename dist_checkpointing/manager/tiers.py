@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,14 +23,16 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.location import as_local_folder
+from dist_checkpointing.filesystem.location import as_local_folder, check_room
 from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
 from dist_checkpointing.format.commit import data_folder, is_committed
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, attempt_of, leftovers, number_of_save
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
+from dist_checkpointing.manager.save_log import Stopwatch
 from dist_checkpointing.manager.tier_copies import Drain, PartCopier, StoreCopier, after_rank0
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
@@ -42,12 +44,8 @@ class NearStore(ObjectStore):
     """A bucket whose objects below one prefix are read from a folder, where they are.
 
     An object that is not in the folder, has another size there, or cannot be read there comes from
-    the bucket. All else, and all that is written, is as in the bucket.
-
-    Attributes:
-        prefix: How the keys begin of objects that may be in the folder.
-        folder: Where they are, by the rest of their keys.
-        sizes: Bytes of these objects, by the rest of their keys.
+    the bucket. All else, and all that is written, is as in the bucket. ``sizes`` has the bytes of
+    the objects by their names, which are relative to both prefix and folder.
     """
 
     prefix: str = ""
@@ -115,15 +113,7 @@ class Run:
     Only rank 0 may call methods that are not collective and change files.
 
     Making one is collective if there are disks. It goes on with what the last manager left.
-
-    Args:
-        root: folder of the run.
-        retention: which checkpoints are kept.
-        on_deleted: called with each step whose last checkpoint was deleted.
-        comm: the ranks of the run.
-        fast: folder of the run on the fast disk of this rank.
-        drain: whether a commit waits for the copy.
-        incremental: whether saves share files with earlier ones.
+    ``on_deleted`` is called with each step whose last checkpoint was deleted.
     """
 
     def __init__(
@@ -139,7 +129,7 @@ class Run:
     ) -> None:
         self.root, self._retention, self._on_deleted = root, retention, on_deleted
         self._comm = comm
-        self._near = self._home = RunFolder(root, retention, self._deleted)
+        self.near = self._home = RunFolder(root, retention, self._deleted)
         self._disks: FastDisks | None = None
         self._has_parts = False  # the steps on a disk may be parts of checkpoints
         self._copier: StoreCopier | None = None
@@ -156,13 +146,11 @@ class Run:
         if not isinstance(self.root, ObjectPath):
             finding = Finding("fast= needs a root in an object store", found=str(self.root))
             raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-        self._near = RunFolder(fast, self._retention, self._deleted, lambda: self._pending)
-        self._disks = disks = FastDisks.find(self._comm, fast)
+        self.near = near = RunFolder(fast, self._retention, self._deleted, lambda: self._pending)
+        self._disks = disks = FastDisks(self._comm, fast)
         self._has_parts = disks.are_many or self._comm.from_rank0(
             "looking for parts that other machines have left",
-            lambda: any(
-                PARTS_NAME in leftovers(self._near.folder(step)) for step in self._near.all_steps()
-            ),
+            lambda: any(PARTS_NAME in leftovers(near.folder(step)) for step in near.all_steps()),
         )
         if self._has_parts and incremental:
             finding = Finding(
@@ -173,15 +161,15 @@ class Run:
             )
             raise UnsupportedFormatError("not all ranks share a disk", [finding])
         if self._comm.rank == 0:
-            self._copier = StoreCopier(self._near, self._home, self._retention, disks, drain)
+            self._copier = StoreCopier(near, self._home, self._retention, disks, drain)
         elif disks.leads:
-            self._parts = PartCopier(self.root, disks, self._near.apply_retention)
+            self._parts = PartCopier(self.root, disks, near.apply_retention)
 
     def _resume(self) -> None:
         if self._comm.rank == 0:
             self._home.finish_commits()
         if self._disks is not None and self._has_parts:
-            whole = whole_steps(self._comm, self._disks, self._near, self._home)
+            whole = whole_steps(self._comm, self._disks, self.near, self._home)
             with self._comm.agreed("beginning to copy into the store"):
                 if self._copier is not None:
                     self._copier.resume(whole)
@@ -191,23 +179,23 @@ class Run:
             self._copier.start()
 
     @property
-    def _pending(self) -> set[int]:
+    def _pending(self) -> Collection[int]:
         """The steps that this disk keeps because they are not in the store yet."""
         copier = self._copier or self._parts
-        return set() if copier is None else copier.pending
+        return () if copier is None else copier.pending
 
     @property
     def _folders(self) -> list[RunFolder]:
-        return [self._home] if self._near is self._home else [self._near, self._home]
+        return [self._home] if self.near is self._home else [self.near, self._home]
 
     def folder(self, step: int) -> Path:
         """Where a step is saved: on the disk of this rank if there is one."""
-        return self._near.folder(step)
+        return self.near.folder(step)
 
     def best_place(self, step: int) -> Path:
         """Where a step can be read: on the disk as far as it is there and whole."""
-        local, stored = self._near.folder(step), self._home.folder(step)
-        if self._near is self._home or not is_committed(stored):
+        local, stored = self.near.folder(step), self._home.folder(step)
+        if self.near is self._home or not is_committed(stored):
             return local
         if step in self._damaged:
             return stored
@@ -274,12 +262,9 @@ class Run:
         """The newest one of the steps that the root and the disks say were committed last."""
         steps = {folder.latest() for folder in self._folders}
         if self._has_parts and self._copier is not None:
-            steps = (steps | self._copier.resumed) & {*self.committed_steps()}
+            resumed = {step for step, seal in self._copier.pending.items() if seal is not None}
+            steps = (steps | resumed) & {*self.committed_steps()}
         return max((step for step in steps if step is not None), default=None)
-
-    def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
-        """See RunFolder: a step on the disk."""
-        return self._near.base_of(step, damaged)
 
     def best(self) -> int | None:
         """The committed step with the best metric."""
@@ -288,14 +273,20 @@ class Run:
         return next((s for s in self._retention.best_steps(metrics) if s in steps), None)
 
     def hooks(
-        self, step: int, metric: float | None, note_bytes: Callable[[int], None], *, has_base: bool
+        self, step: int, metric: float | None, watch: Stopwatch, *, has_base: bool
     ) -> SaveHooks:
-        """See RunFolder; called on all ranks, when they save a step."""
+        """What a save of a step calls, on all ranks."""
         self._saved.add(step)
-        disks = self._disks
-        count = 1 if disks is None else len(disks.leaders)
-        hooks = self._near.hooks(step, metric, note_bytes, has_base=has_base, num_disks=count)
-        if disks is None or count == 1:
+        disks, folder = self._disks, self.near.folder(step)
+        num_disks = 1 if disks is None else len(disks.leaders)
+
+        def check(index: Index) -> None:
+            watch.num_bytes = sum(index[key].num_bytes for key in index)
+            # How much a base leaves to write is known when its parts have been compared.
+            check_room(folder, 0 if has_base else watch.num_bytes // num_disks)
+
+        hooks = SaveHooks(check, partial(self.near.claimed, step, metric))
+        if disks is None or not disks.are_many:
             return hooks
         on_part = partial(self._part_committed, step, metric)
         return replace(hooks, disks=Disks(str(self._home.folder(step)), disks.leads, on_part))
@@ -327,13 +318,13 @@ class Run:
             number = self._comm.from_rank0("telling the metric", lambda: number)
             with self._comm.agreed("beginning a save on every disk"):
                 if self._parts is not None:
-                    self._near.begin(step, None)
-                    makes_room = self._near.wrote(step)
+                    self.near.begin(step, None)
+                    makes_room = self.near.wrote(step)
         return number, makes_room
 
     def _begin(self, step: int, damaged: int | None) -> bool:
-        if not self._has_parts and (self._near is self._home or is_committed(self.folder(step))):
-            return self._near.begin(step, damaged)
+        if not self._has_parts and (self.near is self._home or is_committed(self.folder(step))):
+            return self.near.begin(step, damaged)
         is_pending, there = self._has_parts and step in self._pending, None
         is_stored = is_committed(self._home.folder(step))
         if self._copier is not None and is_pending and (is_stored or step not in self._damaged):
@@ -344,32 +335,32 @@ class Run:
             finding = Finding("a committed checkpoint is here", path=str(self.best_place(step)))
             where = "there" if is_pending else "in the store"
             raise CheckpointExistsError(f"step {step} is {where} already", [finding])
-        self._near.begin(step, None)
-        return self._has_parts and self._near.wrote(step)
+        self.near.begin(step, None)
+        return self._has_parts and self.near.wrote(step)
 
     def _part_committed(self, step: int, metric: float | None) -> None:
         """Note that rank 0 has committed what this disk holds a part of."""
         try:
-            name = attempt_of(self._near.folder(step))
+            name = attempt_of(self.near.folder(step))
             if self._parts is not None:
                 self._parts.keep({} if name is None else {step: name})
-            self._near.committed(step, metric)
+            self.near.committed(step, metric)
         except (OSError, CheckpointingException) as error:
-            logger.warning("%s: a commit is not recorded: %s", self._near.folder(step), error)
+            logger.warning("%s: a commit is not recorded: %s", self.near.folder(step), error)
 
     def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer, and copy the step or let it be copied."""
         if self._copier is not None:
             self._copier.keep(step)
         self._damaged.discard(step)
-        self._near.committed(step, metric)
+        self.near.committed(step, metric)
         if self._copier is not None:
             self._copier.start()
 
     def verified(self, step: int) -> None:
         """Record that all of a step has been read back and compared, where it was read."""
-        is_near = self.best_place(step) == self._near.folder(step)
-        (self._near if is_near else self._home).verified(step)
+        is_near = self.best_place(step) == self.near.folder(step)
+        (self.near if is_near else self._home).note(step, verified=True)
 
     def delete(self, step: int) -> None:
         """Delete a step everywhere; see RunFolder. Collective."""
@@ -379,9 +370,9 @@ class Run:
         if self._disks is not None and self._disks.are_many:
             with self._comm.agreed(f"deleting step {step} on every disk"):
                 if self._parts is not None:
-                    self._parts.forget(step)
-                    if is_committed(self._near.folder(step)):
-                        self._near.delete(step)
+                    self._parts.forget({step})
+                    if is_committed(self.near.folder(step)):
+                        self.near.delete(step)
 
     def _deleted(self, step: int) -> None:
         if self._comm.rank == 0 and not any(is_committed(f.folder(step)) for f in self._folders):
