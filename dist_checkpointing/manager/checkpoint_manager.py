@@ -199,9 +199,10 @@ class CheckpointManager:
             state,
             self._run.folder(step),
             self._strategy,
+            options.pop("common_strategy", None),
+            lambda: self._committed(step, number, watch),
             step=step,
             capture=capture,
-            on_committed=lambda: self._committed(step, number, watch),
             **options,
         )
         watch.stop_blocking()

@@ -41,23 +41,22 @@ def judge(comm: Comm, step: int, work: Callable[[], None]) -> None:
 
     Collective. Any other exception on a rank becomes a RankFailedError.
     """
-    errors = comm.exchange(f"verifying step {step}", lambda: _error_of(work))
-    of_ranks = {rank: error for rank, error in enumerate(errors) if error is not None}
-    damage = {r: e for r, e in of_ranks.items() if isinstance(e, CorruptCheckpointError)}
-    if of_ranks:
-        failures = {rank: Failure.of(error) for rank, error in (damage or of_ranks).items()}
-        raise merge_failures(f"verifying step {step}", failures, comm.world_size)
+    what = f"verifying step {step}"
 
+    def found() -> CheckpointingException | None:
+        try:
+            work()
+        except CheckpointingException as error:
+            if isinstance(error, RankFailedError):
+                raise
+            return error
+        return None
 
-def _error_of(work: Callable[[], None]) -> CheckpointingException | None:
-    """The error that ``work`` finds in a checkpoint; other exceptions are raised."""
-    try:
-        work()
-    except RankFailedError:
-        raise
-    except CheckpointingException as error:
-        return error
-    return None
+    errors = {r: error for r, error in enumerate(comm.exchange(what, found)) if error is not None}
+    damage = {r: error for r, error in errors.items() if isinstance(error, CorruptCheckpointError)}
+    if errors:
+        failures = {rank: Failure.of(error) for rank, error in (damage or errors).items()}
+        raise merge_failures(what, failures, comm.world_size)
 
 
 def check_structure(folder: Location) -> None:
@@ -73,12 +72,7 @@ def check_sealed_files(folder: Location, rank: int, world_size: int) -> None:
     """Compare the sizes of all files and the contents of small ones with the seal. Not collective.
 
     Damaged metadata may look like that of other tensors. So it is compared before a load can blame
-    the template.
-
-    Args:
-        folder: folder of the checkpoint.
-        rank: number of the part of the work that is done here.
-        world_size: number of parts.
+    the template. Each of ``world_size`` ranks does its part.
     """
     read_config(folder)
     folder = data_folder(folder)
@@ -104,8 +98,7 @@ def asks_for_all(
 ) -> bool:
     """Whether the ranks together ask for everything that a checkpoint holds. Collective.
 
-    Returns:
-        The answer on rank 0; False on the other ranks.
+    Only rank 0 gets the answer; it is False on the other ranks.
     """
     asked_for = as_state_dict(template, comm)
 
@@ -137,19 +130,11 @@ logger: logging.Logger = logging.getLogger(__name__)
 class ValidSteps:
     """Which steps of a run can be loaded. All methods are collective.
 
-    Args:
-        run: the run.
-        comm: the ranks of the run.
-        trusted: see ``load``.
-
-    Attributes:
-        damaged: Step -> number of its save that was found damaged.
+    ``damaged`` has, by step, the number of its save that was found damaged.
     """
 
     def __init__(self, run: Run, comm: Comm, *, trusted: bool) -> None:
-        self._run = run
-        self._comm = comm
-        self._trusted = trusted
+        self._run, self._comm, self._trusted = run, comm, trusted
         self.damaged: dict[int, int] = {}
 
     def latest(self, check: Literal["contents", "structure"]) -> int | None:
@@ -168,14 +153,10 @@ class ValidSteps:
 
     def verify(self, step: int) -> None:
         """See ``CheckpointManager.verify``."""
-        share = {"rank": self._comm.rank, "world_size": self._comm.world_size}
-        folder = self._run.prepare_read(step, near=False)
-        judge(
-            self._comm,
-            step,
-            lambda: verify_checkpoint(folder, trusted=self._trusted, **share),
-        )
-        self._note_valid(step, is_valid=self._comm.rank == 0)
+        comm, folder = self._comm, self._run.prepare_read(step, near=False)
+        share = {"rank": comm.rank, "world_size": comm.world_size}
+        judge(comm, step, lambda: verify_checkpoint(folder, trusted=self._trusted, **share))
+        self._note_valid(step, is_valid=comm.rank == 0)
 
     def load_newest(
         self, template: ShardedStateDict | ShardedStateful, options: Mapping[str, Any]
@@ -222,8 +203,8 @@ class ValidSteps:
         if isinstance(error, RankFailedError):
             raise error  # this is about the ranks, not about the checkpoint
         logger.warning("step %d is skipped: %s", step, error)
-        folder = self._run.best_place(step)
-        self._run.mark_damaged(step)
+        finding = Finding(str(error), path=str(self._run.best_place(step)))
+        self._run.damaged.add(step)
         if isinstance(error, CorruptCheckpointError):
             self.damaged[step] = number
-        return Finding(str(error), path=str(folder))
+        return finding

@@ -23,6 +23,7 @@ from dist_checkpointing.format.commit import (
     data_folder,
     finish_commit,
     is_committed,
+    tolerant,
 )
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
 from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
@@ -170,7 +171,7 @@ class RunFolder:
 
     def finish_commits(self) -> None:
         """Finish what a killed save had committed in a store, but not yet shown to readers."""
-        with self._logging("a commit in %s could not be finished: %s", self.root):
+        with tolerant(f"a commit in {self.root} could not be finished"):
             for step in self.all_steps():
                 if not is_committed(self.folder(step)):
                     finish_commit(self.folder(step))
@@ -249,7 +250,7 @@ class RunFolder:
 
     def apply_retention(self) -> None:
         """Delete what retention asks for; errors are logged, and must not end a training."""
-        with self._lock, self._logging("retention could not go through %s: %s", self.root):
+        with self._lock, tolerant(f"retention could not go through {self.root}"):
             record = self._current()
             # After going back to an older step, only steps up to the latest count; later ones stay.
             latest = record.latest
@@ -269,16 +270,8 @@ class RunFolder:
             work += [(self._strip, step) for step in due.strip if step not in done]
             for method, step in work:
                 # The next pass tries again.
-                with self._logging("retention could not deal with step %d: %s", step):
+                with tolerant(f"retention could not deal with step {step}"):
                     method(step)
-
-    @staticmethod
-    @contextmanager
-    def _logging(message: str, subject: object) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, CheckpointingException) as error:
-            logger.warning(message, subject, error)
 
     def _current(self, stored: RunRecord | None = None) -> RunRecord:
         """The record, ``stored`` or read, brought up to date with what is committed.

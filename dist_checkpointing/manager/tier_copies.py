@@ -33,6 +33,7 @@ from dist_checkpointing.format.commit import (
     CheckpointingConfig,
     begin_attempt,
     is_committed,
+    tolerant,
 )
 from dist_checkpointing.format.leftovers import (
     CONFIG_FNAME,
@@ -127,10 +128,9 @@ class Orders:
         self._released |= saves
         for step in [*self._released][:-_MOST_RELEASED]:
             del self._released[step]
-        try:
+        # The next order says it again.
+        with tolerant("the other disks keep their parts a little longer"):
             self._put(None)
-        except OSError as error:  # the next order says it again
-            logger.warning("the other disks keep their parts a little longer: %s", error)
 
     def _put(self, order: Order | None) -> None:
         if self._disks.are_many:
@@ -156,11 +156,9 @@ class Orders:
             return {*order.carried_out(self._root, self._disks), *self._reported(order)}
         finally:
             if self._disks.are_many:
-                try:
+                with tolerant(f"reports of copying {folder} stay in the store"):
                     self._put(None)
                     delete_below(self._root / REPORTS / copy)
-                except OSError as error:
-                    logger.warning("reports of copying %s stay in the store: %s", folder, error)
 
     def _reported(self, order: Order) -> set[str]:
         disks = range(1, len(self._disks.leaders))
@@ -336,19 +334,16 @@ class StoreCopier:
 
     def _next_step(self) -> int | None:
         """The next step to copy; those that the store would not keep are given up."""
-        try:
-            if not (pending := self.pending):
-                return None
-            known = {*self._home.committed_steps(), *pending}
-            metrics = self._home.metrics() | self._near.metrics()
-            due = self._retention.due(known, [max(pending)], metrics)
-            given_up = pending.keys() & due.delete
-            if given_up:
-                self._release(given_up)
-        except (OSError, CheckpointingException) as error:
-            logger.warning("nothing is copied into the store for now: %s", error)
-            return None
-        return min(pending.keys() - given_up - self._failed.keys(), default=None)
+        with tolerant("nothing is copied into the store for now"):
+            if pending := self.pending:
+                known = {*self._home.committed_steps(), *pending}
+                metrics = self._home.metrics() | self._near.metrics()
+                due = self._retention.due(known, [max(pending)], metrics)
+                given_up = pending.keys() & due.delete
+                if given_up:
+                    self._release(given_up)
+                return min(pending.keys() - given_up - self._failed.keys(), default=None)
+        return None
 
     def _release(self, steps: Collection[int]) -> None:
         """Note that steps need not be kept for the store any more."""

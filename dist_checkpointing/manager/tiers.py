@@ -25,7 +25,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder, check_room
 from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
-from dist_checkpointing.format.commit import data_folder, is_committed
+from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, attempt_of, leftovers, number_of_save
 from dist_checkpointing.format.seal import read_seal
@@ -135,7 +135,7 @@ class Run:
         self._copier: StoreCopier | None = None
         self._parts: PartCopier | None = None
         self._saved: set[int] = set()  # by this manager; known on all ranks
-        self._damaged: set[int] = set()  # on the disks
+        self.damaged: set[int] = set()  # on the disks: read from the store alone
         if fast is not None:
             self._use_disks(as_local_folder(fast).absolute(), drain, incremental=incremental)
         self._resume()
@@ -197,7 +197,7 @@ class Run:
         local, stored = self.near.folder(step), self._home.folder(step)
         if self.near is self._home or not is_committed(stored):
             return local
-        if step in self._damaged:
+        if step in self.damaged:
             return stored
         data: Any = data_folder(stored)
         is_same = number_of_save(local) == number_of_save(data) != 0
@@ -236,10 +236,6 @@ class Run:
                 remedy="Load an older step, or start again with all disks that it was saved to.",
             )
             raise CheckpointNotFoundError(f"step {step} is not there", [finding])
-
-    def mark_damaged(self, step: int) -> None:
-        """Read a step from the store alone from now on: what would be read is damaged."""
-        self._damaged.add(step)
 
     def all_saves(self) -> list[tuple[int, int]]:
         """Every save, newest first: step, and number of the save.
@@ -327,7 +323,7 @@ class Run:
             return self.near.begin(step, damaged)
         is_pending, there = self._has_parts and step in self._pending, None
         is_stored = is_committed(self._home.folder(step))
-        if self._copier is not None and is_pending and (is_stored or step not in self._damaged):
+        if self._copier is not None and is_pending and (is_stored or step not in self.damaged):
             there = self._copier.number_of(step)
         elif is_stored:
             there = self._home.number_of(step)
@@ -340,19 +336,18 @@ class Run:
 
     def _part_committed(self, step: int, metric: float | None) -> None:
         """Note that rank 0 has committed what this disk holds a part of."""
-        try:
-            name = attempt_of(self.near.folder(step))
+        folder = self.near.folder(step)
+        with tolerant(f"{folder}: a commit is not recorded"):
+            name = attempt_of(folder)
             if self._parts is not None:
                 self._parts.keep({} if name is None else {step: name})
             self.near.committed(step, metric)
-        except (OSError, CheckpointingException) as error:
-            logger.warning("%s: a commit is not recorded: %s", self.near.folder(step), error)
 
     def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer, and copy the step or let it be copied."""
         if self._copier is not None:
             self._copier.keep(step)
-        self._damaged.discard(step)
+        self.damaged.discard(step)
         self.near.committed(step, metric)
         if self._copier is not None:
             self._copier.start()

@@ -295,25 +295,18 @@ class AsyncSaver:
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
-        return self._save(
-            SaveHooks(),
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded_strategy,
-            common_strategy,
-            on_committed=on_committed,
-            **options,
-        )
+        arguments = (sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy)
+        return self._save(SaveHooks(), *arguments, on_committed, **options)
 
     def _save(
         self,
         hooks: SaveHooks,
         state: ShardedStateDict | ShardedStateful,
         checkpoint_dir: str | PathLike[str],
-        sharded_strategy: Selection[SaveShardedStrategy] = None,
-        common_strategy: Selection[SaveCommonStrategy] = None,
+        sharded_strategy: Selection[SaveShardedStrategy],
+        common_strategy: Selection[SaveCommonStrategy],
+        on_committed: Callable[[], None] | None,
         *,
-        on_committed: Callable[[], None] | None = None,
         step: int | None = None,
         capture: Capture = "copy",
         progress: ProgressOption | None = None,
@@ -505,11 +498,7 @@ def async_save(
         raise ValueError("the saver has its own comm")
     saver = _saver_for(chosen_comm(comm)) if saver is None else saver
     return saver.save(
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        common_strategy,
-        **options,
+        sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy, **options
     )
 
 
