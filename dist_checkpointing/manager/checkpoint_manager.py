@@ -119,8 +119,12 @@ class CheckpointManager:
         self._trusted, self._is_incremental = trusted, incremental
         if incremental:
             require_sharing_strategy(sharded_strategy, self._run.folder(0))
-        given = {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
-        self._save_options = {"trusted": trusted, "fingerprints": fingerprints, **given}
+        self._save_options = {
+            "trusted": trusted,
+            "fingerprints": fingerprints,
+            "replicas": replicas,
+            "on_replica_mismatch": on_replica_mismatch,
+        }
         self._plan_cache = PlanCache()
         self._saver = AsyncSaver(
             comm=self._comm,
@@ -155,8 +159,7 @@ class CheckpointManager:
         Raises:
             CheckpointingException: see ``save``; also if the disk is too full.
         """
-        watch = Stopwatch()
-        number, hooks, options = self._begin(step, metric, watch, options)
+        hooks, options, committed = self._begin(step, metric, Stopwatch(), options)
         save_with_hooks(
             hooks,
             state,
@@ -168,7 +171,7 @@ class CheckpointManager:
         )
         with self._comm.agreed("moving the pointer"):
             if self._comm.rank == 0:
-                self._committed(step, number, watch)
+                committed()
 
     def async_save(
         self,
@@ -193,14 +196,14 @@ class CheckpointManager:
                 the last asynchronous save, unless ``on_error="warn"``.
         """
         watch = Stopwatch()
-        number, hooks, options = self._begin(step, metric, watch, options)
+        hooks, options, committed = self._begin(step, metric, watch, options)
         handle = self._saver._save(  # noqa: SLF001 - hooks are not for users
             hooks,
             state,
             self._run.folder(step),
             self._strategy,
             options.pop("common_strategy", None),
-            lambda: self._committed(step, number, watch),
+            committed,
             step=step,
             capture=capture,
             **options,
@@ -326,34 +329,34 @@ class CheckpointManager:
         """Whether any rank has received the signal of ``save_on_signal``."""
         return not self._comm.all_same(None if self._signalled.is_set() else 0)
 
-    def _committed(self, step: int, metric: float | None, watch: Stopwatch) -> None:
-        saved = watch.saved(step, self.folder(step), metric)
-        self._run.committed(step, metric)
-        call_hooks(self._on_saved, saved)
-
     def _begin(
         self,
         step: int,
         metric: SupportsFloat | None,
         watch: Stopwatch,
         options: Mapping[str, Any],
-    ) -> tuple[float | None, SaveHooks, dict[str, Any]]:
+    ) -> tuple[SaveHooks, dict[str, Any], Callable[[], None]]:
         """Wait, check the step, and record on rank 0 that this manager will write its folder.
 
         Returns:
-            The metric as a number, what the save calls, and its options. On rank 0 it may overwrite
-            a damaged checkpoint of ours: that is deleted when the new one has been planned and has
-            claimed the folder.
+            What the save calls, its options, and what rank 0 calls after the commit. On rank 0 the
+            save may overwrite a damaged checkpoint of ours: that is deleted when the new one has
+            been planned and has claimed the folder.
         """
         self.wait()
         number, makes_room = self._run.begin(step, metric, self._valid.damaged.get(step))
-        base = None
+        chosen = {**self._save_options, **options}
+        chosen["overwrite"] = options.get("overwrite", False) | makes_room
         if self._is_incremental:
             find = partial(self._run.near.base_of, step, self._valid.damaged)
             base = self._comm.from_rank0("choosing the base", find)
-        base_folder = None if base is None else self.folder(base)
-        chosen = {**self._save_options, "base": base_folder, **options}
-        chosen["overwrite"] = options.get("overwrite", False) | makes_room
-        has_base = chosen["base"] is not None
+            chosen.setdefault("base", None if base is None else self.folder(base))
+        has_base = chosen.get("base") is not None
         hooks = self._run.hooks(step, number, watch, has_base=has_base)
-        return number, hooks, chosen
+
+        def committed() -> None:
+            saved = watch.saved(step, self.folder(step), number)
+            self._run.committed(step, number)
+            call_hooks(self._on_saved, saved)
+
+        return hooks, chosen, committed

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
@@ -121,13 +122,12 @@ def _parsed(content: Any) -> RunRecord:
         raise ValueError(f"format {content['format']!r}")
     steps = {int(step): StepRecord(**known) for step, known in content["steps"].items()}
     latest = content["latest"]
-    if not (latest is None or type(latest) is int):
+    if type(latest) not in (int, NoneType):
         raise ValueError(f"latest is {latest!r}")
     for record in steps.values():
-        flags, names = (record.verified, record.stripped), (record.attempt, record.begun)
-        texts = {type(value) for value in names} - {str, type(None)}
-        is_number = type(record.metric) in (float, int, type(None))
-        if texts or not is_number or {type(value) for value in flags} != {bool}:
+        are_names = {type(record.attempt), type(record.begun)} <= {str, NoneType}
+        are_flags = {type(record.verified), type(record.stripped)} == {bool}
+        if not (are_names and are_flags and type(record.metric) in (float, int, NoneType)):
             raise ValueError(f"{record!r}")
     return RunRecord(latest, steps)
 

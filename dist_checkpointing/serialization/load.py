@@ -28,9 +28,16 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
-from dist_checkpointing.planning.recipe import Recipe, require_recipe
+from dist_checkpointing.planning.recipe import Derivation, Recipe, require_recipe
 from dist_checkpointing.serialization.fingerprint_of_state import verify_restored
-from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, derived_state
+from dist_checkpointing.serialization.load_recipe import (
+    apply_recipe,
+    derived_shapes,
+    derived_state,
+    explaining,
+    kept_values,
+    sources_of,
+)
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.selection import OpenedCheckpoint, Selection, replaced
@@ -204,7 +211,7 @@ def load(
     # Read the index, and apply the recipe to it.
     opened.read_index(parts, is_kept=bool(verify), is_whole=recipe is not None)
     made = None if recipe is None else apply_recipe(recipe, opened, parts)
-    shapes = opened.shapes if made is None else made.shapes
+    shapes = opened.shapes if made is None else derived_shapes(made)
 
     # Compare the template with it, and make memory where there is none.
     missing, unexpected = _compare_keys(opened, parts, made, flag)
@@ -212,14 +219,14 @@ def load(
         wanted = filled = WantedTable(_without_keys(parts.tensors, unexpected))
         objects = _without_keys(parts.objects, unexpected)
         user_planner = opened.strategies.sharded.planner is not None
-        with nullcontext() if made is None else made.checking(wanted.tensors, objects.values()):
+        with nullcontext() if made is None else explaining(made, wanted.tensors, objects.values()):
             alike = compare(
                 wanted,
                 shapes,
                 cast,
                 # A planner of a user may know other names.
                 planner_knows_keys=user_planner and made is None,
-                stored_keys=opened.stored_keys if made is None else made.shapes.keys,
+                stored_keys=opened.stored_keys if made is None else shapes.keys,
                 common=opened.common,
             )
         check_filled(parts, opened.common, flag)
@@ -231,8 +238,9 @@ def load(
     # Only now that all ranks agree may a tensor of the caller be touched.
     if filled is not wanted:
         clear_partly_stored(wanted.tensors, shapes)
-    to_read = filled if made is None else made.to_read(filled, comm)
-    objects = objects if made is None else made.objects_of(objects)
+    to_read, objects = (
+        (filled, objects) if made is None else sources_of(made, filled, objects, comm)
+    )
 
     # Verify what is not read whole; then read, and compare what memory holds.
     verifier = None
@@ -253,8 +261,9 @@ def load(
                 )
 
     # Rebuild the state dict.
-    values = {**(of_cells or values), **({} if made is None else made.kept)}
+    values = of_cells or values
     if made is not None:
+        values = {**values, **kept_values(made, parts.objects)}
         loaded = replaced(wanted.leaves, [leaf.data for leaf in filled.tensors])
     is_asked = not user_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
     state_dict = _rebuilt(opened, parts, loaded, values, restore, wanted.keys if is_asked else ())
@@ -283,12 +292,15 @@ def _split(template: ShardedStateDict) -> StateDictParts:
 
 
 def _compare_keys(
-    opened: OpenedCheckpoint, parts: StateDictParts, made: RecipeLoad | None, flag: StrictHandling
+    opened: OpenedCheckpoint, parts: StateDictParts, made: Derivation | None, flag: StrictHandling
 ) -> tuple[set[str], set[str]]:
     """Keys that only the checkpoint, and that only the template has, if anybody wants to know."""
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         return set(), set()
-    known = {*opened.stored_keys(), *opened.object_keys()} if made is None else made.keys
+    if made is None:
+        known = {*opened.stored_keys(), *opened.object_keys()}
+    else:
+        known = {*made.tensors, *made.objects, *made.kept_objects}
     return handle_strictly(parts, known, flag, opened.comm)
 
 
@@ -302,7 +314,7 @@ def _with_memory(
     wanted: WantedTable,
     shapes: Mapping[str, tuple[Ints, torch.dtype]],
     opened: OpenedCheckpoint,
-    made: RecipeLoad | None,
+    made: Derivation | None,
 ) -> list[ShardedTensor]:
     """Copies of the leaves, all with memory to fill."""
     # Shapes of a template may be those that the checkpoint says it has.
@@ -312,7 +324,7 @@ def _with_memory(
         if leaf.data is None and math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
     }
     if made is not None:
-        large = {key for new in large for key in made.derivation.tensors[new].sources}
+        large = {key for new in large for key in made.tensors[new].sources}
     large.intersection_update(opened.index)
     opened.reader.require_stored(large_tensors(opened.index, large), opened.index)
     return all_with_memory(wanted, shapes)

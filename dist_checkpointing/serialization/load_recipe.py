@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, repeat
 from os import PathLike
-from typing import Any
 
 import torch
 
@@ -90,6 +89,11 @@ def shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, tensor_m
     }
 
 
+def derived_shapes(made: Derivation) -> dict[str, tuple[Ints, torch.dtype]]:
+    """Global shape and dtype of each tensor that a recipe makes."""
+    return {key: (tensor.shape, tensor.dtype.torch) for key, tensor in made.tensors.items()}
+
+
 def derived_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
     """What a recipe makes of what is stored, for an object that makes its template of that."""
     if recipe is None:
@@ -98,115 +102,88 @@ def derived_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
         StoredTensor.undivided(key, tensor_memory.from_torch(dtype, key=key), shape)
         for key, (shape, dtype) in stored.tensors.items()
     )
-    derived = derive(recipe, index).tensors
-    return replace(
-        stored,
-        tensors={key: (tensor.shape, tensor.dtype.torch) for key, tensor in derived.items()},
-        sources={key: tensor.sources for key, tensor in derived.items()},
-    )
+    made = derive(recipe, index)
+    sources = {key: tensor.sources for key, tensor in made.tensors.items()}
+    return replace(stored, tensors=derived_shapes(made), sources=sources)
 
 
-def apply_recipe(recipe: Recipe, opened: OpenedCheckpoint, parts: StateDictParts) -> RecipeLoad:
+def apply_recipe(recipe: Recipe, opened: OpenedCheckpoint, parts: StateDictParts) -> Derivation:
     """Apply a recipe to what is stored, for a template that was taken apart. Collective."""
     stored_objects = opened.object_keys()
     with opened.comm.agreed("applying the recipe"), paused_collector():
-        return RecipeLoad(_derived(recipe, opened.index, stored_objects, parts), parts.objects)
+        return _derived(recipe, opened.index, stored_objects, parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RecipeLoad:
-    """A load of what a recipe makes of a checkpoint.
+@contextmanager
+def explaining(
+    made: Derivation, tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]
+) -> Iterator[None]:
+    """Let the body compare a template with what a recipe makes; say more if it does not fit."""
+    findings = [
+        Finding("not in the checkpoint", leaf.key, remedy=_REMEDY_OF_OBJECTS)
+        for leaf in objects
+        if leaf.key not in made.objects and leaf.key not in made.kept_objects
+    ]
+    findings += [
+        Finding(
+            "the template has no values to keep",
+            leaf.key,
+            remedy="Give it data, or fill with zeros.",
+        )
+        for leaf in tensors
+        if leaf.data is None
+        and leaf.key in made.tensors
+        and any(
+            piece.key is None and piece.fill == "template"
+            for piece in made.tensors[leaf.key].parts(leaf.box)
+        )
+    ]
+    try:
+        yield
+    except StateMismatchError as error:
+        findings = [*(_explained(made, finding) for finding in error.findings), *findings]
+    if findings:
+        findings += [Finding(f"{text} matches nothing") for text in made.unused_rules]
+        message = "the template does not fit what the recipe makes of the checkpoint"
+        raise StateMismatchError(message, findings)
 
-    Attributes:
-        derivation: What the recipe makes of it.
-        template: Sharded objects of the template, by path.
+
+def _explained(made: Derivation, finding: Finding) -> Finding:
+    """With what the recipe makes of what is stored under nearly that name."""
+    key, stored, derived = finding.key, made.stored, made.tensors
+    if key is None or key in derived:
+        return finding
+    remedy = "Remove it from the template, or say with a rule (missing) what fills it."
+    for known in [key] if key in stored else near_names(key, stored, 1):
+        users = [new for new, tensor in derived.items() if known in tensor.sources]
+        if users != [known]:
+            texts = ", ".join(map(repr, users[:3])) + (", ..." if len(users) > 3 else "")
+            remedy = f"Stored is {known!r}, of which the recipe makes {texts or 'nothing'}."
+    return replace(finding, remedy=remedy)
+
+
+def sources_of(
+    made: Derivation, wanted: WantedTable, objects: Mapping[TreePath, ShardedObject], comm: Comm
+) -> tuple[WantedTable, Mapping[TreePath, ShardedObject]]:
+    """What is read into parts of the memory of wanted tensors, and for wanted objects. Collective.
+
+    What nothing stored fills becomes zero, unless it stays as it is.
     """
-
-    derivation: Derivation
-    template: Mapping[TreePath, ShardedObject]
-
-    @property
-    def keys(self) -> set[str]:
-        """Keys of all that there is for the template."""
-        made = self.derivation
-        return {*made.tensors, *made.objects, *made.kept_objects}
-
-    @property
-    def shapes(self) -> dict[str, tuple[Ints, torch.dtype]]:
-        """Global shape and dtype of each tensor."""
-        tensors = self.derivation.tensors
-        return {key: (tensor.shape, tensor.dtype.torch) for key, tensor in tensors.items()}
-
-    @property
-    def kept(self) -> dict[TreePath, Any]:
-        """Values of sharded objects that stay as they are in the template."""
-        kept = self.derivation.kept_objects
-        return {path: leaf.data for path, leaf in self.template.items() if leaf.key in kept}
-
-    @contextmanager
-    def checking(
-        self, tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]
-    ) -> Iterator[None]:
-        """Let the body compare the template; say more if it does not fit."""
-        made = self.derivation
-        findings = [
-            Finding("not in the checkpoint", leaf.key, remedy=_REMEDY_OF_OBJECTS)
-            for leaf in objects
-            if leaf.key not in made.objects and leaf.key not in made.kept_objects
-        ]
-        findings += [
-            Finding(
-                "the template has no values to keep",
-                leaf.key,
-                remedy="Give it data, or fill with zeros.",
-            )
-            for leaf in tensors
-            if leaf.data is None
-            and leaf.key in made.tensors
-            and any(
-                piece.key is None and piece.fill == "template"
-                for piece in made.tensors[leaf.key].parts(leaf.box)
-            )
-        ]
-        try:
-            yield
-        except StateMismatchError as error:
-            findings = [*map(self._explained, error.findings), *findings]
-        if findings:
-            findings += [Finding(f"{text} matches nothing") for text in made.unused_rules]
-            message = "the template does not fit what the recipe makes of the checkpoint"
-            raise StateMismatchError(message, findings)
-
-    def _explained(self, finding: Finding) -> Finding:
-        """With what the recipe makes of what is stored under nearly that name."""
-        key, stored, derived = finding.key, self.derivation.stored, self.derivation.tensors
-        if key is None or key in derived:
-            return finding
-        remedy = "Remove it from the template, or say with a rule (missing) what fills it."
-        for known in [key] if key in stored else near_names(key, stored, 1):
-            made = [new for new, tensor in derived.items() if known in tensor.sources]
-            if made != [known]:
-                texts = ", ".join(map(repr, made[:3])) + (", ..." if len(made) > 3 else "")
-                remedy = f"Stored is {known!r}, of which the recipe makes {texts or 'nothing'}."
-        return replace(finding, remedy=remedy)
-
-    def to_read(self, wanted: WantedTable, comm: Comm) -> WantedTable:
-        """What is read into parts of the memory of wanted tensors. Collective.
-
-        What nothing stored fills becomes zero, unless it stays as it is.
-        """
-        with comm.agreed("applying the recipe"), paused_collector():
-            sources = (source_leaves(self.derivation, leaf) for leaf in wanted.tensors)
-            return WantedTable.of(chain.from_iterable(sources))
-
-    def objects_of(self, wanted: Mapping[TreePath, ShardedObject]) -> dict[TreePath, ShardedObject]:
-        """What is read for wanted objects, with the keys that it has in the checkpoint."""
-        stored = self.derivation.objects
-        return {
-            path: replace(leaf, key=stored[leaf.key])
-            for path, leaf in wanted.items()
-            if leaf.key in stored
+    with comm.agreed("applying the recipe"), paused_collector():
+        sources = (source_leaves(made, leaf) for leaf in wanted.tensors)
+        return WantedTable.of(chain.from_iterable(sources)), {
+            path: replace(leaf, key=made.objects[leaf.key])
+            for path, leaf in objects.items()
+            if leaf.key in made.objects
         }
+
+
+def kept_values(
+    made: Derivation, template: Mapping[TreePath, ShardedObject]
+) -> dict[TreePath, object]:
+    """Values of sharded objects that stay as they are in the template."""
+    kept = made.kept_objects
+    return {path: leaf.data for path, leaf in template.items() if leaf.key in kept}
 
 
 def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[ShardedTensor]:
