@@ -11,11 +11,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsFloat
 
+from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.torch_distributed import chosen_comm
-from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    Finding,
+    RankFailedError,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.manager.latest_valid import ValidSteps
+from dist_checkpointing.manager.latest_valid import (
+    asks_for_all,
+    check_sealed_files,
+    check_structure,
+    is_verifiable,
+    judge,
+)
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
 from dist_checkpointing.manager.tier_copies import Drain
@@ -118,7 +132,7 @@ class CheckpointManager:
         self._on_saved, self._on_error = on_saved, on_error
         self._trusted, self._is_incremental = trusted, incremental
         if incremental:
-            require_sharing_strategy(sharded_strategy, self._run.folder(0))
+            require_sharing_strategy(sharded_strategy, self._run.near.folder(0))
         self._save_options = {
             "trusted": trusted,
             "fingerprints": fingerprints,
@@ -132,7 +146,7 @@ class CheckpointManager:
             retries=retries if on_error == "retry" else 0,
             plan_cache=self._plan_cache,
         )
-        self._valid = ValidSteps(self._run, self._comm, trusted=trusted)
+        self._damaged: dict[int, int] = {}  # step: number of its save that was found damaged
         self._signalled = threading.Event()
 
     def folder(self, step: int) -> Path:
@@ -163,7 +177,7 @@ class CheckpointManager:
         save_with_hooks(
             hooks,
             state,
-            self._run.folder(step),
+            self._run.near.folder(step),
             comm=self._comm,
             sharded_strategy=self._strategy,
             plan_cache=self._plan_cache,
@@ -200,7 +214,7 @@ class CheckpointManager:
         handle = self._saver._save(  # noqa: SLF001 - hooks are not for users
             hooks,
             state,
-            self._run.folder(step),
+            self._run.near.folder(step),
             self._strategy,
             options.pop("common_strategy", None),
             committed,
@@ -267,7 +281,17 @@ class CheckpointManager:
         """
         if check not in ("contents", "structure"):
             raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
-        return self._valid.latest(check)
+        for step, number in self._saves():
+            try:
+                if check == "contents":
+                    self.verify(step)
+                else:
+                    judge(self._comm, step, partial(check_structure, self._run.prepare_read(step)))
+            except CheckpointingException as error:
+                self._skip(step, number, error)
+            else:
+                return step
+        return None
 
     def verify(self, step: int) -> None:
         """Read all of a checkpoint, divided among the ranks, and compare its checksums.
@@ -278,7 +302,10 @@ class CheckpointManager:
             CheckpointingException: if it cannot be read, see ``load``.
             RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
-        self._valid.verify(step)
+        comm, folder = self._comm, self._run.prepare_read(step, near=False)
+        share = {"rank": comm.rank, "world_size": comm.world_size}
+        judge(comm, step, lambda: verify_checkpoint(folder, trusted=self._trusted, **share))
+        self._note_valid(step, is_valid=comm.rank == 0)
 
     def load(
         self, template: ShardedStateDict | ShardedStateful, step: int | None = None, **options: Any
@@ -302,7 +329,7 @@ class CheckpointManager:
         """
         self.wait()
         if step is None:
-            return self._valid.load_newest(template, options)
+            return self._load_newest(template, options)
         options = {"trusted": self._trusted, **options}
         folder = self._run.prepare_read(step)
         loaded: StateDict = load(template, folder, comm=self._comm, **options)
@@ -329,6 +356,56 @@ class CheckpointManager:
         """Whether any rank has received the signal of ``save_on_signal``."""
         return not self._comm.all_same(None if self._signalled.is_set() else 0)
 
+    def _load_newest(
+        self, template: ShardedStateDict | ShardedStateful, options: Mapping[str, Any]
+    ) -> StateDict:
+        comm = self._comm
+        skipped: list[Finding] = []
+        given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]
+        # Of a strategy of the caller this says nothing about the checkpoint.
+        unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
+        for step, number in self._saves():
+            try:
+                folder = self._run.prepare_read(step)
+                judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
+                what = f"looking for checksums of step {step}"
+                verify = comm.from_rank0(what, partial(is_verifiable, folder, given[0]))
+                if not verify:
+                    self.verify(step)  # as far as that goes
+            except CheckpointingException as error:
+                skipped.append(self._skip(step, number, error))
+                continue
+            chosen = {"trusted": self._trusted, "verify": verify, **options}
+            try:
+                loaded: StateDict = load(template, folder, comm=comm, **chosen)
+            except (CorruptCheckpointError, *unreadable) as error:
+                skipped.append(self._skip(step, number, error))
+                continue
+            if verify and chosen["verify"] is True:
+                self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
+            return loaded
+        raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
+
+    def _note_valid(self, step: int, *, is_valid: bool) -> None:
+        """Record that all of a step is valid, on the rank that says so: rank 0. Collective."""
+        with self._comm.agreed(f"noting that step {step} is valid"):
+            if is_valid:
+                self._run.verified(step)
+
+    def _saves(self) -> list[tuple[int, int]]:
+        return self._comm.from_rank0("listing the checkpoints", self._run.all_saves)
+
+    def _skip(self, step: int, number: int, error: CheckpointingException) -> Finding:
+        """Log why a step cannot be loaded, and remember which save of it is damaged."""
+        if isinstance(error, RankFailedError):
+            raise error  # this is about the ranks, not about the checkpoint
+        logger.warning("step %d is skipped: %s", step, error)
+        finding = Finding(str(error), path=str(self._run.best_place(step)))
+        self._run.damaged.add(step)
+        if isinstance(error, CorruptCheckpointError):
+            self._damaged[step] = number
+        return finding
+
     def _begin(
         self,
         step: int,
@@ -344,11 +421,11 @@ class CheckpointManager:
             been planned and has claimed the folder.
         """
         self.wait()
-        number, makes_room = self._run.begin(step, metric, self._valid.damaged.get(step))
+        number, makes_room = self._run.begin(step, metric, self._damaged.get(step))
         chosen = {**self._save_options, **options}
         chosen["overwrite"] = options.get("overwrite", False) | makes_room
         if self._is_incremental:
-            find = partial(self._run.near.base_of, step, self._valid.damaged)
+            find = partial(self._run.near.base_of, step, self._damaged)
             base = self._comm.from_rank0("choosing the base", find)
             chosen.setdefault("base", None if base is None else self.folder(base))
         has_base = chosen.get("base") is not None

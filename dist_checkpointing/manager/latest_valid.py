@@ -1,21 +1,16 @@
-"""The newest step that can be loaded: verifying, and going past damaged steps."""
+"""What tells whether a step can be loaded: checks that the ranks share, and one verdict."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.checkpoint.verify_checkpoint import Notes, verify_checkpoint
+from dist_checkpointing.checkpoint.verify_checkpoint import Notes
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.rank_failures import Failure, merge_failures
 from dist_checkpointing.errors import (
     CheckpointingException,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
-    Finding,
     InvalidShardingError,
     RankFailedError,
     UnsupportedFormatError,
@@ -24,14 +19,12 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import checksum_files, read_table
 from dist_checkpointing.format.commit import data_folder, read_config
 from dist_checkpointing.format.seal import read_seal
-from dist_checkpointing.manager.tiers import Run
-from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful, StateDict
+from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
-from dist_checkpointing.serialization.load import load
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.selection import Selection, open_checkpoint
 
@@ -122,89 +115,3 @@ def asks_for_all(
         stored |= {key: handle.shape for key, handle in checkpoint.objects.items()}
         is_there = all(asked.get(key) == shape for key, shape in stored.items())
         return is_there and not find_coverage_problems(catalog)
-
-
-logger: logging.Logger = logging.getLogger(__name__)
-
-
-class ValidSteps:
-    """Which steps of a run can be loaded. All methods are collective.
-
-    ``damaged`` has, by step, the number of its save that was found damaged.
-    """
-
-    def __init__(self, run: Run, comm: Comm, *, trusted: bool) -> None:
-        self._run, self._comm, self._trusted = run, comm, trusted
-        self.damaged: dict[int, int] = {}
-
-    def latest(self, check: Literal["contents", "structure"]) -> int | None:
-        """See ``CheckpointManager.latest_valid``."""
-        for step, number in self._saves():
-            try:
-                if check == "contents":
-                    self.verify(step)
-                else:
-                    judge(self._comm, step, partial(check_structure, self._run.prepare_read(step)))
-            except CheckpointingException as error:
-                self._skip(step, number, error)
-            else:
-                return step
-        return None
-
-    def verify(self, step: int) -> None:
-        """See ``CheckpointManager.verify``."""
-        comm, folder = self._comm, self._run.prepare_read(step, near=False)
-        share = {"rank": comm.rank, "world_size": comm.world_size}
-        judge(comm, step, lambda: verify_checkpoint(folder, trusted=self._trusted, **share))
-        self._note_valid(step, is_valid=comm.rank == 0)
-
-    def load_newest(
-        self, template: ShardedStateDict | ShardedStateful, options: Mapping[str, Any]
-    ) -> StateDict:
-        """See ``CheckpointManager.load``."""
-        comm = self._comm
-        skipped: list[Finding] = []
-        given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]
-        # Of a strategy of the caller this says nothing about the checkpoint.
-        unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
-        for step, number in self._saves():
-            try:
-                folder = self._run.prepare_read(step)
-                judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
-                what = f"looking for checksums of step {step}"
-                verify = comm.from_rank0(what, partial(is_verifiable, folder, given[0]))
-                if not verify:
-                    self.verify(step)  # as far as that goes
-            except CheckpointingException as error:
-                skipped.append(self._skip(step, number, error))
-                continue
-            chosen = {"trusted": self._trusted, "verify": verify, **options}
-            try:
-                loaded: StateDict = load(template, folder, comm=comm, **chosen)
-            except (CorruptCheckpointError, *unreadable) as error:
-                skipped.append(self._skip(step, number, error))
-                continue
-            if verify and chosen["verify"] is True:
-                self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
-            return loaded
-        raise CheckpointNotFoundError(f"{self._run.root} holds no valid checkpoint", skipped)
-
-    def _note_valid(self, step: int, *, is_valid: bool) -> None:
-        """Record that all of a step is valid, on the rank that says so: rank 0. Collective."""
-        with self._comm.agreed(f"noting that step {step} is valid"):
-            if is_valid:
-                self._run.verified(step)
-
-    def _saves(self) -> list[tuple[int, int]]:
-        return self._comm.from_rank0("listing the checkpoints", self._run.all_saves)
-
-    def _skip(self, step: int, number: int, error: CheckpointingException) -> Finding:
-        """Log why a step cannot be loaded, and remember which save of it is damaged."""
-        if isinstance(error, RankFailedError):
-            raise error  # this is about the ranks, not about the checkpoint
-        logger.warning("step %d is skipped: %s", step, error)
-        finding = Finding(str(error), path=str(self._run.best_place(step)))
-        self._run.damaged.add(step)
-        if isinstance(error, CorruptCheckpointError):
-            self.damaged[step] = number
-        return finding

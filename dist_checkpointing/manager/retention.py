@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.file_names import optimizer_prefixes
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
-    """What is due by the rules of retention.
-
-    Attributes:
-        delete: Steps to delete, oldest first.
-        strip: Steps whose optimizer state is to be deleted.
-    """
+class Due(NamedTuple):
+    """What is due by retention: steps to delete, oldest first, and to free of optimizer state."""
 
     delete: tuple[int, ...]
     strip: tuple[int, ...]

@@ -61,11 +61,9 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RunRecord:
-    """The pointer, and every step that the manager has begun to write.
+    """The pointer, and what is known about every step that the manager has begun to write.
 
-    Attributes:
-        latest: The step that was last committed, durably, before this was written.
-        steps: What is known about each step.
+    ``latest`` is the step that was last committed, durably, before this was written.
     """
 
     latest: int | None = None
@@ -99,22 +97,20 @@ class RunRecord:
 
 
 def read_record(root: Location) -> RunRecord:
-    """The record of a folder; an empty one if it is missing or cannot be read.
+    """The record of a folder; an empty one if it is missing or cannot be parsed.
 
-    It is safe to lose the record: a manager deletes only what its record names.
-
-    Raises:
-        OSError: if the file system fails.
+    It is safe to lose the record: a manager deletes only what its record names. OSError if the file
+    system fails.
     """
     path = root / RECORD_NAME
     try:
         with local_folder.parsing("it cannot be read and is not used", path):
             return _parsed(location.read_json(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
-        return RunRecord()
+        pass
     except CorruptCheckpointError as error:
         logger.warning("%s", error)
-        return RunRecord()
+    return RunRecord()
 
 
 def _parsed(content: Any) -> RunRecord:
@@ -140,13 +136,9 @@ _FOLDER: Final = re.compile(r"step-(\d+)")
 class RunFolder:
     """The checkpoints of one run in one folder, each step in a folder of its own.
 
-    No method is collective; only rank 0 may call methods that change files.
-
-    Args:
-        root: folder of the run.
-        retention: which checkpoints are kept.
-        on_deleted: called with each step whose checkpoint was deleted.
-        also_kept: gives steps that must be kept for another reason.
+    No method is collective; only rank 0 may call methods that change files. ``on_deleted`` is
+    called with each step whose checkpoint was deleted; ``also_kept`` gives steps that must be kept
+    for another reason than retention.
     """
 
     def __init__(

@@ -188,10 +188,6 @@ class Run:
     def _folders(self) -> list[RunFolder]:
         return [self._home] if self.near is self._home else [self.near, self._home]
 
-    def folder(self, step: int) -> Path:
-        """Where a step is saved: on the disk of this rank if there is one."""
-        return self.near.folder(step)
-
     def best_place(self, step: int) -> Path:
         """Where a step can be read: on the disk as far as it is there and whole."""
         local, stored = self.near.folder(step), self._home.folder(step)
@@ -215,9 +211,7 @@ class Run:
     def prepare_read(self, step: int, *, near: bool = True) -> Path:
         """Where a step can be read by all ranks; copies it into the store if it must. Collective.
 
-        Args:
-            step: number of the step.
-            near: read on this rank's disk what is there, where only the store has all of it.
+        Where only the store has all of it, ``near`` reads on this rank's disk what is there.
         """
         if not self._has_parts:
             return self.best_place(step)
@@ -281,34 +275,29 @@ class Run:
             # How much a base leaves to write is known when its parts have been compared.
             check_room(folder, 0 if has_base else watch.num_bytes // num_disks)
 
-        hooks = SaveHooks(check, partial(self.near.claimed, step, metric))
-        if disks is None or not disks.are_many:
-            return hooks
-        on_part = partial(self._part_committed, step, metric)
-        return replace(hooks, disks=Disks(str(self._home.folder(step)), disks.leads, on_part))
+        parts = None
+        if disks is not None and disks.are_many:
+            on_part = partial(self._part_committed, step, metric)
+            parts = Disks(str(self._home.folder(step)), disks.leads, on_part)
+        return SaveHooks(check, partial(self.near.claimed, step, metric), parts)
 
     def begin(
         self, step: int, metric: SupportsFloat | None, damaged: int | None
     ) -> tuple[float | None, bool]:
         """Record that this manager will write the folder of a step, before it exists. Collective.
 
-        Args:
-            step: step that is about to be saved.
-            metric: what the caller of rank 0 has given.
-            damaged: number of the save of this step that was found damaged, or None.
-
         Returns:
-            The metric, and whether the new save may replace what is there: that damaged save, or
-            parts of a step that is nowhere whole, if a manager of this run wrote it.
+            The metric of rank 0, and whether the new save may replace what is there: the save that
+            was found damaged, whose number is ``damaged``, or parts of a step that is nowhere
+            whole, if a manager of this run wrote it.
         """
-        makes_room, number = False, None
+        makes_room, number = False, math.nan
         with self._comm.agreed("beginning a save"):
             if type(step) is not int or step < 0:
                 finding = Finding("a step must be an int of at least 0", found=repr(step))
                 raise CheckpointingException("cannot save this step", [finding])
             if self._comm.rank == 0:
-                number = None if metric is None else float(metric)
-                number = None if number is None or math.isnan(number) else number
+                number = math.nan if metric is None else float(metric)
                 makes_room = self._begin(step, damaged)
         if self._disks is not None and self._disks.are_many:
             number = self._comm.from_rank0("telling the metric", lambda: number)
@@ -316,10 +305,12 @@ class Run:
                 if self._parts is not None:
                     self.near.begin(step, None)
                     makes_room = self.near.wrote(step)
-        return number, makes_room
+        return None if math.isnan(number) else number, makes_room
 
     def _begin(self, step: int, damaged: int | None) -> bool:
-        if not self._has_parts and (self.near is self._home or is_committed(self.folder(step))):
+        if not self._has_parts and (
+            self.near is self._home or is_committed(self.near.folder(step))
+        ):
             return self.near.begin(step, damaged)
         is_pending, there = self._has_parts and step in self._pending, None
         is_stored = is_committed(self._home.folder(step))

@@ -94,7 +94,7 @@ def test_the_load_goes_back_after_damage_that_it_finds_itself(
         assert loaded["w"] is given["w"].data
         assert loaded["w"].unique().tolist() == loaded["m"].unique().tolist() == [1]
         assert loaded["rng"] == [1]
-        return loaded["step"], set(manager._valid.damaged)
+        return loaded["step"], set(manager._damaged)
 
     assert run_ranks(3, one) == [(1, {2})] * 3
     assert any(
@@ -134,7 +134,7 @@ def test_a_template_that_does_not_fit_is_an_error_and_no_reason_to_go_back(tmp_p
     manager.save(2, {"w": shard("w", torch.ones(3))})
     with pytest.raises(dc.StateMismatchError, match="global shape differs"):
         manager.load({"w": template()["w"]})
-    assert not manager._valid.damaged
+    assert not manager._damaged
 
 
 def test_memory_that_leaves_share_is_no_reason_to_go_back(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_memory_that_leaves_share_is_no_reason_to_go_back(tmp_path: Path) -> Non
     memory = torch.empty(3)
     with pytest.raises(dc.CheckpointingException, match="memory of its own"):
         manager.load({"a": shard("a", memory), "b": shard("b", memory)})
-    assert not manager._valid.damaged
+    assert not manager._damaged
 
 
 def test_damaged_metadata_is_not_blamed_on_the_template(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_damaged_metadata_is_not_blamed_on_the_template(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"200", b"201"))
     manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
-    assert set(manager._valid.damaged) == {2}
+    assert set(manager._damaged) == {2}
 
 
 def test_what_cannot_be_unpickled_is_skipped_and_not_damaged(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_cannot_be_unpickled_is_skipped_and_not_damaged(tmp_path: Path) -> 
     trusting.save(2, {**state(2), "extra": partial(print)})
     manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
-    assert not manager._valid.damaged
+    assert not manager._damaged
     assert trusting.load(template())["step"] == 2
 
 
@@ -212,7 +212,7 @@ def test_a_folder_that_is_not_a_checkpoint_is_skipped(tmp_path: Path) -> None:
     (folder / SEAL_NAME).unlink()
     manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
-    assert set(manager._valid.damaged) == {2}
+    assert set(manager._damaged) == {2}
     shutil.rmtree(tmp_path / "step-00000001")
     with pytest.raises(dc.CheckpointNotFoundError, match=r"never committed(.|\n)*seal"):
         manager.load(template())
@@ -239,7 +239,7 @@ def test_strategies_of_the_caller(tmp_path: Path) -> None:
     assert manager.load(template(), sharded_strategy=("zarr", 2))["step"] == 1
     with pytest.raises(dc.UnsupportedFormatError, match="wrong strategy"):
         manager.load(template(), sharded_strategy=("zarr", 1))
-    assert set(manager._valid.damaged) == {2}
+    assert set(manager._damaged) == {2}
 
 
 def test_the_caller_may_do_without_verifying(tmp_path: Path) -> None:

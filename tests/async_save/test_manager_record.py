@@ -18,7 +18,7 @@ from damage import damage, files_in
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import LOCK_NAME
-from dist_checkpointing.manager import RunRecord, StepRecord, latest_valid, read_record
+from dist_checkpointing.manager import RunRecord, StepRecord, checkpoint_manager, read_record
 from dist_checkpointing.testing import run_ranks
 from faults import LOOKS, ended_before_the_pointer, failing, path_of, replaced
 from states import BACKEND, BACKENDS, trained
@@ -224,7 +224,7 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
             except dc.RankFailedError as error:
                 text = str(error)
         assert found == 2 or (text is not None and os.strerror(code) in text), calls[-1]
-        assert not manager._valid.damaged, calls[-1]
+        assert not manager._damaged, calls[-1]
         raised += text is not None
         if len(calls) < last_call:
             assert found == 2
@@ -266,11 +266,11 @@ def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage
         if folder.name.endswith("2") and rank == 1 and len(errors) > 1:
             raise errors[1]
 
-    monkeypatch.setattr(latest_valid, "verify_checkpoint", verify)
+    monkeypatch.setattr(checkpoint_manager, "verify_checkpoint", verify)
 
     def one(comm: Comm) -> tuple[int | None, set[int]]:
         manager = dc.CheckpointManager(tmp_path, comm=comm)
-        return manager.latest_valid(), set(manager._valid.damaged)
+        return manager.latest_valid(), set(manager._damaged)
 
     def fails(comm: Comm) -> None:
         with pytest.raises(dc.RankFailedError, match=r"failed on rank 2 of 3(.|\n)*Input/output"):
