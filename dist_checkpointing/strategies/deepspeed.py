@@ -25,7 +25,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import MISSING, mapped
-from dist_checkpointing.strategies.safe_pickle import deserialize_file
+from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 
 _MODEL = "mp_rank_00_model_states.pt"
@@ -181,7 +181,7 @@ class DeepSpeedFiles(TensorFiles):
         if not file.is_file():
             remedy = "Copy the whole folder."
             raise _damage("the checkpoint is not whole", "missing", file, remedy=remedy)
-        return deserialize_file(file, trusted=self._trusted, stand_ins=STAND_INS)
+        return deserialize(file, trusted=self._trusted, stand_ins=STAND_INS)
 
     def _read_shares(self) -> list[_Share]:
         """What each rank has."""

@@ -41,31 +41,27 @@ class BadPickle(ValueError):
     """A pickle is damaged, or would build what no checkpoint holds; see the message."""
 
 
+@dataclass(slots=True, eq=False)
 class Stub:
     """Stands for a value that the pickle would build, other than a short literal.
 
     Attributes:
         kind: "list", "dict", "set", "tuple", "text", "call", "global" or "storage".
+        size: Bytes of a copy of it in which nothing is shared, without texts.
         name: Name of the class or function of a "call" or "global".
         items: Items of a "tuple", arguments of a "call", number of elements of a "storage".
         length: Number of elements of a container, or of bytes of a text.
-        size: Bytes of a copy of it in which nothing is shared, without texts.
         depth: Levels of containers in it.
         is_shared: Whether it was taken from the memo, and so must not change any more.
     """
 
-    __slots__ = ("depth", "is_shared", "items", "kind", "length", "name", "size")
-
-    def __init__(
-        self, kind: str, size: int = 0, name: str = "", items: Sequence[Any] = (), length: int = 0
-    ) -> None:
-        self.kind = kind
-        self.size = size
-        self.name = name
-        self.items = items
-        self.length = length
-        self.depth = 0
-        self.is_shared = False
+    kind: str
+    size: int = 0
+    name: str = ""
+    items: Sequence[Any] = ()
+    length: int = 0
+    depth: int = 0
+    is_shared: bool = False
 
 
 StorageCheck = Callable[[Any], int]
@@ -79,10 +75,13 @@ def _no_storage(pid: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pickle:
-    """A pickle that was checked: where it ends, and its value, a Stub unless a short literal."""
+    """A pickle that was checked: where it ends, its value (a Stub unless a short literal), and the
+    names of the classes and functions in it.
+    """
 
     end: int
     value: Any
+    names: set[str]
 
 
 def check_pickle(data: Any, start: int = 0, storage: StorageCheck = _no_storage) -> Pickle:
@@ -96,15 +95,14 @@ def check_pickle(data: Any, start: int = 0, storage: StorageCheck = _no_storage)
     try:
         # Stubs form no cycles, and many of them exist at a time.
         with paused_collector():
-            return _Walk(data, storage).run(start)
+            return _Walk(storage).run(data, start)
     except KeyError as error:
         raise BadPickle(f"opcode {error} is in no pickle of a state dict") from error
     except IndexError as error:
         raise BadPickle("it is cut off, or its opcodes contradict each other") from error
 
 
-# The opcodes that picklers of state dicts write, see pickletools: the width of the number behind
-# each. All others are refused.
+# The opcodes that picklers of state dicts write, see pickletools. All others are refused.
 _WIDTHS = {
     **dict.fromkeys(b"()NQRabcestu}]\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94.", 0),
     **dict.fromkeys(b"hqCKU\x80\x8a\x8c", 1),
@@ -112,29 +110,44 @@ _WIDTHS = {
     **dict.fromkeys(b"jrBJTX\x8b", 4),
     **dict.fromkeys(b"G\x8d\x8e\x95\x96", 8),
 }
-_EMPTY = {0x5D: "list", 0x7D: "dict", 0x8F: "set"}
-_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
-_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
-_UNICODE = frozenset({0x58, 0x8C, 0x8D})
+"""Bytes of the number behind an opcode."""
 
-# It never changes, so one object serves for all.
-_EMPTY_TUPLE = Stub("tuple")
+_MARKED = -1
+_TAKES = {
+    **dict.fromkeys(b"]}c\x8f", 0),
+    **dict.fromkeys(b"Qab\x85.", 1),
+    **dict.fromkeys(b"Rs\x81\x86\x93", 2),
+    **dict.fromkeys(b"\x87", 3),
+    **dict.fromkeys(b"etu\x90\x91", _MARKED),
+}
+"""Values that an opcode takes from the stack, or all above the last mark."""
+
+_MAKES = {
+    0x5D: "list",
+    0x7D: "dict",
+    0x8F: "set",
+    0x91: "set",
+    **dict.fromkeys(b"t\x85\x86\x87", "tuple"),
+}
+_FILLS = frozenset(b"abesu\x90")
+# The empty tuple never changes, so one object serves for all.
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: Stub("tuple")}
+_UNICODE = frozenset(b"X\x8c\x8d")
 _UNUSED = object()
 
 
 class _Walk:
     """One walk over the opcodes."""
 
-    def __init__(self, data: Any, storage: StorageCheck) -> None:
-        self._data = data
+    def __init__(self, storage: StorageCheck) -> None:
         self._storage = storage
-        self._stack: list[Any] = []
-        self._built = self._most = 0
+        self._built = 0
+        self._names: set[str] = set()
 
-    def run(self, position: int) -> Pickle:  # noqa: PLR0912, PLR0915 - one branch an opcode
-        data, size = self._data, len(self._data)
-        self._most = LEAST_BYTES + BYTES_PER_BYTE * (size - position)
-        stack = self._stack
+    def run(self, data: Any, position: int) -> Pickle:  # noqa: PLR0912, PLR0915 - one branch an opcode
+        size = len(data)
+        most = LEAST_BYTES + BYTES_PER_BYTE * (size - position)
+        stack: list[Any] = []
         below: list[list[Any]] = []
         memo: list[Any] = []
         memoized, shared, widths = False, 0, _WIDTHS
@@ -144,8 +157,7 @@ class _Walk:
             if opcode == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
                 memoized = True
-                continue
-            if width := widths[opcode]:
+            elif width := widths[opcode]:
                 number = data[position]
                 if width > 1:
                     number = int.from_bytes(data[position : position + width], "little")
@@ -159,10 +171,10 @@ class _Walk:
                 elif opcode in {0x4B, 0x4D}:  # BININT1, BININT2
                     stack.append(number)
                 elif opcode in {0x71, 0x72}:  # BINPUT, LONG_BINPUT
+                    if number == 1 and not memo:  # Python 2 counts from 1
+                        memo.append(_UNUSED)
                     if number == len(memo):
                         memo.append(stack[-1])
-                    elif number == 1 and not memo:  # Python 2 counts from 1
-                        memo += [_UNUSED, stack[-1]]
                     elif number > len(memo) or memo[number] is _UNUSED:
                         raise BadPickle(f"it gives number {number} to its value {len(memo)}")
                     else:
@@ -176,88 +188,73 @@ class _Walk:
                         raise BadPickle(f"{number} bytes in a pickle of {size}")
                     if opcode == 0x95:
                         continue
-                    is_text = opcode not in {0x8A, 0x8B}
-                    if number > (_MOST_LITERAL_BYTES if is_text else _MOST_INT_BYTES):
-                        if not is_text:
+                    start, position = position, position + number
+                    if opcode in {0x8A, 0x8B}:
+                        if number > _MOST_INT_BYTES:
                             raise BadPickle(f"a number of {number} bytes")
+                        value = int.from_bytes(data[start:position], "little", signed=True)
+                    elif number > _MOST_LITERAL_BYTES:
                         value = Stub("text", length=number)
                     else:
-                        value = data[position : position + number]
+                        value = data[start:position]
                         # Errors in texts do not matter: the checks look at names and arguments.
                         if opcode in _UNICODE:
                             value = value.decode("utf-8", "replace")
-                        elif not is_text:
-                            value = int.from_bytes(value, "little", signed=True)
                     stack.append(value)
-                    position += number
+            elif opcode in _CONSTANTS:
+                stack.append(_CONSTANTS[opcode])
             elif opcode == 0x28:  # MARK
                 if len(below) == _MOST_MARKS:
                     raise BadPickle(f"it is nested more than {MOST_LEVELS} levels deep")
                 below.append(stack)
-                stack = self._stack = []
-            elif opcode in _EMPTY:
-                stack.append(self._new(_EMPTY[opcode], ()))
-            elif opcode in _TUPLES:
-                count = _TUPLES[opcode]
-                items = stack[-count:]
-                if len(items) < count:
-                    raise BadPickle("its opcodes contradict each other")
-                del stack[-count:]
-                stack.append(self._new("tuple", items))
-            elif opcode in {0x52, 0x81}:  # REDUCE, NEWOBJ
-                self._call()
-            elif opcode == 0x29:  # EMPTY_TUPLE
-                stack.append(_EMPTY_TUPLE)
-            elif opcode in {0x75, 0x65, 0x90}:  # SETITEMS, APPENDS, ADDITEMS
-                items, stack = stack, below.pop()
-                self._stack = stack
-                self._fill(stack[-1], items)
-            elif opcode == 0x62:  # BUILD
-                state = stack.pop()
-                self._fill(stack[-1], (state,))
-                self._built += _check_state(stack[-1], state)
-            elif opcode in _CONSTANTS:
-                stack.append(_CONSTANTS[opcode])
-            elif opcode in {0x73, 0x61}:  # SETITEM, APPEND
-                count = 2 if opcode == 0x73 else 1
-                items = stack[-count:]
-                del stack[-count:]
-                self._fill(stack[-1], items)
-            elif opcode in {0x74, 0x91}:  # TUPLE, FROZENSET
-                items, stack = stack, below.pop()
-                self._stack = stack
-                self._built += _ELEMENT_BYTES * len(items)
-                stack.append(self._new("tuple" if opcode == 0x74 else "set", items))
-            elif opcode == 0x63:  # GLOBAL
-                last = data.find(b"\n", data.find(b"\n", position) + 1)
-                names = data[position : max(last, 0)].decode("utf-8", "replace").split("\n")
-                stack.append(self._global(*names))
-                position = last + 1
-            elif opcode == 0x93:  # STACK_GLOBAL
-                name, module = stack.pop(), stack.pop()
-                stack.append(self._global(module, name))
-            elif opcode == 0x51:  # BINPERSID
-                stack.append(Stub("storage", _ELEMENT_BYTES, items=(self._storage(stack.pop()),)))
-            else:  # STOP
-                self._new("tuple", stack[-1:])
-                if shared > self._most:
-                    raise BadPickle(
-                        f"it unfolds to more than {self._most} bytes, "
-                        "because parts of it are shared"
-                    )
-                if memoized and memo[0] is _UNUSED:
-                    raise BadPickle("it numbers its values in two ways")
-                return Pickle(position, stack[-1])
+                stack = []
+            else:
+                takes = _TAKES[opcode]
+                if takes == _MARKED:
+                    items, stack = stack, below.pop()
+                else:
+                    items = stack[len(stack) - takes :]
+                    if len(items) < takes:
+                        raise IndexError
+                    del stack[len(stack) - takes :]
+                if opcode in _MAKES:
+                    if takes == _MARKED:
+                        self._built += _ELEMENT_BYTES * len(items)
+                    stack.append(self._new(_MAKES[opcode], items))
+                elif opcode in _FILLS:
+                    self._fill(stack[-1], items)
+                    if opcode == 0x62:  # BUILD
+                        self._built += _check_state(stack[-1], items[0])
+                elif opcode in {0x52, 0x81}:  # REDUCE, NEWOBJ
+                    stack.append(self._call(*items))
+                elif opcode == 0x63:  # GLOBAL
+                    last = data.find(b"\n", data.find(b"\n", position) + 1)
+                    names = data[position : max(last, 0)].decode("utf-8", "replace").split("\n")
+                    stack.append(self._global(*names))
+                    position = last + 1
+                elif opcode == 0x93:  # STACK_GLOBAL
+                    stack.append(self._global(*items))
+                elif opcode == 0x51:  # BINPERSID
+                    stored = self._storage(items[0])
+                    stack.append(Stub("storage", _ELEMENT_BYTES, items=(stored,)))
+                if self._built > most:
+                    raise BadPickle(f"to build it takes more than {most} bytes of memory")
+                if opcode == 0x2E:  # STOP
+                    self._add_parts(Stub("tuple"), items)
+                    if shared > most:
+                        raise BadPickle(
+                            f"it unfolds to more than {most} bytes, because parts of it are shared"
+                        )
+                    if memoized and memo[0] is _UNUSED:
+                        raise BadPickle("it numbers its values in two ways")
+                    return Pickle(position, items[0], self._names)
 
-    def _new(self, kind: str, items: Sequence[Any]) -> Stub:
+    def _new(self, kind: str, items: Sequence[Any] = ()) -> Stub:
         own = _CONTAINER_BYTES[kind]
+        self._built += own + VALUE_BYTES * len(items)
         stub = Stub(kind, own, "", items if kind == "tuple" else ())
-        self._built += own
         if items:
-            self._built += VALUE_BYTES * len(items)
             self._add_parts(stub, items)
-        if self._built > self._most:
-            raise BadPickle(f"to build it takes more than {self._most} bytes of memory")
         return stub
 
     def _add_parts(self, stub: Stub, items: Sequence[Any]) -> None:
@@ -280,29 +277,29 @@ class _Walk:
             raise BadPickle("it holds a container that holds itself")
         self._add_parts(target, items)
 
-    def _call(self) -> None:
-        args, called = self._stack.pop(), self._stack.pop()
-        if type(called) is not Stub or called.kind != "global":
+    def _call(self, called: Any, args: Any) -> Stub:
+        if _kind(called) != "global":
             raise BadPickle("it calls something that is not a class or function")
-        if type(args) is not Stub or args.kind != "tuple":
+        if _kind(args) != "tuple":
             raise BadPickle(f"it calls {called.name} without arguments")
-        stub = self._new("call", ())
-        allocated, copied = check_call(called.name, args.items)
+        stub, name = self._new("call"), called.name
+        allocated, copied = check_call(name, args.items)
         self._built += allocated
-        stub.size += args.size
-        stub.name, stub.items, stub.length = called.name, args.items, copied // _ELEMENT_BYTES
-        if called.name in _MAKES_BYTES:
+        stub.name, stub.items, stub.length = name, args.items, copied // _ELEMENT_BYTES
+        if name in _MAKES_BYTES:
             stub.kind, stub.length = "text", copied
+        stub.size += args.size
         stub.depth = args.depth + 1
-        self._stack.append(stub)
+        return stub
 
     def _global(self, *names: Any) -> Stub:
         if len(names) != 2 or not all(type(name) is str for name in names):
             raise BadPickle("the name of a class is not a text")
-        self._new("global", ())
         module, name = names
         # Unpicklers translate the names of Python 2, so the checks need the translated ones.
         known = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
+        self._names.add(".".join(known))
+        self._built += _CONTAINER_BYTES["global"]
         return Stub("global", name=".".join(known))
 
 
@@ -325,40 +322,40 @@ Rule = Callable[[str, Sequence[Any]], int]
 
 def check_call(name: str, args: Sequence[Any]) -> tuple[int, int]:
     """Bytes that a call allocates: in all, and to copy its arguments (literals and Stubs)."""
-    rule = _rule(name)
-    if not args:
-        return 0 if rule is None or rule is _small else rule(name, args), 0
     copied = sum(map(_copied, args))
-    return copied if rule is None else copied + rule(name, args), copied
+    return copied + _rule(name)(name, args), copied
 
 
 @lru_cache(maxsize=1024)
-def _rule(name: str) -> Rule | None:
+def _rule(name: str) -> Rule:
     if name in _RULES:
         return _RULES[name]
     if name.startswith("torch.") and name.endswith(("Tensor", "Storage")):
         return _empty
-    return _small if name.startswith(("numpy.", "torch.")) else None
+    return _small if name.startswith(("numpy.", "torch.")) else _any
 
 
 def _kind(value: Any) -> str:
-    if type(value) is Stub:
-        kind: str = value.kind
-        return kind
+    if isinstance(value, Stub):
+        return value.kind
     return "text" if isinstance(value, str | bytes) else "literal"
+
+
+def items_of(value: Any) -> Sequence[Any]:
+    """The items of a tuple; none of anything else."""
+    return value.items if isinstance(value, Stub) and value.kind == "tuple" else ()
 
 
 def _copied(value: Any) -> int:
     """Bytes of a copy of a value, without what is in its elements."""
-    if type(value) is Stub:
-        return int(value.length) if value.kind == "text" else _ELEMENT_BYTES * value.length
+    if isinstance(value, Stub):
+        return value.length if value.kind == "text" else _ELEMENT_BYTES * value.length
     return len(value) if isinstance(value, str | bytes) else 0
 
 
 def _check_state(target: Stub, state: Any) -> int:
     """Bytes that an object allocates to copy its state."""
-    kind = _kind(state)
-    items: Sequence[Any] = state.items if kind == "tuple" else ()
+    items = items_of(state)
     if target.name in _ARRAYS:
         shape = _ints(target.name, items[1]) if len(items) > 1 else ()
         count = math.prod(shape)
@@ -367,7 +364,7 @@ def _check_state(target: Stub, state: Any) -> int:
     elif target.name.startswith("torch."):
         if items and _kind(items[0]) == "storage":
             _view(target.name, items)  # of a tensor, in old files
-        elif kind == "list":
+        elif _kind(state) == "list":
             raise BadPickle(f"a list as the state of a {target.name}")
     return sum(map(_copied, items or [state]))
 
@@ -381,9 +378,21 @@ def _arguments(name: str, args: Sequence[Any], kinds: Sequence[str], each: int, 
 
 
 _container = partial(
-    _arguments, kinds=("literal", "list", "dict", "set", "tuple"), each=0, base=256
+    _arguments,
+    kinds=("literal", "list", "dict", "set", "tuple"),
+    each=0,
+    base=_CONTAINER_BYTES["set"],
 )
 _literal = partial(_arguments, kinds=("literal", "text"), each=_ELEMENT_BYTES, base=0)
+
+
+def _any(name: str, args: Sequence[Any], *, base: int = 0) -> int:
+    """Accept any arguments: they do not become memory."""
+    del name, args
+    return base
+
+
+_small_object = partial(_any, base=_CONTAINER_BYTES["set"])
 
 
 def _fraction(name: str, args: Sequence[Any]) -> int:
@@ -452,19 +461,13 @@ def _ragged(name: str, args: Sequence[Any]) -> int:
     raise BadPickle(f"{name}: a nested tensor's parts cannot be checked against its memory")
 
 
-def _small_object(name: str, args: Sequence[Any]) -> int:
-    """Accept any arguments: they do not become memory."""
-    del name, args
-    return _CONTAINER_BYTES["set"]
-
-
 def _ints(name: str, value: Any = None) -> Sequence[int]:
     """A shape, as a tuple or a torch.Size."""
     if _kind(value) == "call" and value.name == "torch.Size":
-        value = value.items[0] if value.items else _EMPTY_TUPLE
+        value = value.items[0] if value.items else Stub("tuple")
     if _kind(value) != "tuple":
         raise BadPickle(f"a call of {name} without a shape")
-    items: Sequence[int] = value.items
+    items = items_of(value)
     if len(items) > _MOST_AXES or not all(type(extent) is int for extent in items):
         raise BadPickle(f"a call of {name} with an invalid shape")
     return items
@@ -472,7 +475,7 @@ def _ints(name: str, value: Any = None) -> Sequence[int]:
 
 def _small(name: str, args: Sequence[Any]) -> int:
     """Any other function: its numbers, if they are a shape, must not need much memory."""
-    parts = [arg.items[:_MOST_AXES] if _kind(arg) == "tuple" else (arg,) for arg in args]
+    parts = [items_of(arg)[:_MOST_AXES] or (arg,) for arg in args]
     count = math.prod(max(1, abs(n)) for part in parts for n in part if type(n) is int)
     if count > _MOST_COUNT:
         raise BadPickle(f"a call of {name} with numbers that multiply to {count}")
@@ -495,10 +498,6 @@ _RULES: dict[str, Rule] = {
         ("pathlib", "Path PosixPath PurePath PurePosixPath", _literal),
         ("numpy", "ndarray", _empty),
         ("numpy", "dtype", _dtype),
-        ("numpy.core.multiarray", "_reconstruct", _empty_array),
-        ("numpy._core.multiarray", "_reconstruct", _empty_array),
-        ("numpy.core.multiarray", "scalar", _scalar),
-        ("numpy._core.multiarray", "scalar", _scalar),
         ("_codecs", "encode", _bytes),
         ("torch", "Size", _container),
         ("torch._tensor", "_rebuild_from_type_v2", _subclass),
@@ -513,3 +512,6 @@ _RULES: dict[str, Rule] = {
     )
     for name in names.split()
 }
+for _array in _ARRAYS:
+    _RULES[_array] = _empty_array
+    _RULES[_array.replace("_reconstruct", "scalar")] = _scalar

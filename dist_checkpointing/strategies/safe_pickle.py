@@ -21,7 +21,8 @@ import types
 import uuid
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -44,18 +45,24 @@ from dist_checkpointing.validation.save_errors import Found, walk, without_value
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-SAFE_GLOBALS: tuple[Any, ...] = (
-    argparse.Namespace,
-    types.SimpleNamespace,
-    collections.deque,
-    collections.defaultdict,
-    collections.Counter,
-    collections.OrderedDict,
+_CONTAINERS: Final = (
     dict,
     list,
+    tuple,
     set,
     frozenset,
-    slice,
+    collections.OrderedDict,
+    collections.Counter,
+    collections.deque,
+    argparse.Namespace,
+    types.SimpleNamespace,
+)
+"""Types whose instances are plain if all values in them are plain."""
+
+_HOLDERS: Final = (collections.defaultdict, slice, dt.datetime, dt.time, np.ndarray, np.dtype)
+"""Types whose instances may hold anything."""
+
+_VALUES: Final[tuple[Any, ...]] = (
     range,
     bool,
     bytearray,
@@ -64,10 +71,7 @@ SAFE_GLOBALS: tuple[Any, ...] = (
     float,
     int,
     str,
-    tuple,
     dt.date,
-    dt.datetime,
-    dt.time,
     dt.timedelta,
     dt.timezone,
     decimal.Decimal,
@@ -81,11 +85,18 @@ SAFE_GLOBALS: tuple[Any, ...] = (
     torch.Size,
     torch.device,
     torch.dtype,
-    np.dtype,
-    np.ndarray,
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
     # Plain bytes: extra states of TransformerEngine.
     io.BytesIO,
+)
+"""Types whose instances are always plain."""
+
+_ATOMS: Final = {*_VALUES, type(None), *np.sctypeDict.values()} - {np.object_, np.void}
+
+SAFE_GLOBALS: tuple[Any, ...] = (
+    *_CONTAINERS,
+    *_HOLDERS,
+    *_VALUES,
     # numpy 2 moved these; files have either name.
     *(
         (getattr(_multiarray, name), f"numpy.{core}.multiarray.{name}")
@@ -126,10 +137,10 @@ class PlainPickler(pickle.Pickler):
         return NotImplemented
 
 
-def pickle_module(pickler: type[pickle.Pickler]) -> Any:
-    """A pickle module for ``torch.save`` with another pickler."""
-    functions = {"dump": staticmethod(pickle.dump), "dumps": staticmethod(pickle.dumps)}
-    return type("pickle", (), {"Pickler": pickler, **functions})
+class _PlainPickling:
+    """What ``torch.save`` asks a pickle module for."""
+
+    Pickler = PlainPickler
 
 
 def serialize(value: object, what: str) -> bytes:
@@ -141,15 +152,17 @@ def serialize(value: object, what: str) -> bytes:
     """
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer, pickle_module=pickle_module(PlainPickler))
+        torch.save(value, buffer, pickle_module=_PlainPickling)
     except RecursionError:
         finding = Finding(f"{what} is nested too deeply", remedy="Flatten its dicts and lists.")
         raise InvalidShardingError("the state dict cannot be pickled", [finding]) from None
-    refused = _refused_globals(buffer)
+    content = buffer.getvalue()
     try:
-        check_torch_file(buffer.getvalue())
+        # Without a class or function in it, nothing is refused.
+        refused = _refused_globals(buffer) if check_torch_file(content) else []
     except ValueError as error:
-        refused.append(f"a value that every load refuses ({error})")
+        reason = f"a value that every load refuses ({error})"
+        refused = [*_refused_globals(buffer), reason]
     hidden = [name for name in refused if name.startswith("dist_checkpointing.mapping")]
     if hidden:
         problem, found = f"a sharded leaf is inside an object of {what}", ", ".join(hidden)
@@ -162,51 +175,37 @@ def serialize(value: object, what: str) -> bytes:
             what,
             ", ".join(refused),
         )
-    return buffer.getvalue()
+    return content
 
 
-def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
-    """The value that ``torch.save`` wrote as bytes, with its tensors on the CPU.
+def deserialize(
+    source: bytes | Path,
+    where: str = "",
+    *,
+    trusted: bool = False,
+    stand_ins: Sequence[tuple[Any, str]] = (),
+) -> Any:
+    """The value that ``torch.save`` wrote as bytes or to a file, with its tensors on the CPU.
 
-    Messages say ``where`` they come from. With ``trusted`` the bytes may run any code.
+    Messages say ``where`` bytes come from. With ``trusted`` they may run any code; else classes of
+    plain data stand in for those that ``stand_ins`` names. A file is mapped, unless it is of before
+    PyTorch 1.6: it keeps the values of tensors, and must not change meanwhile.
 
     Raises:
         UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
-        CorruptCheckpointError: if the bytes are damaged.
+        CorruptCheckpointError: if it is damaged.
     """
-    return _load(content, where, trusted=trusted)
-
-
-def deserialize_file(
-    path: Path, *, trusted: bool = False, stand_ins: Sequence[tuple[Any, str]] = ()
-) -> Any:
-    """The value in a file of ``torch.save``, with its tensors on the CPU.
-
-    With ``trusted`` the file may run any code; else classes of plain data stand in for those that
-    ``stand_ins`` names. The file is mapped, unless it is of before PyTorch 1.6: it keeps the values
-    of tensors, and must not change meanwhile.
-    """
-    return _load(path, str(path), trusted=trusted, stand_ins=stand_ins)
-
-
-def _load(
-    content: bytes | Path,
-    where: str,
-    *,
-    trusted: bool,
-    stand_ins: Sequence[tuple[Any, str]] = (),
-) -> Any:
-    source = io.BytesIO(content) if isinstance(content, bytes) else str(content)
-    maps_file = isinstance(source, str) and zipfile.is_zipfile(source)
+    where = where or str(source)
+    file = str(source) if isinstance(source, Path) else io.BytesIO(source)
+    maps_file = isinstance(file, str) and zipfile.is_zipfile(file)
     try:
-        if not trusted:
-            check_torch_file(content)
+        is_plain = not trusted and not check_torch_file(source)
         # A sparse tensor with indices out of range would crash the process when it is used.
         checks: Any = torch.sparse.check_sparse_tensor_invariants
-        with _safe_globals_allowed(stand_ins), checks():
-            value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
+        with nullcontext() if is_plain else _safe_globals_allowed(stand_ins), checks():
+            value = torch.load(file, map_location="cpu", weights_only=not trusted, mmap=maps_file)
     except Exception as error:
-        refused = [] if trusted else _refused_globals(source, stand_ins)
+        refused = [] if trusted else _refused_globals(file, stand_ins)
         if refused and not isinstance(error, BadRecord):
             raise _refusal(
                 "the file needs classes or functions that are not on the allow-list of plain data",
@@ -220,7 +219,7 @@ def _load(
         finding = Finding(problem, path=where)
         message = "a file of the checkpoint cannot be read"
         raise CorruptCheckpointError(message, [finding]) from error
-    if not trusted and _holds_pointers(value):
+    if not trusted and not is_plain and _holds_pointers(value):
         raise _refusal(
             "the file holds a numpy array of Python objects, or one with fields outside of it",
             where,
@@ -280,35 +279,10 @@ def _refused_globals(
 
 _MOST_FINDINGS: Final = 20
 
-_CONTAINERS: Final[frozenset[type]] = frozenset(
-    {
-        dict,
-        list,
-        tuple,
-        set,
-        frozenset,
-        collections.OrderedDict,
-        collections.Counter,
-        collections.deque,
-        argparse.Namespace,
-        types.SimpleNamespace,
-    }
+_LEAVE_OUT: Final = (
+    "Leave it out, save plain data instead, or wrap it in a LocalNonpersistentObject, which is "
+    "never saved."
 )
-"""Types whose instances are plain if all values in them are plain."""
-
-_HOLDERS: Final = frozenset({slice, dt.datetime, dt.time, np.ndarray, np.dtype})
-"""Types on the allow-list whose instances may hold anything."""
-
-_ATOMS: Final = (
-    {entry for entry in SAFE_GLOBALS if isinstance(entry, type)}
-    - _CONTAINERS
-    - _HOLDERS
-    - {collections.defaultdict}
-    | {type(None)}
-    | {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
-)
-"""Types whose instances are always plain."""
-
 _NEST: Final = "Put it into dicts, lists and tuples: only these are searched."
 _REMEDY: Final = (
     "Save plain data: dataclasses.asdict(config), member.name of an enum, state_dict() of a module "
@@ -318,19 +292,21 @@ _REMEDY: Final = (
 
 
 class _Odd(NamedTuple):
-    """A value that must be pickled and read back to find out whether it is plain."""
+    """A value that must be pickled and read back to find out whether it is plain.
+
+    Messages name it by ``key``, and say by ``where`` what of it is meant.
+    """
 
     value: object
-    found: Found
-    object_key: str | None
-    detail: str = ""
+    key: str
+    where: str
 
-    def place(self) -> tuple[str, str]:
-        """The name of the value in messages, and where it is, as far as that does not say."""
-        place = path_text(self.found.path)
-        if self.object_key is None:
-            return place, self.detail
-        return self.object_key, f"{self.detail} (in the ShardedObject at {place})"
+
+def _odd(found: Found, object_key: str | None, value: object, detail: str = "") -> _Odd:
+    place = path_text(found.path)
+    if object_key is None:
+        return _Odd(value, place, detail)
+    return _Odd(value, object_key, f"{detail} (in the ShardedObject at {place})")
 
 
 def check_plain(
@@ -351,21 +327,33 @@ def check_plain(
     nests = [(common, None), *((walk(leaf.data, path), leaf.key) for path, leaf in objects.items())]
     for values, object_key in nests:
         for found in values:
-            value, own = found.value, _Odd(found.value, found, object_key)
+            value = found.value
             if type(value) in _ATOMS:
                 continue
             if isinstance(value, ShardedBase | LocalNonpersistentObject):
-                invalid.append(_hidden(own, _name(value)))
+                invalid.append(_hidden(_odd(found, object_key, value), _name(value)))
             elif isinstance(value, torch.Tensor) and value.is_meta:
-                key, where = own.place()
+                _, key, where = _odd(found, object_key, value)
                 invalid += [
                     Finding(f"this tensor is {problem}{where}", key, remedy=remedy)
                     for problem, remedy in without_values(value)
                 ]
             else:
-                odd += [own._replace(value=part, detail=what) for part, what in _odd_parts(value)]
-    if odd:
-        _try_out(odd, invalid, refused, trusted=trusted)
+                odd += [_odd(found, object_key, *part) for part in _odd_parts(value)]
+    failures = _failures(odd, trusted=trusted)
+    for entry, failure in islice(failures, max(0, _MOST_FINDINGS - len(invalid))):
+        name = _name(entry.value)
+        if not isinstance(failure, CheckpointingException):
+            problem = f"a {name} cannot be pickled{entry.where}"
+            text = f"{type(failure).__name__}: {failure}"
+            invalid.append(Finding(problem, entry.key, found=text, remedy=_LEAVE_OUT))
+            continue
+        text = "; ".join(str(finding.found or finding.problem) for finding in failure.findings)
+        if "dist_checkpointing.mapping" in text:
+            invalid.append(_hidden(entry, text))
+        else:
+            problem = f"a {name} is not plain data, and load would refuse it{entry.where}"
+            refused.append(Finding(problem, entry.key, found=text, remedy=_REMEDY))
     if invalid:
         raise InvalidShardingError("values of the state dict cannot be saved", invalid)
     if refused:
@@ -402,51 +390,30 @@ def _is_strange(tensor: torch.Tensor) -> bool:
 
 
 def _hidden(entry: _Odd, found: str) -> Finding:
-    key, where = entry.place()
-    return Finding(f"a sharded leaf is inside an object{where}", key, found=found, remedy=_NEST)
+    problem = f"a sharded leaf is inside an object{entry.where}"
+    return Finding(problem, entry.key, found=found, remedy=_NEST)
 
 
-def _try_out(
-    odd: Sequence[_Odd], invalid: list[Finding], refused: list[Finding], *, trusted: bool
-) -> None:
-    """Find the values that cannot be read back. Usually there are none: then one attempt is enough.
+def _failures(odd: Sequence[_Odd], *, trusted: bool) -> Iterator[tuple[_Odd, Exception]]:
+    """The values that cannot be read back. Usually there are none: then one attempt is enough.
 
     Otherwise each half is tried by itself.
     """
-    if len(invalid) + len(refused) >= _MOST_FINDINGS:
-        return
-    failure = _failure_of([entry.value for entry in odd], trusted=trusted)
+    failure = _failure_of([entry.value for entry in odd], trusted=trusted) if odd else None
     if failure is None:
         return
-    if len(odd) > 1:
-        half = len(odd) // 2
-        _try_out(odd[:half], invalid, refused, trusted=trusted)
-        _try_out(odd[half:], invalid, refused, trusted=trusted)
+    if len(odd) == 1:
+        yield odd[0], failure
         return
-    (entry,) = odd
-    (key, where), name = entry.place(), _name(entry.value)
-    if not isinstance(failure, CheckpointingException):
-        problem = f"a {name} cannot be pickled{where}"
-        found = f"{type(failure).__name__}: {failure}"
-        remedy = (
-            "Leave it out, save plain data instead, or wrap it in a LocalNonpersistentObject, "
-            "which is never saved."
-        )
-        invalid.append(Finding(problem, key, found=found, remedy=remedy))
-        return
-    found = "; ".join(str(finding.found or finding.problem) for finding in failure.findings)
-    if "dist_checkpointing.mapping" in found:
-        invalid.append(_hidden(entry, found))
-    else:
-        problem = f"a {name} is not plain data, and load would refuse it{where}"
-        refused.append(Finding(problem, key, found=found, remedy=_REMEDY))
+    for half in (odd[: len(odd) // 2], odd[len(odd) // 2 :]):
+        yield from _failures(half, trusted=trusted)
 
 
 def _failure_of(values: list[object], *, trusted: bool) -> Exception | None:
     """The error when the values are saved and loaded, without the values of their tensors."""
     buffer = io.BytesIO()
     try:
-        torch.save(values, buffer, pickle_module=pickle_module(_EmptyingPickler))
+        torch.save(values, buffer, pickle_module=_EmptyingPickling)
         if not trusted:
             deserialize(buffer.getvalue(), "a copy in memory")
     except Exception as error:  # noqa: BLE001 - the code of a class may raise anything
@@ -474,3 +441,7 @@ class _EmptyingPickler(PlainPickler):
             vars(empty).update(vars(obj))
             return empty.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return super().reducer_override(obj)
+
+
+class _EmptyingPickling:
+    Pickler = _EmptyingPickler

@@ -12,10 +12,10 @@ from __future__ import annotations
 import itertools
 import mmap
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ from dist_checkpointing.strategies.pickle_scanner import (
     StorageCheck,
     Stub,
     check_pickle,
+    items_of,
 )
 
 # The structures of a zip archive, see APPNOTE.TXT of PKWARE, 4.3.7 to 4.3.16 and 4.5.3.
@@ -42,49 +43,56 @@ _DESCRIPTOR_SIZES = (16, 24)
 _ENCRYPTED = 0x1
 
 _ARCHIVE_START = b"PK\x03\x04"
-_NUM_HEADERS = 3  # pickles of the magic number, the protocol and the machine
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 
-Read = Callable[[int, int], bytes]
-"""``(start, count)`` -> so many bytes of an archive, from byte ``start`` on."""
+
+class Archive(Protocol):
+    """The bytes of an archive, of which a slice is read when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
 
 
 class BadRecord(ValueError):
     """An archive is not one that ``torch.save`` writes; see the message."""
 
 
-def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
-    """``(start, size)`` of each entry, by its name below the folder of the archive."""
-    where, size, count = _find_directory(read, length)
-    directory = read(where, size)
+def entries(archive: Archive) -> dict[str, tuple[int, int]]:
+    """``(start, size)`` of each entry, by its name below the folder of the archive.
+
+    They lie in the archive, one behind the other.
+    """
+    where, size, count = _find_directory(archive)
+    directory = bytes(archive[where : where + size])
     found: dict[str, tuple[int, int]] = {}
     folders: set[str] = set()
-    edges = [(where, where, 0)]
+    edges: list[tuple[int, int, tuple[int, ...]]] = [(where, where, ())]
     position = 0
     try:
         for _ in range(count):
-            fields = CENTRAL.unpack_from(directory, position)
-            flags, method, (packed, plain), start = fields[3], fields[4], fields[8:10], fields[16]
-            if fields[0] != b"PK\x01\x02":
+            kind, _, _, flags, method, _, _, _, packed, plain, *lengths, _, _, _, start = (
+                CENTRAL.unpack_from(directory, position)
+            )
+            if kind != b"PK\x01\x02":
                 raise BadRecord("its directory is damaged")
-            name_size, extra_size, comment_size = fields[10:13]
-            position += CENTRAL.size
-            name = directory[position : position + name_size].decode()
-            position += name_size
+            name_end = position + CENTRAL.size + lengths[0]
+            name = directory[position + CENTRAL.size : name_end].decode()
+            position = name_end + lengths[1] + lengths[2]
             if OVERFLOW in (packed, plain, start):
-                extra = directory[position : position + extra_size]
+                extra = directory[name_end : name_end + lengths[1]]
                 plain, packed, start = _wide(extra, [plain, packed, start])
-            position += extra_size + comment_size
             if method != 0 or packed != plain or flags & _ENCRYPTED:
                 raise BadRecord(f"{name} is compressed, which PyTorch never does")
-            local = LOCAL.unpack(read(start, LOCAL.size))
-            begin = start + LOCAL.size + local[9] + local[10]
-            if local[0] != b"PK\x03\x04":
+            *local, name_size, extra_size = LOCAL.unpack(archive[start : start + LOCAL.size])
+            if local[0] != _ARCHIVE_START:
                 raise BadRecord(f"{name} is not where the directory says")
+            begin = start + LOCAL.size + name_size + extra_size
             folder, _, own = name.partition("/")
             folders.add(folder)
             found[own] = begin, plain
-            edges.append((start, begin + plain, flags & SIZES_FOLLOW))
+            has_descriptor = bool(flags & SIZES_FOLLOW)
+            edges.append((start, begin + plain, _DESCRIPTOR_SIZES if has_descriptor else (0,)))
     except (struct.error, UnicodeDecodeError) as error:
         raise BadRecord(f"its directory is damaged: {error}") from error
     # PyTorch ignores the case of names: it could take either of two that differ only in case.
@@ -92,33 +100,30 @@ def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
         raise BadRecord("its directory has a name twice")
     # A number that is slightly wrong would shift all values, so entries must follow each other.
     edges.sort()
-    for (_, stop, descriptor), (start, _, _) in itertools.pairwise(edges):
-        if start - stop not in (_DESCRIPTOR_SIZES if descriptor else (0,)):
+    for (_, stop, gaps), (start, _, _) in itertools.pairwise(edges):
+        if start - stop not in gaps:
             raise BadRecord("its entries do not follow each other")
     return found
 
 
-def _find_directory(read: Read, length: int) -> tuple[int, int, int]:
+def _find_directory(archive: Archive) -> tuple[int, int, int]:
     """(start, size, number of entries) of the directory at the end of an archive."""
+    length = len(archive)
     if length < END.size:
         raise BadRecord(f"{length} bytes are too few for an archive")
-    end = END.unpack(read(length - END.size, END.size))
-    signature, count, size, where = end[0], end[4], end[5], end[6]
+    signature, _, _, _, count, size, where, _ = END.unpack(archive[length - END.size : length])
     if signature != b"PK\x05\x06":
         raise BadRecord("it does not end like an archive of torch.save")
     at = length - END.size - END64_LOCATOR.size
     if at >= 0:
-        locator = END64_LOCATOR.unpack(read(at, END64_LOCATOR.size))
-        if locator[0] == b"PK\x06\x07":
-            if locator[2] + END64.size > at:
+        signature, _, start, _ = END64_LOCATOR.unpack(archive[at : at + END64_LOCATOR.size])
+        if signature == b"PK\x06\x07":
+            if start + END64.size > at:
                 raise BadRecord("its end is damaged")
-            wide = END64.unpack(read(locator[2], END64.size))[7:10]
+            wide = END64.unpack(archive[start : start + END64.size])[7:]
             # Some readers use the one and some the other, so they must not contradict each other.
-            for narrow, full, most in zip(
-                (count, size, where), wide, (_OVERFLOW_16, OVERFLOW, OVERFLOW), strict=True
-            ):
-                if narrow != min(full, most):
-                    raise BadRecord("its two ends contradict each other")
+            if (count, size, where) != tuple(map(min, wide, (_OVERFLOW_16, OVERFLOW, OVERFLOW))):
+                raise BadRecord("its two ends contradict each other")
             count, size, where = wide
     if where + size > length or count * CENTRAL.size > size:
         raise BadRecord("its directory lies outside of it")
@@ -148,66 +153,62 @@ _ITEMSIZES = {
 """Bytes of an element of each class of storage, by its name in pickles."""
 
 
-def check_torch_file(source: bytes | Path) -> None:
+def check_torch_file(source: bytes | Path) -> set[str]:
     """Check what ``torch.load(weights_only=True)`` is about to read.
+
+    Returns the names of the classes and functions in it.
 
     Raises:
         ValueError: if it is damaged, or would build what no state dict holds.
         OSError: if it cannot be read.
     """
     if isinstance(source, bytes):
-        _check(source)
-        return
+        return _check(source)
     with source.open("rb") as file:
         if not file.read(1):
             raise BadRecord("it is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            _check(mapped)
+            return _check(mapped)
 
 
-def _check(data: Any) -> None:
-    def read(start: int, count: int) -> bytes:
-        if start < 0 or start + count > len(data):
-            raise BadRecord("it refers to bytes outside of it")
-        return bytes(data[start : start + count])
-
+def _check(data: bytes | mmap.mmap) -> set[str]:
     if data[: len(_ARCHIVE_START)] == _ARCHIVE_START:
-        found = entries(read, len(data))
+        found = entries(data)
         if "data.pkl" not in found:
             raise BadRecord("its archive has no data.pkl")
-        check_pickle(read(*found["data.pkl"]), storage=partial(_stored_elements, found))
-        return
+        start, size = found["data.pkl"]
+        content = data[start : start + size]
+        return check_pickle(content, storage=partial(_stored_elements, found)).names
     # The format before PyTorch 1.6: several pickles, then the storages.
-    position = 0
-    for number in range(_NUM_HEADERS):
-        header = check_pickle(data, position)
-        if number == 0 and header.value != _MAGIC_NUMBER:
-            raise BadRecord("it does not begin like a file of torch.save")
-        position = header.end
-    position = check_pickle(data, position, _legacy_storages(len(data))).end
-    check_pickle(data, position)  # the order of the storages
+    header = check_pickle(data)
+    if header.value != _MAGIC_NUMBER:
+        raise BadRecord("it does not begin like a file of torch.save")
+    for _ in ("protocol", "machine"):
+        header = check_pickle(data, header.end)
+    main = check_pickle(data, header.end, _legacy_storages(len(data)))
+    check_pickle(data, main.end)  # the order of the storages
+    return main.names
 
 
 def _storage(pid: Any, least: int) -> tuple[str, int, int, Sequence[Any]]:
     """Name, number of elements and bytes of the storage with this id, which has so many parts."""
-    items = pid.items if isinstance(pid, Stub) and pid.kind == "tuple" else ()
+    items = items_of(pid)
     if len(items) < least:
         raise BadPickle("it refers to something that is not a storage")
     kind, cls, key, _, count = items[:5]
     itemsize = _ITEMSIZES.get(cls.name) if isinstance(cls, Stub) and cls.kind == "global" else None
-    is_known = kind in ("storage", b"storage") and itemsize is not None
-    if not is_known or type(count) is not int or count < 0:
+    is_known = kind in ("storage", b"storage") and type(count) is int and count >= 0
+    if itemsize is None or not is_known:
         raise BadPickle("it refers to something that is not a storage")
-    assert itemsize is not None
     name = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
     return name, count, count * itemsize, items
 
 
 def _stored_elements(found: Mapping[str, tuple[int, int]], pid: Any) -> int:
     name, count, num_bytes, _ = _storage(pid, 5)
-    _, size = found.get(f"data/{name}", (0, None))
-    if size is None or num_bytes > size:
-        there = "none" if size is None else f"{size} bytes"
+    _, size = found.get(f"data/{name}", (0, -1))
+    if num_bytes > size:
+        there = "none" if size < 0 else f"{size} bytes"
         raise BadRecord(f"storage {name} of {num_bytes} bytes, found {there}")
     return count
 
@@ -225,14 +226,13 @@ def _legacy_storages(most_bytes: int) -> StorageCheck:
             raise BadRecord(f"storage {name} has two sizes")
         if total > most_bytes:
             raise BadRecord(f"storages of {total} bytes in a file of {most_bytes}")
-        view = items[5]
-        if view is None:
+        if items[5] is None:
             return count
-        parts = view.items if isinstance(view, Stub) and view.kind == "tuple" else ()
-        if len(parts) != 3 or any(type(n) is not int or n < 0 for n in parts[1:]):
+        view = items_of(items[5])
+        if len(view) != 3 or any(type(n) is not int or n < 0 for n in view[1:]):
             raise BadPickle("an invalid view of a storage")
-        if parts[1] + parts[2] > count:
+        if view[1] + view[2] > count:
             raise BadRecord(f"a view that sticks out of storage {name}")
-        return int(parts[2])
+        return int(view[2])
 
     return check

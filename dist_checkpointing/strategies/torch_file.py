@@ -6,7 +6,6 @@ import io
 import logging
 import math
 import mmap
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -20,7 +19,7 @@ from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, mapped
-from dist_checkpointing.strategies.safe_pickle import deserialize_file
+from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow, extents
 from dist_checkpointing.strategies.torch_archives import entries
 
@@ -79,7 +78,7 @@ class TorchFile(TensorFiles):
         )
 
     def _open(self, file: Path) -> _Content:
-        content = deserialize_file(file, trusted=self._trusted)
+        content = deserialize(file, trusted=self._trusted)
         if isinstance(content, torch.Tensor):
             content = {_ONLY_KEY: content}
         if not isinstance(content, dict):
@@ -158,9 +157,8 @@ def create(
         torch.save(state, path)
     with path.open("r+b") as file:
         # torch.save numbers storages in the order in which it meets their tensors.
-        found = entries(
-            lambda start, size: os.pread(file.fileno(), size, start), path.stat().st_size
-        )
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive:
+            found = entries(archive)
         records = [found[f"data/{number}"] for number in range(len(rows) + len(tensors))]
         expected = [*sizes, *(tensor.nbytes for tensor in tensors)]
         assert [size for _, size in records] == expected, "torch.save wrote other storages"

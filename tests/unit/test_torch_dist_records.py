@@ -35,7 +35,7 @@ def saved(value: Any) -> bytes:
 
 
 def find(record: bytes) -> StoredLayout | None:
-    return find_tensor(lambda start, count: record[start : start + count], len(record))
+    return find_tensor(record)
 
 
 @SHAPES
@@ -85,14 +85,18 @@ def test_values_of_more_than_4_gib() -> None:
     tail = frame.tail(0)
     length = len(frame.head) + frame.num_bytes + len(tail)
 
-    def read(start: int, count: int) -> bytes:
-        if start + count <= len(frame.head):
-            return frame.head[start : start + count]
-        behind = start - len(frame.head) - frame.num_bytes
-        assert behind >= 0, "the values are not read"
-        return tail[behind : behind + count]
+    class Record:
+        def __len__(self) -> int:
+            return length
 
-    found = find_tensor(read, length)
+        def __getitem__(self, part: slice) -> bytes:
+            if part.stop <= len(frame.head):
+                return frame.head[part]
+            before = len(frame.head) + frame.num_bytes
+            assert part.start >= before, "the values are not read"
+            return tail[part.start - before : part.stop - before]
+
+    found = find_tensor(Record())
     assert found is not None
     assert (found.shape, found.start) == (shape, len(frame.head))
 

@@ -40,7 +40,7 @@ from dist_checkpointing.strategies.chunk_reads import (
 )
 from dist_checkpointing.strategies.pickle_scanner import Stub, check_pickle
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.torch_archives import BadRecord, Read, entries
+from dist_checkpointing.strategies.torch_archives import Archive, BadRecord, entries
 from dist_checkpointing.strategies.torch_dist.metadata import (
     COMMON_STATE_CELL,
     DcpMetadata,
@@ -78,18 +78,20 @@ class StoredLayout:
         return 0 in self.shape or all(extent == 1 or step == c for extent, step, c in steps)
 
 
-def find_tensor(read: Read, length: int) -> StoredLayout | None:
+def find_tensor(record: Archive) -> StoredLayout | None:
     """Find the values of the tensor in a record, without reading them.
 
     None stands for a tensor of a subclass, which only PyTorch can rebuild.
     """
-    found = entries(read, length)
+    found = entries(record)
     start, size = found.get("data.pkl") or _missing("data.pkl")
     if size > _MOST_DESCRIPTION_BYTES:
         raise BadRecord(f"a description of {size} bytes")
-    if "byteorder" in found and read(*found["byteorder"]) != b"little":
-        raise BadRecord("it was not written by a little-endian machine")
-    layout = _describe(read(start, size))
+    if "byteorder" in found:
+        begin, count = found["byteorder"]
+        if record[begin : begin + count] != b"little":
+            raise BadRecord("it was not written by a little-endian machine")
+    layout = _describe(bytes(record[start : start + size]))
     if layout is None:
         return None
     start, size = found.get(f"data/{layout.storage}") or _missing(f"data/{layout.storage}")
@@ -186,21 +188,26 @@ class _RecordFiller(Filler):
     def _fill(self, row: int, source: Array | OpenFile, start: int, length: int) -> int:
         """Fill the rows of the record that lies here; returns their bytes."""
         key, rows = self.table.key(row), self.rows_of[row]
-        read = _reads_of(source, start, length)
+        record: Archive
+        if isinstance(source, OpenFile):
+            record = _RecordInFile(source, start, length)
+        else:
+            record = source[start : start + length].data
         try:
             if self.table.is_object[row]:
-                value = read_object(read(0, length), self._where(row), trusted=self._reader.trusted)
+                content, trusted = bytes(record[:]), self._reader.trusted
+                value = read_object(content, self._where(row), trusted=trusted)
                 for cell in rows:
                     self.destinations.apply_bytes(cell, value)
                 return 0
             dtype, shape = self.dtype(row).torch, self._stored_shape(row)
             num_bytes = math.prod(shape) * dtype.itemsize
-            layout = find_tensor(read, length)
+            layout = find_tensor(record)
             if layout is not None:
                 _require_form(layout.dtype, layout.shape, dtype, shape)
             if layout is None or not layout.is_contiguous:
                 # Its values lie otherwise in its storage: only PyTorch can put them in order.
-                tensor = deserialize(read(0, length), f"the record of {key!r}")
+                tensor = deserialize(bytes(record[:]), f"the record of {key!r}")
                 plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
                 if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
                     raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
@@ -229,27 +236,25 @@ class _RecordFiller(Filler):
         return box.shape if flat is None else (flat[1] - flat[0],)
 
 
-def _reads_of(source: Array | OpenFile, start: int, length: int) -> Read:
-    """Reads of a record; what is near its ends is asked for once."""
+class _RecordInFile:
+    """A record in a file, of which the ends are read at once."""
 
-    def view(begin: int, count: int) -> bytes:
-        first = start + begin
-        if isinstance(source, OpenFile):
-            return source.view(first, count).tobytes()
-        return source[first : first + count].tobytes()
+    def __init__(self, file: OpenFile, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self._ends = {at: self._read(at, _EDGE_BYTES) for at in (0, length - _EDGE_BYTES)}
 
-    edge = length if length <= SMALL_BYTES else _EDGE_BYTES
-    ends = {at: view(at, edge) for at in {0, length - edge}}
+    def __len__(self) -> int:
+        return self._length
 
-    def read(begin: int, count: int) -> bytes:
-        if begin + count > length:
-            raise BadRecord("it refers to bytes outside of it")
-        for at, data in ends.items():
-            if at <= begin and begin + count <= at + edge:
-                return data[begin - at : begin - at + count]
-        return view(begin, count)
+    def __getitem__(self, part: slice) -> bytes:
+        begin, end, _ = part.indices(self._length)
+        for at, data in self._ends.items():
+            if at <= begin and end <= at + _EDGE_BYTES:
+                return data[begin - at : end - at]
+        return self._read(begin, end - begin)
 
-    return read
+    def _read(self, begin: int, count: int) -> bytes:
+        return self._file.view(self._start + begin, count).tobytes()
 
 
 def _require_form(found: torch.dtype, whole: Ints, dtype: torch.dtype, shape: Ints) -> None:
