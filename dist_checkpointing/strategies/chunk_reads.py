@@ -117,13 +117,15 @@ def read_window(
         file.read_into(target, start + run[0] * itemsize)
         return
     maps_files, lengths = most_copied is None, window.box.shape
-    axes, are_runs = axes_apart(window, itemsize, maps_files=maps_files, most_gap=file.most_gap)
-    positions = start + run_positions(window, axes, itemsize)
-    strides = tuple(itemsize * math.prod(window.shape[axis + 1 :]) for axis in range(len(lengths)))
+    axes = axes_apart(window, itemsize, maps_files=maps_files, most_gap=file.most_gap)
+    positions = (start + run_positions(window, axes, itemsize)).tolist()
+    strides = _strides(window, itemsize)
     parts = target[..., np.newaxis]  # so that a part is an array even if it is one element
-    indices = itertools.product(*map(range, lengths[:axes]))
+    places = zip(np.ndindex(*lengths[:axes]), positions, strict=True)
+    num_bytes = math.prod(lengths[axes:]) * itemsize
+    are_runs = num_bytes == span_bytes(window, axes, itemsize)
     if not axes or not are_runs or not parts[(0,) * axes].flags.c_contiguous:
-        for index, position in zip(indices, positions.tolist(), strict=True):
+        for index, position in places:
             part = parts[index][..., 0]
             if most_copied is None:
                 _copy_mapped(file.descriptor, position, strides[axes:], part)
@@ -131,34 +133,29 @@ def read_window(
                 _copy_blocks(file, position, strides[axes:], part, most_copied)
         return
     # Each part is one run, read to where it belongs.
-    num_bytes = math.prod(lengths[axes:]) * itemsize
     gap_bytes = span_bytes(window, 0, itemsize) // len(positions) - num_bytes
     if (
         maps_files
         and gap_bytes <= _MOST_CACHED_GAP_BYTES
-        and is_cached(file.descriptor, parts[(-1,) * axes], int(positions[-1]))
-        and is_cached(file.descriptor, parts[(0,) * axes], int(positions[0]))
+        and is_cached(file.descriptor, parts[(-1,) * axes], positions[-1])
+        and is_cached(file.descriptor, parts[(0,) * axes], positions[0])
     ):
-        _copy_mapped(file.descriptor, int(positions[0]), strides, target, reads_around=False)
+        _copy_mapped(file.descriptor, positions[0], strides, target, reads_around=False)
         return
-    runs = zip(indices, positions.tolist(), strict=True)
-    while batch := list(itertools.islice(runs, _RUNS_AHEAD)):
+    while batch := list(itertools.islice(places, _RUNS_AHEAD)):
         file.read_runs([(parts[index], position) for index, position in batch])
 
 
 def axes_apart(
     window: Window, itemsize: int, *, maps_files: bool, most_gap: int | None = None
-) -> tuple[int, bool]:
-    """How a window of a file is read.
+) -> int:
+    """Number of leading axes of a window in a file along which parts are read one by one, each from
+    its first element to its last.
 
     What is read of a file in buffers is at most 1.1 times of what is wanted where the contiguous
     runs have 4 KiB or more, and at most 16 KiB more for each run of fewer bytes.
-
-    Returns:
-        The number of leading axes along which parts are read one by one, each from its first
-        element to its last; and whether each part is one run.
     """
-    shape, box = window.shape, window.box.shape
+    shape, box, strides = window.shape, window.box.shape, _strides(window, itemsize)
     run = next((a for a in reversed(range(len(box))) if box[a] != shape[a]), 0)
     run_bytes = math.prod(box[run:]) * itemsize
     if most_gap is None and maps_files:
@@ -167,26 +164,41 @@ def axes_apart(
         most_gap = _MOST_GAP_BYTES if run_bytes < _SMALL_RUN_BYTES else run_bytes // 10
     for axes in range(run):
         runs = math.prod(box[axes:run])
-        if span_bytes(window, axes, itemsize) - runs * run_bytes <= runs * most_gap:
-            return axes, runs == 1
-    return run, True
+        span = _strided_bytes(box[axes:], strides[axes:], itemsize)
+        if span - runs * run_bytes <= runs * most_gap:
+            return axes
+    return run
 
 
 def run_positions(window: Window, axes: int, itemsize: int) -> Int64s:
     """First byte of the part of a window at each index of its leading axes, in C order."""
     box = window.box
-    positions = np.array([(window.start + ravel_offset(box.offset, window.shape)) * itemsize])
-    for axis in range(axes):
-        step = math.prod(window.shape[axis + 1 :]) * itemsize
-        positions = (positions[:, np.newaxis] + np.arange(box.shape[axis]) * step).reshape(-1)
-    return positions
+    steps = zip(box.shape[:axes], _strides(window, itemsize), strict=False)
+    first = (window.start + ravel_offset(box.offset, window.shape)) * itemsize
+    return np.ravel(sum(np.ix_(*(np.arange(n) * step for n, step in steps)), first))
+
+
+def span_bytes(window: Window, axes: int, itemsize: int) -> int:
+    """Bytes from the first element to the last at one index of the leading axes of a window."""
+    return _strided_bytes(window.box.shape[axes:], _strides(window, itemsize)[axes:], itemsize)
+
+
+def _strides(window: Window, itemsize: int) -> Ints:
+    """Bytes between neighbours along each axis of the array that a window is a part of."""
+    return tuple(itemsize * math.prod(window.shape[a + 1 :]) for a in range(len(window.shape)))
+
+
+def _strided_bytes(lengths: Ints, strides: Ints, itemsize: int) -> int:
+    """Bytes from the first element to the last."""
+    steps = zip(lengths, strides, strict=True)
+    return itemsize + sum((extent - 1) * step for extent, step in steps)
 
 
 def _copy_mapped(
     descriptor: int, first: int, strides: Ints, target: Array, *, reads_around: bool = True
 ) -> None:
     """Copy elements out of a mapped file, reading around them from the disk or not."""
-    stop = first + _strided_bytes(target, strides)
+    stop = first + _strided_bytes(target.shape, strides, target.itemsize)
     # Linux maps a huge page of its cache at once, but only if all of it may be seen.
     aligned = first - first % _HUGE_PAGE_BYTES
     end = min(-(-stop // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, os.fstat(descriptor).st_size)
@@ -202,7 +214,7 @@ def _copy_mapped(
 
 def _copy_blocks(file: OpenFile, first: int, strides: Ints, target: Array, most_bytes: int) -> None:
     """Read whole blocks of rows and copy what is wanted of them."""
-    num_bytes = _strided_bytes(target, strides)
+    num_bytes = _strided_bytes(target.shape, strides, target.itemsize)
     axis = next((axis for axis, extent in enumerate(target.shape) if extent > 1), None)
     if axis is None or num_bytes <= most_bytes:
         block = file.view(first, num_bytes)
@@ -214,20 +226,8 @@ def _copy_blocks(file: OpenFile, first: int, strides: Ints, target: Array, most_
         _copy_blocks(file, first + begin * strides[axis], strides, part, most_bytes)
 
 
-def _strided_bytes(target: Array, strides: Ints) -> int:
-    """Bytes from the first element to the last, in a file with these strides."""
-    steps = zip(target.shape, strides, strict=True)
-    return int(target.itemsize + sum((extent - 1) * step for extent, step in steps))
-
-
-def span_bytes(window: Window, axes: int, itemsize: int) -> int:
-    """Bytes from the first element to the last at one index of the leading axes of a window."""
-    last = tuple(extent - 1 for extent in window.box.shape[axes:])
-    return (ravel_offset(last, window.shape[axes:]) + 1) * itemsize
-
-
-_PART_BYTES = 2**22
-"""At most so much of what cannot be filled in place is handed to a planner at a time."""
+_PART_BYTES = 2**23
+"""At most half of this is handed to a planner at a time of what is in memory already."""
 
 
 class Filler:
@@ -253,9 +253,6 @@ class Filler:
         self._maps_files = limits.maps_files
         self._of_thread = threading.local()
         numbers, self._types = index.dtypes_of(table.names)
-        self._torch_types: list[Any] = [
-            None if dtype is None else dtype.torch for dtype in self._types
-        ]
         self._type_of: Int64s = numbers[table.keys]
         sizes = [0 if dtype is None else dtype.itemsize for dtype in self._types]
         items = np.array(sizes, dtype=np.int64)[self._type_of]
@@ -264,10 +261,10 @@ class Filler:
         )
         self._starts = np.where(is_run, starts * items, -1)
         self.num_bytes: Int64s = table.num_elements * items
-        addresses = self.destinations.addresses(self._torch_types, self._type_of)
-        if addresses is not None:
-            addresses[~is_run] = -1
-        self._addresses = addresses
+        torch_types = [None if dtype is None else dtype.torch for dtype in self._types]
+        addresses = self.destinations.addresses(torch_types, self._type_of)
+        # Of what is a run both in its chunk and in memory.
+        self._addresses = np.where(is_run, -1 if addresses is None else addresses, -1)
 
     def dtype(self, row: int) -> DType:
         """Dtype of a row, as stored."""
@@ -278,79 +275,59 @@ class Filler:
     def fill(self, row: int, block: Array, start: int = 0, size: int | None = None) -> int:
         """Fill a row from its chunk, some bytes in memory; returns the bytes of the row."""
         size = block.nbytes if size is None else size
-        destination, num_bytes = self.destinations.acquire(row), int(self.num_bytes[row])
-        begin = int(self._starts[row])
-        if (
-            begin >= 0
-            and begin + num_bytes <= size
-            and destination.dtype is self._torch_types[self._type_of[row]]
-            and tensor_memory.is_plain_memory(destination)
-            and destination.nbytes == num_bytes
-        ):
-            source = block.ctypes.data + start + begin
-            ctypes.memmove(destination.data_ptr(), source, num_bytes)
-            self.destinations.filled(row, destination)
-            return num_bytes
-        dtype = self.dtype(row)
-        values = block[start : start + size].view(dtype.bits)
-
-        def copy(window: Window, target: Array) -> None:
-            part = values[window.start : window.start + window.array_size].reshape(window.shape)
-            target[...] = part[window.box.slices()]
-
-        self._put(row, destination, _PART_BYTES, copy)
+        address, begin = int(self._addresses[row]), int(self._starts[row])
+        num_bytes = int(self.num_bytes[row])
+        if address < 0 or begin + num_bytes > size:
+            return self._read(row, block[start : start + size], 0, _PART_BYTES)
+        ctypes.memmove(address, block.ctypes.data + start + begin, num_bytes)
         return num_bytes
 
     def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
         """Fill rows from chunks that follow each other in a long enough file, if that pays."""
-        if self._addresses is None or file.descriptor < 0:
-            return False
         addresses, begins, counts = (
             c[rows] for c in (self._addresses, self._starts, self.num_bytes)
         )
-        if (addresses < 0).any() or (begins + counts > sizes).any():
+        if file.descriptor < 0 or (addresses < 0).any() or (begins + counts > sizes).any():
             return False
         return read_scattered(file.descriptor, starts + begins, counts, addresses)
 
     def read(self, row: int, file: OpenFile, start: int) -> int:
         """Fill a row from its chunk in a long enough file; returns the bytes of the row."""
-        destination, dtype = self.destinations.acquire(row), self._torch_types[self._type_of[row]]
-        target, begin = tensor_memory.fillable(destination, dtype), int(self._starts[row])
-        if target is not None and begin >= 0 and target.flags.c_contiguous:
-            file.read_into(target, start + begin)
-            self.destinations.filled(row, destination)
-            return int(self.num_bytes[row])
-        # What is staged may have to be gathered from rows that are read whole: both need memory.
-        most_bytes = max(1, self._most_bytes // 2) if target is None else self._most_bytes
+        return self._read(row, file, start, self._most_bytes)
+
+    def _read(self, row: int, source: OpenFile | Array, start: int, most_bytes: int) -> int:
+        """Read a row in place; or part by part, and hand these to the planner."""
+        destination, dtype = self.destinations.acquire(row), self.dtype(row)
+        target, begin = tensor_memory.fillable(destination, dtype.torch), int(self._starts[row])
+        num_bytes = int(self.num_bytes[row])
+        if target is None:  # what is staged may have to be gathered from rows: both need memory
+            most_bytes = max(1, most_bytes // 2)
         most_copied = None if self._maps_files else most_bytes
 
-        def read_part(window: Window, target: Array) -> None:
-            read_window(file, start, window, target, most_copied)
+        def read(window: Window, values: Array) -> None:
+            if isinstance(source, OpenFile):
+                read_window(source, start, window, values, most_copied)
+            else:
+                array = source.view(dtype.bits)[window.start : window.start + window.array_size]
+                values[...] = array.reshape(window.shape)[window.box.slices()]
 
-        self._put(row, destination, most_bytes, read_part)
-        return int(self.num_bytes[row])
-
-    def _put(
-        self,
-        row: int,
-        destination: torch.Tensor,
-        most_bytes: int,
-        read: Callable[[Window, Array], None],
-    ) -> None:
-        """Read a row in place; or part by part, and hand these to the planner."""
-        dtype = self.dtype(row)
-        target = tensor_memory.fillable(destination, dtype.torch)
         if target is not None:
-            read(self.table.storage(row), target)
+            if begin < 0 or not target.flags.c_contiguous:
+                read(self.table.storage(row), target)
+            elif isinstance(source, OpenFile):
+                source.read_into(target, start + begin)
+            else:
+                run = source[begin : begin + num_bytes].view(dtype.bits)
+                target[...] = run.reshape(target.shape)
             self.destinations.filled(row, destination)
-            return
+            return num_bytes
         item = replace(self.table.item(row), storage=self.table.storage(row))
         if not is_on_gpu(destination) or not self.destinations.is_own_memory:
             for part in item.parts(max(1, most_bytes // dtype.itemsize)):
                 staged = np.empty(part.lengths, dtype=dtype.bits)
                 read(part.storage, staged)
                 self._planner.apply_tensor(part, tensor_memory.as_tensor(staged, dtype.torch))
-            return
+            return num_bytes
         blocks: DeviceBlocks | None = getattr(self._of_thread, "blocks", None)
         if blocks is None:
             blocks = self._of_thread.blocks = DeviceBlocks(max(1, self._most_bytes // 2))
@@ -361,6 +338,7 @@ class Filler:
 
         work = [(self._planner.acquire_tensor(part), partial(read_into, part)) for part in parts]
         blocks.fill(work, dtype.torch)
+        return num_bytes
 
 
 SMALL_BYTES = 2**18
@@ -419,11 +397,12 @@ def read_chunks(
     of_thread = threading.local()
 
     def opened(position: int) -> AbstractContextManager[OpenFile]:
-        name = reads.names[int(reads.files[position])]
-        end = int(reads.offsets[position] + reads.num_bytes[position])
+        file, offset, length = (
+            int(column[position]) for column in (reads.files, reads.offsets, reads.num_bytes)
+        )
+        extent = Extent(below.folder, reads.names[file], offset, length)
         key = filler.table.key(int(reads.rows[position]))
-        path = f"{below.folder}/{name}"
-        return _opened(partial(below.open, name), path, key, end, is_all=reads.fill_files)
+        return opened_extent(extent, key, below, is_all=reads.fill_files)
 
     def read_run(bound: Sequence[int]) -> None:
         if not hasattr(of_thread, "scratch"):
@@ -456,16 +435,13 @@ def _run_starts(reads: ChunkReads, wanted_bytes: Int64s, limits: ReadLimits) -> 
     """First position of each run of reads, which are sorted: small neighbours are read together."""
     if len(reads) < 2:
         return np.arange(len(reads))
-    ends = reads.offsets + reads.num_bytes
     # Small chunks, nearly all of them wanted, are read whole, with their neighbours.
     most_unwanted = np.maximum(limits.most_unwanted, wanted_bytes // 10)
     small = reads.num_bytes <= limits.small_bytes
     small &= reads.num_bytes - wanted_bytes <= most_unwanted
-    apart = np.ones(len(reads), dtype=np.bool_)
-    apart[1:] = reads.files[1:] != reads.files[:-1]
-    apart[1:] |= reads.offsets[1:] - ends[:-1] > limits.gap_bytes
-    apart |= ~small
-    apart[1:] |= ~small[:-1]
+    gaps = np.diff(reads.offsets) - reads.num_bytes[:-1]
+    joined = (np.diff(reads.files) == 0) & (gaps <= limits.gap_bytes) & small[1:] & small[:-1]
+    apart = np.r_[True, ~joined]
     first = reads.offsets[np.maximum.accumulate(np.where(apart, np.arange(len(reads)), 0))]
     block = (reads.offsets - first) // limits.run_bytes
     apart[1:] |= block[1:] != block[:-1]
@@ -482,19 +458,17 @@ def read_extent(extent: Extent, key: str) -> bytes:
         return file.view(extent.offset, extent.num_bytes).tobytes()
 
 
-def opened_extent(extent: Extent, key: str) -> AbstractContextManager[OpenFile]:
-    """The file of an extent, long enough for it; errors as those of ``read_extent``."""
-    opening = partial(open_file, extent.folder, extent.name)
-    return _opened(opening, extent.path, key, extent.offset + extent.num_bytes, is_all=False)
-
-
 @contextmanager
-def _opened(
-    open_it: Callable[[], OpenFile], path: str, key: str, end: int, *, is_all: bool
+def opened_extent(
+    extent: Extent, key: str, below: FolderReads | None = None, *, is_all: bool = False
 ) -> Iterator[OpenFile]:
-    """An open file that ends at ``end``, if that ``is_all`` of it, or behind."""
+    """The file of an extent, which ends with it if that ``is_all`` of it; errors as those of
+    ``read_extent``.
+    """
+    folder, name, offset, num_bytes = extent
+    path, end = extent.path, offset + num_bytes
     try:
-        with open_it() as file:
+        with open_file(folder, name) if below is None else below.open(name) as file:
             file.require(end, is_all=is_all)
             yield file
     except (FileNotFoundError, NotADirectoryError) as error:

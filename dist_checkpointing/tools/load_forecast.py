@@ -418,7 +418,7 @@ def bytes_read(window: Window, itemsize: int, limits: ReadLimits) -> tuple[int, 
         return wanted, 0
     if not limits.maps_files:
         gap = limits.strided_gap
-        axes, _ = axes_apart(window, itemsize, maps_files=False, most_gap=gap)
+        axes = axes_apart(window, itemsize, maps_files=False, most_gap=gap)
         span = span_bytes(window, axes, itemsize)
         return math.prod(window.box.shape[:axes]) * span, span
     span = span_bytes(window, 0, itemsize)

@@ -189,7 +189,7 @@ def write_part(path: str, array: Array, chunk_shape: Ints, box: Box) -> int:
     """
     window, parts = Window(0, chunk_shape, box), array[..., np.newaxis]
     num_bytes = window.array_size * array.itemsize
-    axes, _ = axes_apart(window, array.itemsize, maps_files=False, most_gap=0)
+    axes = axes_apart(window, array.itemsize, maps_files=False, most_gap=0)
     positions = run_positions(window, axes, array.itemsize).tolist()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
