@@ -58,27 +58,22 @@ def read_scattered(descriptor: int, starts: Int64s, sizes: Int64s, addresses: In
     Raises:
         EOFError: If the file ends before.
     """
-    is_apart = starts[1:] != starts[:-1] + sizes[:-1]
-    firsts = np.r_[0, np.flatnonzero(is_apart) + 1]
+    is_first = np.r_[True, starts[1:] != starts[:-1] + sizes[:-1]]
     kinds = np.unique(sizes).tolist()
-    if len(kinds) > _MOST_SIZES or len(firsts) > 1 + len(starts) // _LEAST_A_READ:
+    if len(kinds) > _MOST_SIZES or is_first.sum() > 1 + len(starts) // _LEAST_A_READ:
         return False
     makers = {size: (ctypes.c_ubyte * size).from_address for size in kinds}
-    ends = np.r_[firsts[1:], len(starts)]
+    is_first[::_MOST_BUFFERS] = True
     places, lengths = addresses.tolist(), sizes.tolist()
-    for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
-        for begin in range(first, end, _MOST_BUFFERS):
-            rows = slice(begin, min(begin + _MOST_BUFFERS, end))
-            own = zip(lengths[rows], places[rows], strict=True)
-            buffers = [makers[size](address) for size, address in own]
-            position, expected = int(starts[begin]), int(sizes[rows].sum())
-            count = os.preadv(descriptor, buffers, position)
-            for buffer in buffers if count != expected else ():
-                # What a short read has left out is read buffer by buffer.
-                array = np.frombuffer(buffer, dtype=np.uint8)
-                if count < len(array):
-                    pread(descriptor, array[count:], position + count)
-                count, position = max(0, count - len(array)), position + len(array)
+    for begin, end in itertools.pairwise([*np.flatnonzero(is_first).tolist(), len(starts)]):
+        own = zip(lengths[begin:end], places[begin:end], strict=True)
+        buffers = [makers[size](address) for size, address in own]
+        position = int(starts[begin])
+        if os.preadv(descriptor, buffers, position) == sizes[begin:end].sum():
+            continue
+        for array in (np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers):
+            pread(descriptor, array, position)
+            position += len(array)
     return True
 
 

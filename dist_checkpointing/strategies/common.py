@@ -6,6 +6,7 @@ Files are read with ``weights_only=True`` and an allow-list; a checkpoint never 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -43,14 +44,9 @@ def _object_file(leaf: ShardedObject, root: Location) -> Location | None:
     if len(leaf.global_shape) < 2:
         return None
     # Old writers took the last extent for a file suffix, and lost it.
-    older = _older_file(leaf, root)
-    behind = (*leaf.global_offset[:-1], leaf.global_shape[-1])
-    reaches_further = location.is_file(_older_file(replace(leaf, global_offset=behind), root))
-    return older if location.is_file(older) and not reaches_further else None
-
-
-def _older_file(leaf: ShardedObject, root: Location) -> Location:
-    return root / f"{leaf.unique_key.rpartition('.')[0]}.pt"
+    behind = replace(leaf, global_offset=(*leaf.global_offset[:-1], leaf.global_shape[-1]))
+    older, further = (root / f"{cell.unique_key.rpartition('.')[0]}.pt" for cell in (leaf, behind))
+    return older if location.is_file(older) and not location.is_file(further) else None
 
 
 def _cells(names: Iterable[str], root: Location) -> list[ShardedObject]:
@@ -60,10 +56,10 @@ def _cells(names: Iterable[str], root: Location) -> list[ShardedObject]:
         for name in sorted(names, key=lambda name: name.split("/"))
         if "/" in name and location.is_file(root / name)
     ]
-    last: dict[str, int] = {}
+    last: Counter[str] = Counter()
     for leaf in found:
         if leaf.global_offset:
-            last[leaf.key] = max(last.get(leaf.key, 0), leaf.global_offset[-1] + 1)
+            last[leaf.key] = max(last[leaf.key], leaf.global_offset[-1] + 1)
     for leaf in found:
         if leaf.global_shape and leaf.global_shape[-1] == -1:
             leaf.global_shape = (*leaf.global_shape[:-1], last[leaf.key])
@@ -131,18 +127,16 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
     ) -> Sequence[SealedFile]:
         root = as_location(checkpoint_dir)
         leaves, _ = flatten(sharded_objects_state_dict)
-        files = []
         sealed = []
         for leaf in leaves.values():
             if is_main_replica(leaf.replica_id):
-                path = root / f"{leaf.unique_key}.pt"
-                location.make_folder(path.parent)
+                name = f"{leaf.unique_key}.pt"
+                location.make_folder((root / name).parent)
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
-                location.write_content(path, data, self.durability)
-                files.append(path)
-                sealed.append(SealedFile.of_bytes(f"{leaf.unique_key}.pt", data))
+                location.write_content(root / name, data, self.durability)
+                sealed.append(SealedFile.of_bytes(name, data))
         if self.durability is local_folder.Durability.FSYNC:
-            location.fsync_folders(files, root)
+            location.fsync_folders([root / file.name for file in sealed], root)
             location.fsync_folder(root)
         return sealed
 
@@ -202,11 +196,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         if findings:
             message = "Object shard not found" if len(findings) == 1 else "Object shards not found"
             raise StateMismatchError(message, findings)
-        values = {
-            path: _load(file, trusted=self.trusted)
-            for path, file in files.items()
-            if file is not None
-        }
+        values = {path: _load(file, trusted=self.trusted) for path, file in files.items() if file}
         result: StateDict = unflatten(skeleton, values)
         return result
 
@@ -214,20 +204,13 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         root = as_location(checkpoint_dir)
         names = location.files_below(root)
         found = _cells((n for n in names if _is_cell(n.rpartition("/")[2])), root)
-        _require_cells(found, root)
+        # A name may speak of a large grid where few cells have a file.
+        cells = Counter((leaf.key, tuple(leaf.global_shape)) for leaf in found)
+        files = {key: number for (key, _), number in cells.items()}
+        stated = large_objects(dict(cells.keys()))
+        require_backing(stated, lambda size: (0, files[size.key], str(root / size.key)))
         return {leaf.unique_key: leaf for leaf in found}
 
 
 def _is_cell(name: str) -> bool:
     return fnmatchcase(name, "shard_*.pt")
-
-
-def _require_cells(found: Iterable[ShardedObject], root: Location) -> None:
-    """Refuse a name that speaks of a large grid where few cells have a file."""
-    cells: dict[tuple[str, tuple[int, ...]], int] = {}
-    for leaf in found:
-        grid = leaf.key, tuple(leaf.global_shape)
-        cells[grid] = cells.get(grid, 0) + 1
-    stated = large_objects(dict(cells.keys()))
-    files = {key: number for (key, _), number in cells.items()}
-    require_backing(stated, lambda size: (0, files[size.key], str(root / size.key)))

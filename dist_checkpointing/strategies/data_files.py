@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.checksums import Digest
+from dist_checkpointing.format.checksums import Digest, bytes_of
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import Durability, StorageOptions
@@ -115,7 +115,7 @@ class DataFiles:
         """Write a contiguous array at once, behind what was written last; hash it on the way."""
         file = self._open_file
         assert file is not None
-        view = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        view = bytes_of(values)
         step = file.block_bytes if digest is None else file.hashed_bytes
         first = step - file.position % step
         for start in range(first - step, len(view), step):

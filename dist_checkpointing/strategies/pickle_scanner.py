@@ -357,9 +357,8 @@ def _check_state(target: Stub, state: Any) -> int:
     """Bytes that an object allocates to copy its state."""
     items = items_of(state)
     if target.name in _ARRAYS:
-        shape = _ints(target.name, items[1]) if len(items) > 1 else ()
-        count = math.prod(shape)
-        if not items or count > max(_LEAST_ARRAY_ELEMENTS, sum(map(_copied, items))):
+        count = math.prod(_ints(target.name, *items[1:2]))
+        if count > max(_LEAST_ARRAY_ELEMENTS, sum(map(_copied, items))):
             raise BadPickle(f"an array of {count} elements has no data for them")
     elif target.name.startswith("torch."):
         if items and _kind(items[0]) == "storage":

@@ -256,10 +256,10 @@ def _has_objects(dtype: np.dtype[Any]) -> bool:
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return base.itemsize * math.prod(shape) != dtype.itemsize or _has_objects(base)
-    fields = [] if dtype.fields is None else list(dtype.fields.values())
-    if any(not 0 <= entry[1] <= dtype.itemsize - entry[0].itemsize for entry in fields):
-        return True
-    return bool(dtype.hasobject) or any(_has_objects(entry[0]) for entry in fields)
+    return bool(dtype.hasobject) or any(
+        not 0 <= offset <= dtype.itemsize - field.itemsize or _has_objects(field)
+        for field, offset, *_ in (dtype.fields or {}).values()
+    )
 
 
 def _refused_globals(

@@ -147,14 +147,15 @@ class ForeignSaveStrategy(PlannedSaveStrategy):
     def stage(self, plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> SavePlanner:
         del plan, planner
         leaves, skeleton = flatten(self._leaves)
-        tensors = {
-            path: leaf.data for path, leaf in leaves.items() if isinstance(leaf.data, torch.Tensor)
-        }
         copies = copied_objects(leaves)
+        tensors = {
+            path: leaf.data
+            for path, leaf in leaves.items()
+            if isinstance(leaf, ShardedTensor) and leaf.data is not None
+        }
         sizes = [tensor.nbytes for tensor in tensors.values()]
         for path, data in zip(tensors, buffers.fill(sizes, tensors.values()), strict=True):
-            if isinstance(leaves[path], ShardedTensor):
-                copies[path].data = data
+            copies[path].data = data
         return _HeldLeaves(unflatten(skeleton, copies), are_copies=True)
 
     def request(self, checkpoint_dir: Location) -> AsyncRequest:
@@ -211,21 +212,17 @@ class ForeignReader(StorageReader):
             loaded = self._strategy.load(asked, self.checkpoint_dir)
         findings = []
         for name, leaf in wanted.items():
-            value = loaded[name]
+            value, data = loaded[name], leaf.data
             if isinstance(leaf, ShardedObject):
                 leaf.data = value
-            elif not isinstance(value, torch.Tensor) or value.shape != leaf.data.shape:
-                finding = Finding(
-                    "the strategy returned something else than it was asked for",
-                    leaf.key,
-                    expected=tuple(leaf.data.shape),
-                    found=tuple(getattr(value, "shape", [type(value).__name__])),
-                )
-                findings.append(finding)
+            elif not isinstance(value, torch.Tensor) or value.shape != data.shape:
+                problem = "the strategy returned something else than it was asked for"
+                shape = tuple(getattr(value, "shape", [type(value).__name__]))
+                findings.append(Finding(problem, leaf.key, expected=tuple(data.shape), found=shape))
             else:
-                if value is not leaf.data:
-                    leaf.data.detach().copy_(value)
-                self.report(leaf.data.nbytes)
+                if value is not data:
+                    data.detach().copy_(value)
+                self.report(data.nbytes)
         if findings:
             raise StateMismatchError("the strategy did not load what was wanted", findings)
         return done(None)
@@ -245,12 +242,8 @@ def _wanted(plan: LoadPlan, planner: DefaultLoadPlanner) -> Iterator[tuple[str, 
         for row in rows:
             item = plan.table.item(row)
             data, box = planner.acquire_tensor(item), item.storage.box
-            yield (
-                f"{source}.{row}",
-                ShardedTensor(
-                    leaf.key, data, data.dtype, box.shape, item.storage.shape, box.offset, None
-                ),
-            )
+            at = box.shape, item.storage.shape, box.offset
+            yield f"{source}.{row}", ShardedTensor(leaf.key, data, data.dtype, *at, None)
 
 
 @contextmanager
