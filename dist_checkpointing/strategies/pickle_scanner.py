@@ -122,13 +122,8 @@ _TAKES = {
 }
 """Values that an opcode takes from the stack, or all above the last mark."""
 
-_MAKES = {
-    0x5D: "list",
-    0x7D: "dict",
-    0x8F: "set",
-    0x91: "set",
-    **dict.fromkeys(b"t\x85\x86\x87", "tuple"),
-}
+_EMPTY = {0x5D: "list", 0x7D: "dict", 0x8F: "set"}
+_MAKES = {0x91: "set", **dict.fromkeys(b"t\x85\x86\x87", "tuple")}
 _FILLS = frozenset(b"abesu\x90")
 # The empty tuple never changes, so one object serves for all.
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: Stub("tuple")}
@@ -150,6 +145,7 @@ class _Walk:
         stack: list[Any] = []
         below: list[list[Any]] = []
         memo: list[Any] = []
+        items: list[Any] = []
         memoized, shared, widths = False, 0, _WIDTHS
         while True:
             opcode = data[position]
@@ -171,10 +167,10 @@ class _Walk:
                 elif opcode in {0x4B, 0x4D}:  # BININT1, BININT2
                     stack.append(number)
                 elif opcode in {0x71, 0x72}:  # BINPUT, LONG_BINPUT
-                    if number == 1 and not memo:  # Python 2 counts from 1
-                        memo.append(_UNUSED)
                     if number == len(memo):
                         memo.append(stack[-1])
+                    elif number == 1 and not memo:  # Python 2 counts from 1
+                        memo += [_UNUSED, stack[-1]]
                     elif number > len(memo) or memo[number] is _UNUSED:
                         raise BadPickle(f"it gives number {number} to its value {len(memo)}")
                     else:
@@ -201,23 +197,27 @@ class _Walk:
                         if opcode in _UNICODE:
                             value = value.decode("utf-8", "replace")
                     stack.append(value)
-            elif opcode in _CONSTANTS:
-                stack.append(_CONSTANTS[opcode])
             elif opcode == 0x28:  # MARK
                 if len(below) == _MOST_MARKS:
                     raise BadPickle(f"it is nested more than {MOST_LEVELS} levels deep")
                 below.append(stack)
                 stack = []
+            elif opcode in _CONSTANTS:
+                stack.append(_CONSTANTS[opcode])
             else:
                 takes = _TAKES[opcode]
                 if takes == _MARKED:
                     items, stack = stack, below.pop()
-                else:
-                    items = stack[len(stack) - takes :]
+                elif takes:
+                    items = stack[-takes:]
                     if len(items) < takes:
                         raise IndexError
-                    del stack[len(stack) - takes :]
-                if opcode in _MAKES:
+                    del stack[-takes:]
+                if opcode in _EMPTY:
+                    kind = _EMPTY[opcode]
+                    self._built += _CONTAINER_BYTES[kind]
+                    stack.append(Stub(kind, _CONTAINER_BYTES[kind]))
+                elif opcode in _MAKES:
                     if takes == _MARKED:
                         self._built += _ELEMENT_BYTES * len(items)
                     stack.append(self._new(_MAKES[opcode], items))
@@ -237,23 +237,23 @@ class _Walk:
                 elif opcode == 0x51:  # BINPERSID
                     stored = self._storage(items[0])
                     stack.append(Stub("storage", _ELEMENT_BYTES, items=(stored,)))
+                else:  # STOP
+                    break
                 if self._built > most:
                     raise BadPickle(f"to build it takes more than {most} bytes of memory")
-                if opcode == 0x2E:  # STOP
-                    self._add_parts(Stub("tuple"), items)
-                    if shared > most:
-                        raise BadPickle(
-                            f"it unfolds to more than {most} bytes, because parts of it are shared"
-                        )
-                    if memoized and memo[0] is _UNUSED:
-                        raise BadPickle("it numbers its values in two ways")
-                    return Pickle(position, items[0], self._names)
+        self._add_parts(Stub("tuple"), items)
+        if shared > most:
+            raise BadPickle(f"it unfolds to more than {most} bytes, because parts of it are shared")
+        if memoized and memo[0] is _UNUSED:
+            raise BadPickle("it numbers its values in two ways")
+        return Pickle(position, items[0], self._names)
 
     def _new(self, kind: str, items: Sequence[Any] = ()) -> Stub:
         own = _CONTAINER_BYTES[kind]
-        self._built += own + VALUE_BYTES * len(items)
+        self._built += own
         stub = Stub(kind, own, "", items if kind == "tuple" else ())
         if items:
+            self._built += VALUE_BYTES * len(items)
             self._add_parts(stub, items)
         return stub
 
