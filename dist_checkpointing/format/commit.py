@@ -234,6 +234,7 @@ class Attempt:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
                 clear(folder, left)
+                make_dckpt_folder(folder)  # which goes with the last file in it
             noted = Durability.PAGE_CACHE if is_new else durability
             note_attempt(folder, attempt.id, names, noted)
         except BaseException:
