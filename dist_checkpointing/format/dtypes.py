@@ -1,11 +1,7 @@
-"""Every element type that a checkpoint can hold: a table with numpy's and zarr's names.
-
-It does not import torch, so that a checkpoint can be listed without torch; see ``dtypes``.
-"""
+"""Every element type that a checkpoint can hold: a table with numpy's and zarr's names."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +43,9 @@ class DType:
     @property
     def torch(self) -> torch.dtype:
         """The torch dtype; UnsupportedFormatError if the installed torch is too old to have it."""
-        found: torch.dtype | None = getattr(importlib.import_module("torch"), self.name, None)
+        import torch  # noqa: PLC0415 - checkpoints are listed without torch
+
+        found: torch.dtype | None = getattr(torch, self.name, None)
         if found is None:
             finding = Finding(
                 "the installed torch has no such dtype", found=self.name, remedy="Update torch."
