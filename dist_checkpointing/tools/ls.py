@@ -153,10 +153,10 @@ def ls(
             report.paragraph(_total(entries), "bold")
         else:
             _add_table(report, entries, fingerprints)
-            if pattern is None and (own := count_files(opened.folder).own_text()):
-                report.line(f"of its own: {own}")
             report.paragraph(_total(entries), "bold")
             report.table(("", "", ""), subtotals(tensors), right=[1, 2])
+            if pattern is None and (own := count_files(opened.folder).own_text()):
+                report.line(f"of its own: {own}")
         report.print()
     if pattern is not None and not tensors and not others:
         near = hint(pattern, opened)

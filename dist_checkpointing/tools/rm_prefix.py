@@ -97,7 +97,8 @@ def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any
         for (key, dtype, shape), (count, size) in groups.items()
     ]
     report.table(("TENSORS", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows[:_MAX_LISTED], right=[1, 4])
-    report.left_out(len(rows) - _MAX_LISTED)
+    if left := sum(count for count, _ in list(groups.values())[_MAX_LISTED:]):
+        report.line(f"and {left:,} smaller ones", "dim")
     backend, version = opened.backend
     size = bytes_text(document["num_bytes"])
     files = counted(len(planned.files), "file")

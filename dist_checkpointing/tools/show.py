@@ -7,7 +7,7 @@ import itertools
 import math
 import pprint
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -82,13 +82,13 @@ def show(
         what = values.type_text(value)
         document = {"key": key, "type": what, "value": value}
         title = f"common state, {what}"
-        contents: list[tuple[str | None, Any]] = [(None, value)]
+        contents: Iterable[tuple[str | None, Any]] = [(None, value)]
     else:
-        rows: list[dict[str, Any]] = [{"cell": cell, "value": handle[cell]} for cell in handle]
-        document = {"key": key, "shape": handle.shape, "cells": rows}
+        rows = ({"cell": cell, "value": handle[cell]} for cell in handle)
+        document = {"key": key, "shape": handle.shape, "cells": list(rows) if as_json else []}
         cells = f"{counted(len(handle), 'cell')} in a grid of {shape_text(handle.shape)}"
         title = f"sharded object, {cells}"
-        contents = [(f"Cell {shape_text(row['cell'])}", row["value"]) for row in rows]
+        contents = ((f"Cell {shape_text(row['cell'])}", row["value"]) for row in rows)
     if as_json:
         print_json(document)
         return

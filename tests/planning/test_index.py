@@ -206,6 +206,35 @@ def test_a_table_of_pieces_for_a_shape_is_refused() -> None:
         Index.from_json(sealed(content))
 
 
+RAW: dict[str, bytes] = {
+    "nothing": b"",
+    "a list": b"[]",
+    "null": b"null",
+    "a number": b"1",
+    "no utf-8": b'{"format": "\xff"}',
+    "cut off": sealed(good())[:-20],
+    "two of them": sealed(good()) * 2,
+    "too deep": b"[" * 100_000 + b"]" * 100_000,
+    "a pickle": b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00}\x94.",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_what_is_no_index_is_refused(name: str) -> None:
+    with pytest.raises(dc.CorruptCheckpointError) as raised:
+        Index.from_json(RAW[name], "somewhere/index.json")
+    assert "somewhere/index.json" in str(raised.value)
+
+
+def test_a_flipped_digit_is_found() -> None:
+    data = sealed(good())
+    for place in range(len(data)):
+        if data[place : place + 1].isdigit():
+            flipped = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+            with pytest.raises(dc.CorruptCheckpointError):
+                Index.from_json(flipped)
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=3),

@@ -72,6 +72,11 @@ def test_unknown_backend_lists_what_there_is(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+def test_unknown_version_lists_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(dc.StrategyNotFoundError, match="npy 1"):
+        dc.save(state(), tmp_path / "c", ("npy", 2))
+
+
 def test_a_stored_backend_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dc.save(state(), tmp_path / "c", "npy")
     monkeypatch.undo()

@@ -79,11 +79,11 @@ _PARTS = re.compile(r"\.zarray|shard_.*\.pt")
 
 
 def adopt(folder: Path) -> None:
-    """Note what Megatron has left in a folder as what a save into it may replace, unless one is
-    writing there.
+    """Note what Megatron has left in a folder as what a save may replace.
 
     That is a checkpoint, or the data files and what belongs to them of a save that did not come to
-    its end. Nothing is deleted: a checkpoint that is there stays one.
+    its end. Nothing is deleted: a checkpoint that is there stays one. CheckpointExistsError if a
+    save is writing there.
     """
     if not local_folder.is_folder(folder):
         return
