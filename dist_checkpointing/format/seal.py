@@ -195,11 +195,13 @@ def _require_reported(
     ]
     deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.0
     # A network file system may show what another machine has written a little later.
-    while late and time.monotonic() < deadline:
+    while late:
         time.sleep(pause)
         pause = min(1.0, 2 * pause + 0.01)
         sizes = [(file, location.size_of(folder / file.name)) for file, _ in late]
         late = [(file, size) for file, size in sizes if size != file.num_bytes]
+        if time.monotonic() >= deadline:
+            break
     findings = [
         Finding(
             "a rank wrote this file, and rank 0 does not see it as it was written",

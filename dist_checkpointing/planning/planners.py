@@ -460,8 +460,9 @@ class DefaultLoadPlanner(LoadPlanner):
         >>> strategy = TensorStoreLoadShardedStrategy(planner=Halved())
     """
 
-    _wanted: WantedTable
-    _index: Index
+    def __init__(self) -> None:
+        self._wanted = WantedTable({})
+        self._index = Index.of([])
 
     @property
     def leaves(self) -> Sequence[ShardedBase]:

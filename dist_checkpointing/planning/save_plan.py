@@ -202,7 +202,7 @@ class SavePlanning:
             plan = replace(local, table=_with_leaves(table, self._leaf_numbers), index=index)
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
-            tables = exchanged.tables(_KINDS[0])
+            tables = exchanged.tables(*_KINDS)
             local_plans = LocalPlans(
                 replace(facts.rest or SavePlan(), table=table)
                 for facts, table in zip(exchanged.facts, tables, strict=True)

@@ -139,7 +139,7 @@ class ShardTable(Columns):
 
     def rows_of(self, number: int) -> slice:
         """The rows of a key, in a table that is sorted by key."""
-        return slice(*np.searchsorted(self.keys, [number, number + 1]))
+        return slice(*np.searchsorted(self.keys, np.array([number, number + 1], self.keys.dtype)))
 
     def ranks_of(self, rows: Any) -> Int32s:
         """All ranks that hold any of some rows, ascending."""

@@ -149,10 +149,14 @@ class ExchangedTables(Generic[T]):
         tables = [self._table(digest, number) for number, digest in enumerate(holders)]
         return concatenate(tables, [np.array(held, dtype=np.int32) for held in holders.values()])
 
-    def tables(self, kind: str) -> list[ShardTable]:
-        """The table of every rank, for a kind that all have sent."""
-        tables = [self._table(digests[kind], rank) for rank, digests in enumerate(self.parts)]
-        return [t.unpacked() if isinstance(t, PackedTable) else t for t in tables]
+    def tables(self, *kinds: str) -> list[ShardTable]:
+        """The table of every rank: as many rows as all ranks have together."""
+        tables = []
+        for rank, digests in enumerate(self.parts):
+            parts = [self._table(digests[kind], rank) for kind in kinds if kind in digests]
+            table = parts[0] if len(parts) == 1 else concatenate(parts)
+            tables.append(table.unpacked() if isinstance(table, PackedTable) else table)
+        return tables
 
     def _table(self, digest: bytes, rank: int) -> PackedTable | ShardTable:
         data = self.data[digest]

@@ -306,6 +306,7 @@ class AsyncSaver:
         sharded_strategy: Selection[SaveShardedStrategy],
         common_strategy: Selection[SaveCommonStrategy],
         on_committed: Callable[[], None] | None,
+        /,
         *,
         step: int | None = None,
         capture: Capture = "copy",
@@ -356,7 +357,10 @@ class AsyncSaver:
 
         def finish(comm: Comm) -> None:
             try:
-                job.finish(comm, None if background_comm is None else job.write_local, retries)
+                try:
+                    job.finish(comm, None if background_comm is None else job.write_local, retries)
+                finally:
+                    job.release_buffers()
                 if on_committed is not None:
                     with comm.agreed("after the commit"):
                         if comm.rank == 0:
@@ -365,8 +369,6 @@ class AsyncSaver:
                 # The tracebacks of all ranks are in its text.
                 logger.error("the save into %s failed: %s", handle.checkpoint_dir, error)  # noqa: TRY400
                 raise
-            finally:
-                job.release_buffers()
 
         def work() -> None:
             if not handle.captured.is_set():

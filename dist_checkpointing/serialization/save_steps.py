@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cached_property
 from os import PathLike
 from typing import Any, Final, Literal, TypedDict
 
@@ -194,7 +194,6 @@ class SaveJob:
         """
         with self.meter.phase("planning"):
             state_dict = as_state_dict(state, comm)
-            self._common_digests = cache(self._digests_of_common)
             exchanged = exchange_tables(
                 comm,
                 PLANNING,
@@ -202,7 +201,7 @@ class SaveJob:
                 RankFacts.number,
             )
             if len({facts.common for facts in exchanged.facts}) > 1:
-                compare_common_state(self._common_digests, comm)
+                compare_common_state(lambda: self._common_digests, comm)
             planning = self._planning or self._start_planning(comm)
             tables = planning.exchange(comm, exchanged if self._planning else None)
 
@@ -215,7 +214,8 @@ class SaveJob:
             if self._replicas is not None:
                 self._replicas.compare([facts.replicas for facts in exchanged.facts])
             # They hold on to the caller's state.
-            del self._planning, self._replicas, self._common_digests
+            del self._planning, self._replicas
+            vars(self).pop("_common_digests", None)
             base = self._options.get("base")
             if base is not None:
                 self._share_with(base, comm)
@@ -232,7 +232,7 @@ class SaveJob:
         self._make_writers(strategy)
         common = None
         if comm.world_size > 1 and self._options.get("validate_access_integrity", True):
-            common = self._common_digests().number
+            common = self._common_digests.number
         if self.strategy.share_replicas is None:
             self._planning = self._start_planning(comm)
             tables, facts = self._planning.facts_of_rank()
@@ -317,7 +317,8 @@ class SaveJob:
         if options.get("base") is not None:
             require_sharing(writer, form, None if is_shared else folder.destination)
 
-    def _digests_of_common(self) -> CommonDigests:
+    @cached_property
+    def _common_digests(self) -> CommonDigests:
         preprocess = self._options.get("preprocess_common_before_consistancy_check")
         return CommonDigests(self.common, preprocess)
 

@@ -99,8 +99,7 @@ class Meter:
     @property
     def progress(self) -> Progress:
         """How far this rank is."""
-        with self._lock:
-            return Progress(self._phase, self._done, self._total, self._rank)
+        return Progress(self._phase, self._done, self._total, self._rank)
 
     @contextmanager
     def phase(self, name: str, num_bytes: int = 0) -> Iterator[None]:

@@ -293,8 +293,8 @@ class Filler:
     def _read(self, row: int, source: OpenFile | Array, start: int, most_bytes: int) -> int:
         """Read a row in place; or part by part, and hand these to the planner."""
         destination, dtype = self.destinations.acquire(row), self.dtype(row)
-        target, begin = tensor_memory.fillable(destination, dtype.torch), int(self._starts[row])
-        num_bytes = int(self.num_bytes[row])
+        target = tensor_memory.fillable(destination.detach(), dtype.torch)
+        begin, num_bytes = int(self._starts[row]), int(self.num_bytes[row])
         if target is None:  # what is staged may have to be gathered from rows: both need memory
             most_bytes = max(1, most_bytes // 2)
         most_copied = None if self._maps_files else most_bytes

@@ -299,7 +299,7 @@ class _Walk:
         # Unpicklers translate the names of Python 2, so the checks need the translated ones.
         known = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
         self._names.add(".".join(known))
-        self._built += _CONTAINER_BYTES["global"]
+        self._built += _CONTAINER_BYTES["global"] + len(module) + len(name)
         return Stub("global", name=".".join(known))
 
 
@@ -358,7 +358,7 @@ def _check_state(target: Stub, state: Any) -> int:
     items = items_of(state)
     if target.name in _ARRAYS:
         count = math.prod(_ints(target.name, *items[1:2]))
-        if count > max(_LEAST_ARRAY_ELEMENTS, sum(map(_copied, items))):
+        if not items or count > max(_LEAST_ARRAY_ELEMENTS, sum(map(_copied, items))):
             raise BadPickle(f"an array of {count} elements has no data for them")
     elif target.name.startswith("torch."):
         if items and _kind(items[0]) == "storage":

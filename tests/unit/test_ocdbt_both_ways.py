@@ -192,6 +192,17 @@ def test_an_empty_database(tmp_path: Path) -> None:
     assert read(tmp_path) == {}
 
 
+@pytest.mark.parametrize("keeps_nodes", [True, False])
+def test_only_what_is_asked_for_is_kept_of_a_leaf(tmp_path: Path, keeps_nodes: bool) -> None:
+    opened = store(tmp_path, config={"max_inline_value_bytes": 2**20})
+    for number in range(200):
+        opened.write(b"%03d" % number, b"%03d" % number * 9).result()
+    tree = Tree(tmp_path, keeps_nodes=keeps_nodes)
+    tree.num_keys = 1 << 30  # so that it looks for each key alone
+    found = tree.find([b"007", b"absent", b"150"])
+    assert sorted(found.inline) == [b"007" * 9, b"150" * 9]
+
+
 def test_long_keys_and_large_values(tmp_path: Path) -> None:
     values = {b"k" * 65535: b"", b"k" * 65534: b"v" * 2**20, b"": b"empty"}
     write(tmp_path / "ours", values)

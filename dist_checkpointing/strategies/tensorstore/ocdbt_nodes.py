@@ -73,9 +73,8 @@ class Body:
             raise Malformed(f"{total} integers have no end, or more than 64 bits")
         end = int(stops[-1]) + 1
         self.position += end
-        values = digits[:end].astype(np.uint64)
-        if end > total:
-            values = _joined_digits(values, stops)
+        digits = digits[:end]
+        values = digits.astype(np.uint64) if end == total else _joined_digits(digits, stops)
         columns = values.reshape(len(most), count)
         for largest, limit in zip(columns.max(axis=1).tolist(), most, strict=True):
             if largest > limit:
@@ -96,18 +95,22 @@ class Body:
             raise Malformed(f"{left} bytes are left")
 
 
-def _joined_digits(digits: U64, stops: I64) -> U64:
+def _joined_digits(digits: npt.NDArray[np.uint8], stops: I64) -> U64:
     """The integers whose last bytes are at ``stops``."""
-    sizes = np.diff(stops, prepend=-1)
-    starts = stops - sizes + 1
+    starts = np.r_[0, stops[:-1] + 1]
+    sizes = stops - starts + 1
     longest = int(sizes.max())
     # The tenth byte of an integer has one bit of its 64.
     if longest > _MOST_VARINT_BYTES or (
         longest == _MOST_VARINT_BYTES and (digits[stops[sizes == longest]] > 1).any()
     ):
         raise Malformed("an integer has more than 64 bits")
-    shifts = 7 * (np.arange(len(digits)) - np.repeat(starts, sizes))
-    return np.add.reduceat((digits & np.uint64(0x7F)) << shifts.view(np.uint64), starts)
+    values = (digits[starts] & 0x7F).astype(np.uint64)
+    for place in range(1, longest):
+        longer = np.flatnonzero(sizes > place)
+        part = (digits[starts[longer] + place] & 0x7F).astype(np.uint64)
+        values[longer] |= part << np.uint64(7 * place)
+    return values
 
 
 def encoded(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
@@ -381,7 +384,8 @@ def decode_node(record: bytes, ref: NodeRef) -> Node:
     if not all(map(operator.lt, keys, islice(keys, 1, None))):
         raise Malformed("its keys do not rise")
     num_bytes = len(body.data) + int(lengths.sum()) + sum(map(len, paths))
-    num_bytes += _OBJECT_BYTES * (count + len(files))
+    # Of each child there is a NodeRef.
+    num_bytes += _OBJECT_BYTES * (count * (8 if height else 1) + len(files))
     inline: list[bytes] = []
     children: list[NodeRef] = []
     if height:
@@ -391,7 +395,6 @@ def decode_node(record: bytes, ref: NodeRef) -> Node:
         entries = body.varints(count, *[MOST_I64] * 4, MOST_U64, MOST_U64)
         extents = entries[:3].astype(np.int64)
         _check_extents(extents, paths)
-        # One by one: as lists a hostile node would take far more memory than as arrays.
         bounds = zip(prefixes, keys, [*keys[1:], ref.high], strict=True)
         for entry, (cut, low, high) in zip(entries.T, bounds, strict=True):
             file, *numbers = entry.tolist()

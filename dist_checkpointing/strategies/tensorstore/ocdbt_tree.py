@@ -78,9 +78,14 @@ def _values(count: int, parts: Iterable[tuple[Node, Rows, Rows]]) -> Values:
         file, offset, length = leaf.extents[:, positions]
         # The last of the numbers is that of -1.
         extents[0, rows] = np.array([*numbers, INLINE])[file]
-        extents[1, rows] = offset + np.where(file == INLINE, len(inline), 0)
+        inside = np.flatnonzero(file == INLINE)
+        chosen = [leaf.inline[number] for number in offset[inside].tolist()]
+        if chosen:
+            offset = offset.copy()
+            offset[inside] = np.arange(len(inline), len(inline) + len(chosen))
+            inline += chosen
+        extents[1, rows] = offset
         extents[2, rows] = length
-        inline += leaf.inline
     return Values(list(files), extents, inline)
 
 
