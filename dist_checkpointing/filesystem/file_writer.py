@@ -218,7 +218,7 @@ def create(path: Location) -> NewFile:
 def put(folder: Location, name: str, data: Any, *, is_new: bool = True) -> str | None:
     """Write a file, in a folder that exists, at once; its ETag if it is an object.
 
-    If it ``is_new``, it must not exist, where that can be told at no cost.
+    If it ``is_new``, it must not exist, where that is known at no cost.
     """
     if isinstance(folder, ObjectPath):
         file = _Upload(folder / name)

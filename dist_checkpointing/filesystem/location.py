@@ -192,7 +192,7 @@ def _open_no_link(path: str, flags: int) -> int:
 def is_there(path: Location) -> bool:
     """Whether anything has this path, even a link to nothing.
 
-    OSError if that cannot be told, which is not the same as no.
+    OSError if that is not known, which is not the same as no.
     """
     if isinstance(path, ObjectPath):
         return is_file(path) or is_folder(path)

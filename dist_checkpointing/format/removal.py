@@ -138,7 +138,7 @@ def without_values(folder: Location) -> Iterator[Path]:
     """The folder of a checkpoint on a disk, whose tensors may have lost their values.
 
     On a disk it is that folder itself; of one in a store a copy, in which the files of values are
-    holes of the same size. UnsupportedFormatError if it cannot be told which files hold values.
+    holes of the same size. UnsupportedFormatError if it is not known which files hold values.
     """
     if isinstance(folder, Path):
         yield folder

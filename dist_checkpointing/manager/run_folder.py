@@ -266,7 +266,7 @@ class RunFolder:
                     method(step)
 
     def _current(self, stored: RunRecord | None = None) -> RunRecord:
-        """The record, ``stored`` or read, brought up to date with what is committed.
+        """The record, ``stored`` or read, updated with what is committed.
 
         The stored pointer may be out of date: a process was killed, or a rank lost, between a
         commit and moving the pointer.

@@ -140,8 +140,7 @@ class SavePlanner(ABC):
 class Destinations:
     """Where the rows of a plan go, for a reader that works on rows: a planner is asked for each.
 
-    Several threads may ask. Where ``is_own_memory``, tensors need only be filled, and nobody else
-    is told.
+    Several threads may ask. Where ``is_own_memory``, tensors need only be filled.
     """
 
     is_own_memory: ClassVar[bool] = False

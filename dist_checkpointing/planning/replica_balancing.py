@@ -219,7 +219,7 @@ def share_out(
 
     ``ranks`` are the holders of all parts (or sets of parts): those of one part ascend, from
     ``starts`` on. Each unit is (a piece of) one of the ``parts`` and has so many bytes; ``loads``
-    are the bytes that each rank of the world has already, and are brought up to date.
+    are the bytes that each rank of the world has already, and are updated.
 
     Returns the position in ``ranks`` of the holder of each unit.
     """

@@ -265,13 +265,14 @@ class KeyGroups:
         self.num_counted = np.bincount(self.of_row[counted], minlength=count)
         self.global_shapes = chunks = table.global_shapes[starts]
         if count:
-            extents = np.where(counted[:, None], table.shapes, 1)
-            largest = np.maximum.reduceat(extents, starts, axis=0)
+            rows = np.where(counted[:, None], table.shapes, 1)
+            largest = np.maximum.reduceat(rows, starts, axis=0)
+            del rows  # columns of all ranks take much memory
             chunks = np.where(self.num_counted[:, None] > 0, largest, chunks)
         self.chunk_shapes: Int64s = np.maximum(chunks, 1)
         chunk = self.chunk_shapes[self.of_row]
-        clipped = np.minimum(chunk, table.global_shapes - table.offsets)
-        self.fits: Bools = (table.offsets % chunk == 0) & (table.shapes == clipped)
+        self.fits: Bools = table.offsets % chunk == 0
+        self.fits &= table.shapes == np.minimum(chunk, table.global_shapes - table.offsets)
         is_other = counted & ~(self.fits.all(axis=1) & (table.flat[:, 0] < 0))
         self.is_grid: Bools = np.bincount(self.of_row[is_other], minlength=count) == 0
 

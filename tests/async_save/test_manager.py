@@ -473,17 +473,17 @@ def test_the_best_as_a_function(steps: dict[int, int | None], count: int) -> Non
     assert set(due.delete) == set(steps) - set(best) - {max(steps, default=None)}
 
 
-def test_each_save_is_told_once_and_hooks_may_fail(
+def test_each_save_is_reported_once_and_hooks_may_fail(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[SavedStep] = []
+    saves: list[SavedStep] = []
 
     def fail(_: object) -> None:
         raise OSError("the log is full")
 
     def train(comm: Comm) -> None:
         with CheckpointManager(
-            tmp_path, comm=comm, on_saved=[fail, told.append], on_deleted=fail
+            tmp_path, comm=comm, on_saved=[fail, saves.append], on_deleted=fail
         ) as manager:
             manager.save(1, state_with_hooks(1, comm))
             manager.async_save(2, state_with_hooks(2, comm), metric=0.5).result(30)
@@ -492,13 +492,13 @@ def test_each_save_is_told_once_and_hooks_may_fail(
 
     with caplog.at_level(logging.ERROR):
         run_ranks(2, train)
-    assert [(saved.step, saved.metric, saved.folder) for saved in told] == [
+    assert [(saved.step, saved.metric, saved.folder) for saved in saves] == [
         (1, None, tmp_path / "step-00000001"),
         (2, 0.5, tmp_path / "step-00000002"),
     ]
-    assert all(0 < saved.blocked_seconds <= saved.seconds for saved in told)
-    assert told[0].blocked_seconds == told[0].seconds
-    assert told[0].num_bytes == told[1].num_bytes > 0
+    assert all(0 < saved.blocked_seconds <= saved.seconds for saved in saves)
+    assert saves[0].blocked_seconds == saves[0].seconds
+    assert saves[0].num_bytes == saves[1].num_bytes > 0
     assert caplog.text.count("a hook of the manager failed") == 3
 
 
