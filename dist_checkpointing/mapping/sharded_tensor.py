@@ -48,11 +48,10 @@ _FIELDS: Callable[[Any], tuple[Any, ...]] = attrgetter(
 def fields_of(leaf: ShardedTensor) -> tuple[Any, ...]:
     """All that a leaf says, without its values: the fields, dtype and shape of data."""
     data: Any = leaf.data
-    if data is None:
-        return _FIELDS(leaf)
-    if not isinstance(data, torch.Tensor):
+    try:
+        return (*_FIELDS(leaf), data.dtype, data.shape)
+    except (AttributeError, RuntimeError):  # no tensor, or a nested one, which has no shape
         return (*_FIELDS(leaf), type(data))
-    return (*_FIELDS(leaf), data.dtype, data.is_nested or data.shape)
 
 
 def require_tensor(data: Any, key: str) -> None:
