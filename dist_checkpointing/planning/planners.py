@@ -49,6 +49,7 @@ from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
 from dist_checkpointing.planning.user_planner import overrides
 
+_STREAMS = dict.fromkeys(("BytesIO", "BinaryIO", "IO", "IO[bytes]"), io.BytesIO)
 Leaves = Mapping[Path, ShardedBase]
 """A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""
 
@@ -122,7 +123,7 @@ class SavePlanner(ABC):
         """The same as torch DCP asks for it: a detached tensor, or a stream of ``torch.save``."""
         data = self.get_data(item)
         if item.type is WriteItemType.BYTE_IO:
-            return _stream(data)
+            return saved_stream(data)
         assert isinstance(data, torch.Tensor)
         return data.detach()
 
@@ -170,10 +171,12 @@ class Destinations:
     def apply_bytes(self, row: int, value: object) -> None:
         """Put a loaded object where the row belongs."""
         item, planner = self.plan.items[row], self.planner
-        if type(planner).load_bytes is not LoadPlanner.load_bytes or _wants_bytes(planner):
-            planner.load_bytes(item, _stream(value))
-        else:
+        is_own = type(planner).load_bytes is not LoadPlanner.load_bytes
+        # Bytes need not become bytes.
+        if not is_own and _kind_of_bytes(planner) in (None, type(value)):
             planner.apply_bytes(item, value)
+        else:
+            planner.load_bytes(item, saved_stream(value))
 
 
 class LoadPlanner(ABC):
@@ -230,8 +233,9 @@ class LoadPlanner(ABC):
     def apply_bytes(self, item: ReadItem, value: Any) -> None:
         """Put a loaded object where the item belongs.
 
-        A method whose ``value`` is annotated as bytes or a stream gets an ``io.BytesIO`` with what
-        ``torch.save`` makes of the object.
+        A method whose ``value`` is annotated as a stream gets an ``io.BytesIO`` with what
+        ``torch.save`` makes of the object; one that is annotated as ``bytes`` gets these bytes, or
+        the object itself if that is bytes.
         """
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
@@ -250,8 +254,9 @@ class LoadPlanner(ABC):
         Raises:
             UnsupportedFormatError: if there is more in it than ``torch.load`` reads without trust.
         """
-        if _wants_bytes(self):
-            self.apply_bytes(item, value)
+        kind = _kind_of_bytes(self)
+        if kind is not None:
+            self.apply_bytes(item, value.read() if kind is bytes else value)
             return
         try:
             loaded = torch.load(value, map_location="cpu", weights_only=True)
@@ -272,19 +277,21 @@ class LoadPlanner(ABC):
         return Destinations(self, plan)
 
 
-def _stream(value: object) -> io.BytesIO:
+def saved_stream(value: object) -> io.BytesIO:
+    """What ``torch.save`` makes of a value."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
     return stream
 
 
-def _wants_bytes(planner: LoadPlanner) -> bool:
-    """Whether the planner's ``apply_bytes`` says that it takes bytes and not objects."""
+def _kind_of_bytes(planner: LoadPlanner) -> type | None:
+    """What the planner's ``apply_bytes`` says that it takes, if that is bytes or a stream."""
     *_, value = inspect.signature(planner.apply_bytes).parameters.values()
     said = value.annotation
     name = said if isinstance(said, str) else getattr(said, "__name__", str(said))
-    return name.rpartition(".")[2] in ("bytes", "BytesIO", "BinaryIO", "IO", "IO[bytes]")
+    name = name.rpartition(".")[2]
+    return bytes if name == "bytes" else _STREAMS.get(name)
 
 
 class DefaultSavePlanner(SavePlanner):

@@ -378,9 +378,14 @@ def test_a_global_plan_is_checked(tmp_path: Path, plans: Any, metadata: Any, sai
 
 class TakesBytes(DefaultLoadPlanner):
     def apply_bytes(self, item: ReadItem, value: bytes) -> None:
-        stream: Any = value
-        assert isinstance(stream, io.BytesIO)
-        super().apply_bytes(item, ["apply", torch.load(stream)])
+        assert type(value) is bytes
+        own = value if value.startswith(b"own") else torch.load(io.BytesIO(value))
+        super().apply_bytes(item, ["bytes", own])
+
+
+class TakesStreams(DefaultLoadPlanner):
+    def apply_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        super().apply_bytes(item, ["stream", torch.load(value)])
 
 
 class LoadsBytes(DefaultLoadPlanner):
@@ -393,14 +398,17 @@ class TakesObjects(DefaultLoadPlanner):
         super().apply_bytes(item, ["object", value])
 
 
-@pytest.mark.parametrize(
-    ("planner", "found"), [(TakesBytes, "apply"), (LoadsBytes, "load"), (TakesObjects, "object")]
-)
+OWN_BYTES = {"bytes": TakesBytes, "stream": TakesStreams, "load": LoadsBytes}
+
+
+@pytest.mark.parametrize(("found", "planner"), [*OWN_BYTES.items(), ("object", TakesObjects)])
 def test_bytes_for_those_that_ask_for_them(tmp_path: Path, planner: Any, found: str) -> None:
-    dc.save({"o": dc.ShardedObject("o", {"a": 1}, (1,), (0,))}, tmp_path / "c")
-    wanted = {"o": dc.ShardedObject("o", None, (1,), (0,))}
-    strategy = TensorStoreLoadShardedStrategy(planner=planner())
-    assert dc.load(wanted, tmp_path / "c", strategy) == {"o": [found, {"a": 1}]}
+    # A planner that has saved bytes of its own gets them back as they were.
+    for number, value in enumerate(({"a": 1}, b"own")):
+        dc.save({"o": dc.ShardedObject("o", value, (1,), (0,))}, tmp_path / str(number))
+        wanted = {"o": dc.ShardedObject("o", None, (1,), (0,))}
+        strategy = TensorStoreLoadShardedStrategy(planner=planner())
+        assert dc.load(wanted, tmp_path / str(number), strategy) == {"o": [found, value]}
 
 
 def test_bytes_are_not_unpickled_without_trust() -> None:

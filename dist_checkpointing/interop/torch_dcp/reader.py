@@ -42,6 +42,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath, Position
 from dist_checkpointing.mapping.tensor_memory import overlaps_itself
+from dist_checkpointing.planning.planners import saved_stream
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
@@ -354,12 +355,7 @@ class DCPReader(dcp_storage.StorageReader):
     def _stream(self, name: str, objects: Mapping[str, Any]) -> io.BytesIO:
         """The value as bytes that DCP's planners can load."""
         value = objects[name] if name in objects else self._values[name]
-        if name in self._raw:
-            return io.BytesIO(value)
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        stream.seek(0)
-        return stream
+        return io.BytesIO(value) if name in self._raw else saved_stream(value)
 
 
 def _described(index: Index, key: str) -> dcp_metadata.TensorStorageMetadata:
