@@ -29,7 +29,7 @@ from dist_checkpointing.planning.table_exchange import (
     exchange_tables,
     plan_inputs,
 )
-from dist_checkpointing.planning.user_planner import call_hook, overrides
+from dist_checkpointing.planning.user_planner import adapted, call_hook, overrides
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
@@ -104,7 +104,8 @@ class SavePlanning:
         others: Iterable[ShardedBase] = (),
         destination: tuple[str, str] = ("", ""),
     ) -> None:
-        self.planner, self.destination = planner, destination
+        self.planner: SavePlanner = adapted(planner, SavePlanner)
+        self.destination = destination
         self._leaves, self._layout, self._others = leaves, layout, list(others)
         self._rank, self._world_size, self._cache = comm.rank, comm.world_size, cache
         # It needs no plans of all ranks, but what they hold.

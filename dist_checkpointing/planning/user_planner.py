@@ -1,5 +1,5 @@
-"""The one door for planners of users: their hooks are called here with as many parameters as they
-have, and what they leave open about the items of a load is filled in.
+"""The one door for planners and storages of users: their classes get what they lack, and hooks as
+many parameters as they have; what is open about the items of a load is filled in.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    StateMismatchError,
+)
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
@@ -39,6 +44,25 @@ def _names(hook: Callable[..., Any]) -> frozenset[str] | None:
 
 
 _names_of_method = lru_cache(maxsize=64)(_names)
+
+
+def adapted(given: Any, kind: type[Any]) -> Any:
+    """An object as one of ``kind``, which has the same attributes; itself if it is one.
+
+    What its class lacks is that of ``kind``.
+
+    Raises:
+        CheckpointingException: if it lacks a method that has no default.
+    """
+    if isinstance(given, kind):
+        return given
+    try:
+        whole: Any = object.__new__(type(type(given).__name__, (type(given), kind), {}))
+        whole.__dict__ = vars(given)
+    except TypeError as error:
+        finding = Finding(str(error), remedy=f"Derive its class from {kind.__name__}.")
+        raise CheckpointingException(f"this cannot be a {kind.__name__}", [finding]) from error
+    return whole
 
 
 def overrides(planner: object, base: type, *names: str) -> bool:

@@ -259,7 +259,7 @@ class SaveJob:
         refuse_distributed(values, parts.tensors, parts.objects)
         check_data(parts)
         planner = getattr(strategy, "planner", None)
-        if planner is None or not planner.makes_data:
+        if not getattr(planner, "makes_data", False):
             check_storable(parts.tensors)
         values = values if self.rank == 0 else []  # only rank 0 writes them
         objects = parts.objects.items() if parts.objects else ()

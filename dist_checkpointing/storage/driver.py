@@ -37,7 +37,7 @@ from dist_checkpointing.planning.shard_table import (
     concatenate,
     pack,
 )
-from dist_checkpointing.planning.user_planner import call_hook, placed
+from dist_checkpointing.planning.user_planner import adapted, call_hook, placed
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.interface import (
     StorageReader,
@@ -275,6 +275,7 @@ def read(
         if planner is None:
             planner = DefaultLoadPlanner()
         else:
+            planner = adapted(planner, LoadPlanner)
             # A planner of a user may do with them what one does with a dict.
             given = (dict(wanted.leaves), Metadata.from_index(index))
         call_hook(planner.configure_planner, *given, is_coordinator=comm.rank == 0, rank=comm.rank)

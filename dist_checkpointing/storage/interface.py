@@ -218,10 +218,10 @@ class StorageWriter(ABC):
     base: Path | None = None
     rank: int = 0
     world_size: int = 1
+    report: Callable[[int], None] = staticmethod(_ignore)
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir
-        self.report: Callable[[int], None] = _ignore
 
     @cached_property
     def options(self) -> StorageOptions:
@@ -306,10 +306,10 @@ class StorageReader(ABC):
 
     trusted: bool = False
     is_kept: bool = False
+    report: Callable[[int], None] = staticmethod(_ignore)
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir
-        self.report: Callable[[int], None] = _ignore
 
     @cached_property
     def options(self) -> StorageOptions:

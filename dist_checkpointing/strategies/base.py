@@ -36,6 +36,7 @@ from dist_checkpointing.planning import DefaultSavePlanner, LoadPlanner, SavePla
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.save_plan import PlanCache, SavePlanning
 from dist_checkpointing.planning.table_exchange import SharedIndex
+from dist_checkpointing.planning.user_planner import adapted
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.driver import PlanReader, read, read_plan
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter
@@ -375,7 +376,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
 
     def make_writer(self, checkpoint_dir: Any) -> StorageWriter:
         """A writer for one checkpoint."""
-        writer = self.writer_type(checkpoint_dir)
+        writer: StorageWriter = adapted(self.writer_type(checkpoint_dir), StorageWriter)
         writer.checkpoint_dir, writer.options = checkpoint_dir, self.options
         writer.reset(checkpoint_dir)
         return writer
@@ -512,7 +513,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
 
     def make_reader(self, checkpoint_dir: Any) -> StorageReader:
         """A reader for one checkpoint."""
-        reader = self.reader_type(checkpoint_dir)
+        reader: StorageReader = adapted(self.reader_type(checkpoint_dir), StorageReader)
         reader.checkpoint_dir = checkpoint_dir
         reader.options, reader.trusted = self.options, self.trusted
         reader.reset(checkpoint_dir)

@@ -6,6 +6,7 @@ about this library but how a planner, a writer or a reader is passed to it.
 
 import io
 import pickle
+from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, async_save, load, save
+from dist_checkpointing import (
+    CheckpointingException,
+    PlanCache,
+    ShardedObject,
+    ShardedTensor,
+    async_save,
+    load,
+    save,
+)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import (
     LoadItemType,
@@ -52,14 +61,13 @@ class StorageInfo:
 
 class Writer(StorageWriter):
     def __init__(self, path: Any) -> None:
-        super().__init__()
         self.path = Path(path)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         assert checkpoint_id == self.path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        StorageWriter.set_up_storage_writer(self, is_coordinator, *args, **kwargs)
         self.is_coordinator, self.rank = is_coordinator, kwargs["rank"]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -101,7 +109,6 @@ class Writer(StorageWriter):
 
 class Reader(StorageReader):
     def __init__(self, path: Any) -> None:
-        super().__init__()
         self.path = Path(path)
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -116,7 +123,7 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        StorageReader.set_up_storage_reader(self, metadata, is_coordinator, *args, **kwargs)
         assert is_coordinator == (kwargs["rank"] == 0)
         self.storage_data = metadata.storage_data
 
@@ -322,7 +329,9 @@ def test_own_writer_and_reader(tmp_path: Path, own_planners: bool, how: str, rea
         strategy = Save(planner=OwnSavePlanner() if own_planners else None)
         state = state_of(comm)
         if how == "save":
-            save(state, tmp_path / "c", strategy, comm=comm)
+            cache = PlanCache()
+            for name in ("c", "d"):
+                save(state, tmp_path / name, strategy, comm=comm, plan_cache=cache)
         elif how == "async":
             async_save(state, tmp_path / "c", strategy, comm=comm).result()
         else:
@@ -338,6 +347,43 @@ def test_own_writer_and_reader(tmp_path: Path, own_planners: bool, how: str, rea
         check_template(comm, tmp_path / "c", Load(planner=planner))
 
     run_ranks(readers, load_one)
+
+
+def pasted(own: type, protocol: str) -> Any:
+    """The same class, derived from an abstract class of the protocol instead of ours."""
+    names = protocol.split()
+    abstract = {name: abstractmethod(lambda *_, **__: None) for name in names}
+    methods = {name: vars(own)[name] for name in (*names, "__init__") if name in vars(own)}
+    return ABCMeta(own.__name__, (ABCMeta("Protocol", (), abstract),), methods)
+
+
+PREPARE = "prepare_local_plan prepare_global_plan"
+PLAN = "configure_planner build_local_plan build_global_plan finalize_plan"
+
+
+class PastedSave(Save):
+    writer_type = pasted(Writer, f"set_up_storage_writer {PREPARE} write_data finish")
+
+
+class PastedLoad(Load):
+    reader_type = pasted(Reader, "read_metadata set_up_storage_reader read_data")
+
+
+def test_classes_that_derive_from_the_protocol_itself(tmp_path: Path) -> None:
+    own_save = pasted(OwnSavePlanner, f"{PLAN} get_data")
+    own_load = pasted(OwnLoadPlanner, f"{PLAN} acquire_tensor apply_tensor apply_bytes")
+
+    def one(comm: Comm) -> None:
+        for number, (saving, loading) in enumerate(((None, own_load), (own_save, None))):
+            folder = tmp_path / str(number)
+            strategy = PastedSave()
+            strategy.planner = saving and saving()
+            save(state_of(comm), folder, strategy, comm=comm)
+            check_template(comm, folder, PastedLoad(planner=loading and loading()))
+
+    run_ranks(2, one)
+    with pytest.raises(CheckpointingException, match=r"be a SavePlanner[^|]*abstract.* get_data"):
+        save({}, tmp_path / "c", PastedSave(planner=type("Half", (), {})()))
 
 
 @BACKEND
