@@ -268,6 +268,13 @@ class WholeShardLayout:
 Layout = RowBlockLayout | WholeShardLayout
 
 
+def whole_items(layout: Layout) -> Layout:
+    """The layout for a storage that asks for this one, but with every item as one chunk."""
+    if not isinstance(layout, RowBlockLayout):
+        return layout
+    return replace(layout, max_chunk_bytes=1 << 62, keeps_ranges=True)
+
+
 def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Index:
     """What a checkpoint will hold, from the shards of all ranks and those that are written."""
     firsts, tensors = announced.take(announced.starts), written

@@ -18,16 +18,18 @@ from dist_checkpointing.errors import CheckpointingException, Finding, InvalidSh
 from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of, whole_items
 from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.shard_table import (
     COLUMNS,
     OBJECT,
+    EditablePlan,
     ShardTable,
     concatenate,
     table_of_rows,
 )
 
+_ITEMSIZES = {row.name: row.itemsize for row in tensor_memory.DTYPES}
 NOWHERE = Window(0, (), Box((), ()))
 """The windows of a cell of a sharded object."""
 
@@ -128,11 +130,7 @@ def _dtype_name(given: Any) -> str:
         given = _part(given, "dtype")
     if isinstance(given, torch.dtype):
         return tensor_memory.from_torch(given).name
-    name = str(given).removeprefix("torch.")
-    known = [row.name for row in tensor_memory.DTYPES]
-    if name not in known:
-        raise _unusable_data("this dtype cannot be stored", None, ", ".join(known), name)
-    return name
+    return str(given).rpartition(".")[2].lower()
 
 
 def _unusable_data(
@@ -175,10 +173,10 @@ class WriteItem:
         type: Tensor or bytes.
         tensor_data: What and where, for tensors. A dict or an object with ``chunk``, ``properties``
             and ``size`` becomes a TensorWriteData.
+        bytes_io_data: Anything, for an object; it is not kept.
         object_cell: Grid shape of a sharded object, for objects; the cell is ``index.offset``.
             None for an object of one cell.
         is_main_replica: Whether the user made this the copy to write.
-        bytes_io_data: Anything, for an object; it is not kept.
 
     Raises:
         InvalidShardingError: if a tensor comes without usable ``tensor_data``, or bytes with any.
@@ -187,9 +185,9 @@ class WriteItem:
     index: MetadataIndex
     type: WriteItemType
     tensor_data: TensorWriteData | None = None
-    object_cell: Ints | None = None
-    is_main_replica: bool = True
-    bytes_io_data: object = field(default=None, compare=False, repr=False, kw_only=True)
+    bytes_io_data: object = field(default=None, compare=False, repr=False)
+    object_cell: Ints | None = field(default=None, kw_only=True)
+    is_main_replica: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         data = self.tensor_data
@@ -201,26 +199,25 @@ class WriteItem:
             object.__setattr__(self, "tensor_data", TensorWriteData.of(data, self.index.fqn))
 
     def tensor_storage_size(self) -> int | None:
-        """Bytes to store; None for an object."""
+        """Bytes to store, 4 for each element of an unknown dtype; None for an object."""
         if self.tensor_data is None:
             return None
         data = self.tensor_data
         count = data.chunk.num_elements
         if data.flat_range is not None:
             count = data.flat_range[1] - data.flat_range[0]
-        return count * tensor_memory.from_name(data.dtype).itemsize
+        return count * _ITEMSIZES.get(data.dtype, 4)
 
 
-@dataclass(frozen=True, eq=False, init=False)
-class SavePlan:
+@dataclass(eq=False, init=False)
+class SavePlan(EditablePlan[WriteItem, ShardTable]):
     """What one rank brings to a save (local plan), or writes (final plan).
 
-    The rows are columns of ``table``; ``items`` shows them one by one, and ``with_items`` takes
-    changed ones back, so that a planner may work on either.
+    The rows are columns of ``table``; ``items`` is a list of them, and a planner may change either.
 
     Args:
         items: the shards, as a table or as items.
-        table: the same as ``items``.
+        table: the same as ``items``, which come before it.
 
     Attributes:
         table: The shards.
@@ -236,22 +233,26 @@ class SavePlan:
 
     def __init__(
         self,
-        items: ShardTable | Iterable[WriteItem] = (),
+        items: ShardTable | Iterable[WriteItem] | None = None,
         storage_data: object = None,
         planner_data: object = None,
         *,
         table: ShardTable | None = None,
         index: Index | None = None,
     ) -> None:
-        rows = items if table is None else table
-        rows = rows if isinstance(rows, ShardTable) else table_of_rows(0, list(map(_row, rows)))
-        own = {"index": index, "storage_data": storage_data, "planner_data": planner_data}
-        vars(self).update(own, table=rows)
+        if isinstance(items, ShardTable):
+            items, table = None, items
+        self._table = table_of_rows(0, []) if table is None else table
+        if items is not None:
+            self._table = self._table_of(items)
+        self.index, self.storage_data, self.planner_data = index, storage_data, planner_data
 
-    @cached_property
-    def items(self) -> tuple[WriteItem, ...]:
-        """The rows as items."""
-        return tuple(_items(self.table))
+    def _items_of(self, table: ShardTable) -> Iterable[WriteItem]:
+        return _items(table)
+
+    def _table_of(self, items: Iterable[WriteItem]) -> ShardTable:
+        rank = int(self._table.ranks[0]) if len(self._table) else 0
+        return table_of_rows(rank, list(map(_row, items)))
 
     def item(self, row: int) -> WriteItem:
         """One row as an item, for when the others are not needed."""
@@ -266,23 +267,18 @@ class SavePlan:
         """This plan with an index, unless it has one."""
         return replace(self, index=index) if self.index is None else self
 
-    def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
-        """This plan with other items in place of its own."""
-        rank = int(self.table.ranks[0]) if len(self.table) else 0
-        return replace(self, table=table_of_rows(rank, list(map(_row, items))))
-
 
 def _items(table: ShardTable) -> Iterator[WriteItem]:
     columns = (getattr(table, name).tolist() for name in COLUMNS)
     for key, dtype, ndim, whole, offset, shape, flat, main, source, _ in zip(*columns, strict=True):
         box, size = Box(tuple(offset[:ndim]), tuple(shape[:ndim])), tuple(whole[:ndim])
         index = MetadataIndex(table.names[key], box.offset, None if source < 0 else source)
-        if table.names[dtype] == OBJECT:
-            yield WriteItem(index, WriteItemType.BYTE_IO, None, size, main)
-        else:
-            flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-            data = TensorWriteData(box, table.names[dtype], size, flat_range)
-            yield WriteItem(index, WriteItemType.TENSOR, data, None, main)
+        is_object = table.names[dtype] == OBJECT
+        flat_range = None if flat[0] < 0 else (flat[0], flat[1])
+        data = None if is_object else TensorWriteData(box, table.names[dtype], size, flat_range)
+        kind = WriteItemType.BYTE_IO if is_object else WriteItemType.TENSOR
+        cell = size if is_object else None
+        yield WriteItem(index, kind, data, object_cell=cell, is_main_replica=main)
 
 
 def _row(item: WriteItem) -> tuple[Any, ...]:
@@ -291,6 +287,9 @@ def _row(item: WriteItem) -> tuple[Any, ...]:
     source = -1 if index.index is None else index.index
     if data is not None:
         box, dtype, shape, flat = data.chunk, data.dtype, data.size, data.flat_range
+        if dtype not in _ITEMSIZES:
+            known = ", ".join(_ITEMSIZES)
+            raise _unusable_data("this dtype cannot be stored", index.fqn, known, dtype)
         return index.fqn, dtype, shape, box.offset, box.shape, flat, item.is_main_replica, source
     grid = item.object_cell
     if grid is None:
@@ -444,13 +443,6 @@ def _unplaced(
 
 
 _EXTRAS = ("planner_data", "storage_data", "storage_meta", "version")
-
-
-def whole_items(layout: Layout) -> Layout:
-    """The layout for a storage that asks for this one, but with every item as one chunk."""
-    if not isinstance(layout, RowBlockLayout):
-        return layout
-    return replace(layout, max_chunk_bytes=1 << 62, keeps_ranges=True)
 
 
 class Metadata(Index):

@@ -29,7 +29,7 @@ from dist_checkpointing.planning.items import (
     MetadataIndex,
     ReadItem,
 )
-from dist_checkpointing.planning.shard_table import Bools, Columns, Int32s, Int64s
+from dist_checkpointing.planning.shard_table import Bools, Columns, EditablePlan, Int32s, Int64s
 
 _BLOCK_ROWS = 1024
 _SHAPE_FIELDS = ("local_shape", "global_shape", "global_offset")
@@ -392,16 +392,15 @@ def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) 
     )
 
 
-@dataclass(frozen=True, eq=False, init=False)
-class LoadPlan:
+@dataclass(eq=False, init=False)
+class LoadPlan(EditablePlan[ReadItem, ReadTable]):
     """What one rank reads.
 
-    The rows are columns of ``table``; ``items`` shows them one by one, and ``with_items`` takes
-    changed ones back, so that a planner may work on either.
+    The rows are columns of ``table``; ``items`` is a list of them, and a planner may change either.
 
     Args:
         items: the boxes to copy, as a table or as items.
-        table: the same as ``items``.
+        table: the same as ``items``, which come before it.
 
     Attributes:
         table: The boxes to copy.
@@ -415,26 +414,23 @@ class LoadPlan:
 
     def __init__(
         self,
-        items: ReadTable | Iterable[ReadItem] = (),
+        items: ReadTable | Iterable[ReadItem] | None = None,
         storage_data: object = None,
         planner_data: object = None,
         *,
         table: ReadTable | None = None,
     ) -> None:
-        rows = items if table is None else table
-        rows = rows if isinstance(rows, ReadTable) else ReadTable.of(rows)
-        vars(self).update(table=rows, storage_data=storage_data, planner_data=planner_data)
+        rows = table if items is None else items
+        self._table = rows if isinstance(rows, ReadTable) else ReadTable.of(rows or ())
+        self.storage_data, self.planner_data = storage_data, planner_data
 
-    @cached_property
-    def items(self) -> tuple[ReadItem, ...]:
-        """The rows as items."""
-        return self.table.items()
+    def _items_of(self, table: ReadTable) -> Iterable[ReadItem]:
+        return table.items()
+
+    def _table_of(self, items: Iterable[ReadItem]) -> ReadTable:
+        return ReadTable.of(items)
 
     @property
     def num_elements(self) -> int:
         """Elements that are copied."""
         return int(self.table.num_elements.sum())
-
-    def with_items(self, items: Iterable[ReadItem]) -> LoadPlan:
-        """This plan with other items in place of its own."""
-        return replace(self, table=ReadTable.of(items))

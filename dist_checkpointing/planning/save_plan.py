@@ -17,9 +17,9 @@ from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
-from dist_checkpointing.planning.chunking import Layout
+from dist_checkpointing.planning.chunking import Layout, whole_items
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage
-from dist_checkpointing.planning.items import Metadata, whole_items
+from dist_checkpointing.planning.items import Metadata
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.replica_check import ReplicaFacts
 from dist_checkpointing.planning.shard_table import Int32s, ShardTable, concatenate, describe

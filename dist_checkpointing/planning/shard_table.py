@@ -12,10 +12,11 @@ import itertools
 import json
 import pickle
 import zlib
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Final, Self
+from typing import Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,45 @@ class Columns:
                     parts = [padded(part, width, fill) for part in parts]
                 columns[field.name] = np.concatenate(parts)
         return replace(self, **columns)  # type: ignore[type-var]
+
+
+Item = TypeVar("Item")
+Table = TypeVar("Table")
+
+
+class EditablePlan(ABC, Generic[Item, Table]):
+    """A dataclass of rows: columns of ``table`` and, once they are asked for, ``items`` in a list.
+
+    What a planner or a storage changes in the list is in the table when that is next asked for.
+    """
+
+    _table: Table
+    _items: list[Item] | None = None
+    _in_table: list[Item]
+
+    @abstractmethod
+    def _items_of(self, table: Table) -> Iterable[Item]: ...
+    @abstractmethod
+    def _table_of(self, items: Iterable[Item]) -> Table: ...
+
+    @property
+    def items(self) -> list[Item]:
+        """The rows as items."""
+        if self._items is None:
+            items = [*self._items_of(self._table)]
+            self._in_table, self._items = items[:], items
+        return self._items
+
+    @property
+    def table(self) -> Table:
+        """The rows as columns."""
+        if self._items is not None and self._items != self._in_table:
+            self._table, self._in_table = self._table_of(self._items), self._items[:]
+        return self._table
+
+    def with_items(self, items: Iterable[Item]) -> Self:
+        """This plan with other items in place of its own."""
+        return replace(self, items=items)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,7 +94,8 @@ def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan
 
     def plan_of_rank() -> SavePlan:
         set_up_writer(writer, rank=comm.rank, world_size=comm.world_size)
-        return writer.prepare_local_plan(plan).for_index(plan.index)
+        # A copy, because a plan may be used again by the next save.
+        return writer.prepare_local_plan(replace(plan)).for_index(plan.index)
 
     if type(writer).prepare_global_plan is StorageWriter.prepare_global_plan:
         return plan_of_rank()
@@ -130,7 +131,7 @@ def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter)
     if writer.takes_fingerprints:
         index = with_fingerprints(index, [written.fingerprint_sums for written in of_ranks])
     asked = of_ranks if writer.gathers_results else of_ranks[:1]
-    results = [written.writer_results for written in asked]
+    results = [list(written.writer_results) for written in asked]
     files = [*(writer.finish(Metadata.from_index(index), results) or ())]
     for written in of_ranks:
         files += written.files
@@ -291,7 +292,7 @@ def read(
         _read_prepared(plan, planner, reader, comm)
         return
     if is_global:
-        plans = comm.all_gather(plan)
+        plans = [replace(own) for own in comm.all_gather(plan)]
         with comm.agreed("planning the load"):
             plan = planner.finalize_plan(planner.build_global_plan(plans)[comm.rank])
             plan = placed(plan, index, wanted.rows)

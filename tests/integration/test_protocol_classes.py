@@ -71,14 +71,16 @@ class Writer(StorageWriter):
         self.is_coordinator, self.rank = is_coordinator, kwargs["rank"]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        assert plan.storage_data is None
+        plan.storage_data = self.rank
         return plan
 
     def prepare_global_plan(self, plans: Any) -> list[SavePlan]:
         assert self.is_coordinator
-        return [
-            SavePlan(plan.items, storage_data=f"__{rank}_0.bin", planner_data=plan.planner_data)
-            for rank, plan in enumerate(plans)
-        ]
+        for rank, plan in enumerate(plans):
+            assert plan.storage_data == rank
+            plan.storage_data = f"__{rank}_0.bin"
+        return plans  # type: ignore[no-any-return]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         results = []
@@ -101,6 +103,7 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         assert self.is_coordinator
+        assert [type(of_rank) for of_rank in results] == [list] * len(results)
         metadata.storage_data = {
             result.index: result.storage_data for of_rank in results for result in of_rank
         }

@@ -37,7 +37,7 @@ def tensor_items(draw: st.DrawFn) -> WriteItem:
         flat = (start, stop)
     data = TensorWriteData(Box(offset, extents), draw(st.sampled_from(DTYPES)).name, shape, flat)
     index = MetadataIndex(draw(KEYS), offset, draw(st.integers(0, 99)))
-    return WriteItem(index, WriteItemType.TENSOR, data, None, draw(st.booleans()))
+    return WriteItem(index, WriteItemType.TENSOR, data, is_main_replica=draw(st.booleans()))
 
 
 @st.composite
@@ -45,7 +45,8 @@ def object_items(draw: st.DrawFn) -> WriteItem:
     grid = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
     cell = tuple(draw(st.integers(0, extent - 1)) for extent in grid)
     index = MetadataIndex(draw(KEYS), cell, draw(st.integers(0, 99)))
-    return WriteItem(index, WriteItemType.BYTE_IO, None, grid, draw(st.booleans()))
+    is_main = draw(st.booleans())
+    return WriteItem(index, WriteItemType.BYTE_IO, object_cell=grid, is_main_replica=is_main)
 
 
 ITEMS = st.lists(st.one_of(tensor_items(), object_items()), max_size=12)
@@ -54,8 +55,8 @@ ITEMS = st.lists(st.one_of(tensor_items(), object_items()), max_size=12)
 @given(ITEMS)
 def test_items_to_table_and_back(items: list[WriteItem]) -> None:
     plan = SavePlan([], planner_data="mine", storage_data=7).with_items(items)
-    assert plan.items == tuple(items)
-    assert plan.with_items(plan.items[::-1]).items == tuple(items[::-1])
+    assert plan.items == items
+    assert plan.with_items(plan.items[::-1]).items == items[::-1]
     assert (plan.planner_data, plan.storage_data) == ("mine", 7)
     sizes = [item.tensor_storage_size() for item in items]
     for item, size in zip(items, sizes, strict=True):
