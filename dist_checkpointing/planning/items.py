@@ -449,7 +449,7 @@ class Metadata(Index):
     """What a checkpoint holds, and what a planner, a writer and a reader keep with it.
 
     It is an Index of the tensors and objects. A writer may pickle it in ``finish``, and a reader
-    return it from ``read_metadata``: every rank then gets it in ``set_up_storage_reader``.
+    return it from ``read_metadata``, which is then called on every rank.
 
     Args:
         state_dict_metadata: for each key of a tensor anything with ``properties`` (which has a

@@ -234,6 +234,8 @@ def _read_prepared(plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, 
 
 def prepare_read(plan: LoadPlan, reader: StorageReader, index: Index, comm: Comm) -> LoadPlan:
     """Let the reader get ready and change this rank's plan, and return that. Not collective."""
+    if comm.rank and isinstance(index, Metadata):
+        index = reader.read_metadata()  # of which such a reader may remember more
     set_up_reader(reader, index, rank=comm.rank, world_size=comm.world_size)
     return reader.prepare_local_plan(plan)
 

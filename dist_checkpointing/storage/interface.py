@@ -294,8 +294,9 @@ class StorageWriter(ABC):
 class StorageReader(ABC):
     """Reads one checkpoint; one object a rank.
 
-    Call order: ``reset``, ``read_metadata`` (rank 0), ``set_up_storage_reader``,
-    ``prepare_local_plan``, ``prepare_global_plan`` (rank 0, and only if overridden), ``read_data``.
+    Call order: ``reset``, ``read_metadata`` (rank 0, which sends an Index to all; every rank, if it
+    gives a Metadata), ``set_up_storage_reader``, ``prepare_local_plan``, ``prepare_global_plan``
+    (rank 0, and only if overridden), ``read_data``.
 
     Attributes:
         trusted: Whether objects may be unpickled without an allow-list.
@@ -336,7 +337,7 @@ class StorageReader(ABC):
         return [None] * len(chunks)
 
     def read_metadata(self) -> Index:
-        """What the checkpoint holds: an Index, or a Metadata that all ranks get as it is.
+        """What the checkpoint holds: an Index, or a Metadata, which each rank reads for itself.
 
         Raises:
             CorruptCheckpointError: if that cannot be found out.
@@ -408,7 +409,7 @@ class StorageReader(ABC):
         """Get ready on every rank.
 
         Args:
-            metadata: what ``read_metadata`` gave on rank 0, an Index or a Metadata.
+            metadata: what ``read_metadata`` gave, an Index or a Metadata.
             args: nothing.
             kwargs: as for ``set_up_storage_writer``.
         """

@@ -121,6 +121,7 @@ class Reader(StorageReader):
         del args, kwargs
         metadata = pickle.loads((self.path / ".metadata").read_bytes())
         assert isinstance(metadata, Metadata)
+        self.storage_data = metadata.storage_data
         return metadata
 
     def set_up_storage_reader(
@@ -128,7 +129,7 @@ class Reader(StorageReader):
     ) -> None:
         StorageReader.set_up_storage_reader(self, metadata, is_coordinator, *args, **kwargs)
         assert is_coordinator == (kwargs["rank"] == 0)
-        self.storage_data = metadata.storage_data
+        assert self.storage_data.keys() == metadata.storage_data.keys()  # every rank has read it
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         for item in plan.items:
