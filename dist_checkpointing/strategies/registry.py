@@ -9,10 +9,11 @@ the same records in code, so that they work from an uninstalled checkout too.
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
+from collections import UserDict, defaultdict
+from collections.abc import Iterator
 from enum import Enum
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, NoReturn
 
 from dist_checkpointing.errors import CheckpointingException, Finding, StrategyNotFoundError, hint
 
@@ -26,6 +27,13 @@ class StrategyAction(Enum):
     LOAD_SHARDED = "load_sharded"
     SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        known = [action.value for action in cls]
+        expected = f"one of: {', '.join(known)}"
+        finding = Finding("no such action" + hint(str(value), known), None, expected, repr(value))
+        raise StrategyNotFoundError("Cannot find strategies for this action", [finding])
 
 
 _PACKAGE = "dist_checkpointing.strategies"
@@ -41,6 +49,8 @@ _BUILT_IN = {
     "load_sharded.zarr.1": f"{_PACKAGE}.zarr:ZarrLoadShardedStrategy",
     "save_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3SaveShardedStrategy",
     "load_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3LoadShardedStrategy",
+}
+_REFUSED = {
     "load_sharded.dcp.1": (
         "dist_checkpointing.interop.torch_dcp.storage_strategy:reader_must_be_named"
     ),
@@ -55,8 +65,8 @@ def kind_of(action: StrategyAction) -> type[Any]:
     return kind
 
 
-class _OfAction(dict[tuple[str, int], Any]):
-    """The registered strategies for one action. A lookup by key finds the available ones too."""
+class _OfAction(UserDict[tuple[str, int], Any]):
+    """The available strategies for one action; ``data`` has those registered by a program."""
 
     def __init__(self, action: StrategyAction) -> None:
         super().__init__()
@@ -68,20 +78,27 @@ class _OfAction(dict[tuple[str, int], Any]):
         except StrategyNotFoundError as error:
             raise KeyError(key) from error
 
+    def __contains__(self, key: object) -> bool:
+        return key in available_strategies(self._action)
 
-class _OfActions(defaultdict[str, dict[tuple[str, int], Any]]):
-    def __missing__(self, name: str) -> dict[tuple[str, int], Any]:
-        if name not in {action.value for action in StrategyAction}:
-            raise KeyError(name)
-        self[name] = _OfAction(StrategyAction(name))
-        return self[name]
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(available_strategies(self._action))
+
+    def __len__(self) -> int:
+        return len(available_strategies(self._action))
 
 
-default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = _OfActions()
-"""``{action.value: {(backend, version): strategy}}`` of strategies registered by a program.
+class _OfActions(defaultdict[str, _OfAction]):
+    def __missing__(self, name: str) -> _OfAction:
+        return self.setdefault(name, _OfAction(StrategyAction(name)))
 
-They come before all others. ``default_strategies["save_sharded"]["zarr", 1]`` also finds a strategy
-that is available without being registered; it is made for each lookup.
+
+default_strategies: defaultdict[str, _OfAction] = _OfActions(
+    None, {action.value: _OfAction(action) for action in StrategyAction}
+)
+"""``{action.value: {(backend, version): strategy}}`` of all strategies that are available.
+
+Those registered by a program come before all others, which are made for each lookup.
 """
 
 
@@ -105,6 +122,7 @@ def register_default_strategy(
         >>> register_default_strategy(StrategyAction.SAVE_SHARDED, "my_zarr", 2, strategy)
         >>> del default_strategies["save_sharded"]["my_zarr", 2]  # no longer used
     """
+    action = StrategyAction(action)
     kind = kind_of(action)
     if not isinstance(strategy, kind):
         is_class = isinstance(strategy, type)
@@ -127,7 +145,7 @@ def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:
         >>> ("zarr", 2) in available_strategies(StrategyAction.SAVE_SHARDED)
         True
     """
-    found = set(default_strategies[action.value])
+    found = set(default_strategies[action.value].data)
     for name in (*_BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))):
         wanted, _, rest = name.partition(".")
         backend, _, version = rest.rpartition(".")
@@ -140,7 +158,8 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     """The strategy for an action, backend and version.
 
     Raises:
-        StrategyNotFoundError: if nothing provides it. The error lists what is available.
+        StrategyNotFoundError: if nothing provides it, or there is no such action. The error lists
+            what is available.
         CheckpointingException: if a package that it imports is missing, or a method that it needs.
 
     Example:
@@ -149,12 +168,14 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         >>> print(strategy)
         Zarr3SaveShardedStrategy(zarr, 2)
     """
-    registered = default_strategies[action.value].get((backend, version))
+    action = StrategyAction(action)
+    registered = default_strategies[action.value].data.get((backend, version))
     if registered is not None:
         return registered
     wanted = (action.value, backend, version)
     name = f"{action.value}.{backend}.{version}"
-    entries = [EntryPoint(name, _BUILT_IN[name], ENTRY_POINT_GROUP)] if name in _BUILT_IN else []
+    own = (_BUILT_IN | _REFUSED).get(name)
+    entries = [] if own is None else [EntryPoint(name, own, ENTRY_POINT_GROUP)]
     for entry in entries or entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             make = entry.load()

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,14 +214,22 @@ def test_a_lookup_finds_what_is_built_in_or_installed() -> None:
     found = default_strategies["save_sharded"]["zarr", 1]
     assert str(found) == "ZarrSaveShardedStrategy(zarr, 1)"
     assert str(default_strategies["save_sharded"]["npy", 1]) == "NpySaveStrategy(npy, 1)"
-    assert ("zarr", 1) not in default_strategies["save_sharded"]  # what is registered comes first
+    for action in StrategyAction:
+        found = default_strategies[action.value]
+        assert list(found) == available_strategies(action)
+        assert {key: type(found[key]) for key in found} == {k: type(s) for k, s in found.items()}
+    assert [*default_strategies] == [action.value for action in StrategyAction]
+    assert ("zarr", 1) in default_strategies["save_sharded"]
+    assert ("zarr", 7) not in default_strategies["save_sharded"]
     own = Zarr3SaveShardedStrategy()
     register_default_strategy(StrategyAction.SAVE_SHARDED, "npy", 1, own)
     assert default_strategies["save_sharded"]["npy", 1] is own
     with pytest.raises(KeyError, match="nothing"):
         _ = default_strategies["load_sharded"]["nothing", 1]
-    with pytest.raises(KeyError, match="no_action"):
-        _ = default_strategies["no_action"]
+    by_name: Any = partial(get_default_strategy, backend="zarr", version=1)
+    for look_up in (default_strategies.__getitem__, by_name):
+        with pytest.raises(dc.StrategyNotFoundError, match=r"mean 'save_sharded'.*load_common, "):
+            look_up("save_shard")
 
 
 @pytest.mark.parametrize(
