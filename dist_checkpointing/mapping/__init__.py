@@ -1,5 +1,7 @@
 """The four kinds of leaves of a sharded state dict: each says what it is a part of."""
 
+import logging
+
 from dist_checkpointing.errors import CheckpointingException as CheckpointingException
 from dist_checkpointing.mapping.nested_dicts import flatten as flatten, unflatten as unflatten
 from dist_checkpointing.mapping.objects_and_factories import (
@@ -26,3 +28,5 @@ from dist_checkpointing.mapping.tensor_memory import (
     as_numpy as as_numpy,
     as_tensor as as_tensor,
 )
+
+logger: logging.Logger = logging.getLogger(__name__)

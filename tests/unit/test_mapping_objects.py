@@ -14,7 +14,12 @@ from dist_checkpointing.mapping import (
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
+    logger,
 )
+
+
+def test_the_module_has_the_logger_of_megatrons() -> None:
+    assert logger.name == "dist_checkpointing.mapping"
 
 
 def test_field_order() -> None:
