@@ -313,7 +313,8 @@ def refuse_committed(folder: Location, *, overwrite: bool) -> None:
     if not is_committed(folder):
         return
     if not overwrite:
-        message, problem = f"{folder} already holds a checkpoint", "a committed checkpoint is here"
+        message = f"{folder} already holds a checkpoint"
+        problem = "a committed checkpoint already exists here"
         remedy = "Save to another place, or pass overwrite=True to replace this one."
     elif (read_commit(folder) if isinstance(folder, ObjectPath) else attempt_of(folder)) is None:
         message = f"{folder} cannot be overwritten"

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +296,38 @@ def test_async_save(tmp_path: Path) -> None:
     assert_same(read_back(tmp_path, state()), state())
 
 
+@pytest.mark.parametrize("sync_files", [True, False])
+def test_options_of_file_system_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_files: bool
+) -> None:
+    fsync, synced = os.fsync, list[None]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(fsync(file)))
+    options: Any = {"single_file_per_rank": False, "per_thread_copy_ahead": 1, "thread_count": 1}
+    writer = DCPWriter(tmp_path, sync_files=sync_files, **options)
+    assert dcp_save(state(), storage_writer=writer).version == "1.0.0"
+    assert bool(synced) is sync_files
+    assert_same(read_back(tmp_path, state()), state())
+    with pytest.raises(dc.UnsupportedFormatError, match=r"Zarr3SaveShardedStrategy\(codec="):
+        DCPWriter(tmp_path, _extensions=[object()])
+
+
+def test_staged_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        writer: Any = DCPWriter(tmp_path, cache_staged_state_dict=True, overwrite=True)
+    pickle.dumps(writer)  # for a save in another process
+    copies = []
+    for first in (1, 2):
+        given = state(first)
+        future: Any = dcp_async_save(given, storage_writer=writer)
+        given["model"]["layers.0.weight"].zero_()
+        future.result()
+        assert_same(read_back(tmp_path, state(first)), state(first))
+        copies.append(writer.stage(given)["model"]["scale"])
+    assert copies[0] is copies[1]
+
+
 def test_checkpoint_id_takes_the_place_of_the_path(tmp_path: Path) -> None:
     writer = DCPWriter(tmp_path / "nowhere")
     for step in range(2):
@@ -379,6 +413,7 @@ def test_a_committed_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
     with pytest.raises(CheckpointException, match="already holds a checkpoint") as raised:
         save_through(tmp_path, state(2))
     assert isinstance(raised.value.failures[0][0], dc.CheckpointExistsError)
+    assert "already exists" in str(raised.value)  # the words of torch
     assert_same(read_back(tmp_path, state()), state(1))
     dcp_save({"w": torch.ones(1)}, storage_writer=DCPWriter(tmp_path, overwrite=True))
     assert dc.load_plain_tensors(tmp_path).keys() == {"w"}

@@ -6,6 +6,7 @@ results, so there is no communication beyond that of ``dcp.save`` itself.
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import os
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint import (
     planner as dcp,
     storage as dcp_storage,
 )
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.futures import Future
 
 from dist_checkpointing.errors import (
@@ -43,6 +45,7 @@ from dist_checkpointing.planning.save_plan import checked_plans
 from dist_checkpointing.planning.shard_table import table_of_rows
 from dist_checkpointing.storage.driver import Written, finish_all, write_plan
 from dist_checkpointing.storage.interface import StorageWriter, set_up_writer
+from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.strategies.base import (
     PlannedSaveStrategy,
     SaveCommonStrategy,
@@ -51,6 +54,7 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
+from dist_checkpointing.strategies.torch_dist.metadata import DCP_VERSION
 from dist_checkpointing.validation.save_errors import walk
 
 
@@ -175,11 +179,16 @@ class DCPWriter(dcp_storage.StorageWriter):
         overwrite: give up a committed checkpoint at ``path`` as soon as the new one is planned.
         trusted: save anything that can be pickled. Only a DCPReader with ``trusted=True`` reads
             back what is not plain data. Without it, such a save fails before it is committed.
+        thread_count: threads that write; by default those of the strategy.
+        sync_files: whether the checkpoint survives a power cut, if the strategy's do.
+        cache_staged_state_dict: keep pinned memory for the copies of ``async_save``, with a GPU.
+        single_file_per_rank: without effect.
+        per_thread_copy_ahead: without effect.
 
     Raises:
         StrategyNotFoundError: if there is no such backend.
         UnsupportedFormatError: if the strategy is not a PlannedSaveStrategy, or has a planner of
-            its own (DCP has one).
+            its own (DCP has one); or if ``_extensions`` are given.
 
     Example:
         >>> from torch.distributed import checkpoint as dcp
@@ -197,13 +206,33 @@ class DCPWriter(dcp_storage.StorageWriter):
         common_backend: Selection[SaveCommonStrategy] = None,
         overwrite: bool = False,
         trusted: bool = False,
+        thread_count: int | None = None,
+        sync_files: bool = True,
+        cache_staged_state_dict: bool = False,
+        single_file_per_rank: bool = True,
+        per_thread_copy_ahead: int = 10_000_000,
+        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
-        strategy = select_strategy(StrategyAction.SAVE_SHARDED, backend)
+        del single_file_per_rank, per_thread_copy_ahead
+        if _extensions:
+            remedy = 'To compress, pass backend=Zarr3SaveShardedStrategy(codec="zstd").'
+            finding = Finding("extensions of DCP are not called", remedy=remedy)
+            raise UnsupportedFormatError("DCPWriter takes no _extensions", [finding])
+        strategy = copy.copy(select_strategy(StrategyAction.SAVE_SHARDED, backend))
         if not isinstance(strategy, PlannedSaveStrategy) or strategy.planner is not None:
             problem = "DCP needs a PlannedSaveStrategy without a planner of its own"
             finding = Finding(problem, found=str(strategy))
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
+        if thread_count is not None:
+            strategy.options = replace(strategy.options, threads=thread_count)
+        if not sync_files:
+            strategy.options = replace(strategy.options, durability=Durability.PAGE_CACHE)
+        if cache_staged_state_dict and torch.cuda.is_available():
+            # What has its attributes is an AsyncStager, and DCP asks it to stage.
+            stager = BlockingAsyncStager(cache_staged_state_dict=True)
+            names = [name for name in dir(stager) if not name.startswith(("__", "_abc"))]
+            vars(self).update({name: getattr(stager, name) for name in names})
         self.path: Path = as_local_folder(path)
         self.overwrite = overwrite
         self.trusted = trusted
@@ -351,6 +380,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         self._attempt.commit(config)
         self._attempt = None
         metadata.storage_meta = self.storage_meta()
+        metadata.version = DCP_VERSION
 
     @property
     def _writes(self) -> tuple[str, int]:

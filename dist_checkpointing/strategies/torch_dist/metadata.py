@@ -518,7 +518,7 @@ def cell_named(name: str) -> ShardedObject | None:
     return leaf if inside and leaf.unique_key == name else None
 
 
-_DCP_VERSION = "1.0.0"
+DCP_VERSION = "1.0.0"
 _PROTOCOL = 4  # what Megatron writes; every Python that PyTorch 2 runs on reads it
 
 
@@ -543,8 +543,8 @@ def to_pickle(metadata: DcpMetadata) -> bytes:
         planner_data={key: metadata.paths.get(key, (key,)) for key in entries},
         storage_data={index_of(*at): info_of(*place) for at, place in metadata.places.items()},
         storage_meta=dcp.StorageMeta(),
-        version=_DCP_VERSION,
     )
+    content.version = DCP_VERSION  # before torch 2.9 it is no field
     # An attribute and not a class of its own: readers without Megatron know only DCP's classes.
     special = "nd_reformulated_orig_global_shape"
     content.mcore_data = {  # type: ignore[attr-defined]
