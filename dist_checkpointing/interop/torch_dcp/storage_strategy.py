@@ -5,7 +5,6 @@ The DCP storage writes into the folder ``dcp`` of the checkpoint. DCP itself can
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -42,6 +41,7 @@ from dist_checkpointing.planning import (
     WriteItem,
 )
 from dist_checkpointing.planning.chunking import WholeShardLayout
+from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.base import (
     PlannedLoadStrategy,
@@ -153,7 +153,7 @@ class _Writer(StorageWriter):
         folder = self.checkpoint_dir / FOLDER_NAME
         folder.mkdir(parents=True, exist_ok=True)
         self._storage = self._make(str(folder))
-        _set_up(self._storage.set_up_storage_writer, rank == 0, rank=rank)
+        call_hook(self._storage.set_up_storage_writer, rank == 0, rank=rank, use_collectives=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         items = [item for item, _, _ in _dcp_items(plan.items)]
@@ -233,7 +233,8 @@ class _Reader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del metadata, world_size
-        _set_up(self._storage.set_up_storage_reader, self._metadata, rank == 0, rank=rank)
+        set_up = self._storage.set_up_storage_reader
+        call_hook(set_up, self._metadata, rank == 0, rank=rank, use_collectives=True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         items = [_read_item(item, position) for position, item in enumerate(plan.items)]
@@ -282,14 +283,6 @@ class _Destinations:
 
     def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
         self._planner.apply_tensor(self._item(read_item), tensor)
-
-
-def _set_up(method: Callable[..., None], *args: Any, rank: int) -> None:
-    # Like DCP: older storages take no other arguments.
-    if "kwargs" in inspect.signature(method).parameters:
-        method(*args, rank=rank, use_collectives=True)
-    else:
-        method(*args)
 
 
 def _dcp_items(
