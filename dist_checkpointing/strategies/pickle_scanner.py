@@ -363,8 +363,8 @@ def _check_state(target: Stub, state: Any) -> int:
     elif target.name.startswith("torch."):
         if items and _kind(items[0]) == "storage":
             _view(target.name, items)  # of a tensor, in old files
-        elif _kind(state) == "list":
-            raise BadPickle(f"a list as the state of a {target.name}")
+        elif _kind(state) not in ("tuple", "dict"):
+            raise BadPickle(f"a {_kind(state)} as the state of a {target.name}")
     return sum(map(_copied, items or [state]))
 
 
@@ -455,9 +455,9 @@ def _subclass(name: str, args: Sequence[Any]) -> int:
     return check_call(args[0].name, args[2].items)[0]
 
 
-def _ragged(name: str, args: Sequence[Any]) -> int:
+def _unchecked(name: str, args: Sequence[Any]) -> int:
     del args
-    raise BadPickle(f"{name}: a nested tensor's parts cannot be checked against its memory")
+    raise BadPickle(f"{name}: the memory of the tensor that it makes cannot be checked")
 
 
 def _ints(name: str, value: Any = None) -> Sequence[int]:
@@ -502,7 +502,12 @@ _RULES: dict[str, Rule] = {
         ("torch._tensor", "_rebuild_from_type_v2", _subclass),
         ("torch._utils", "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3", _view),
         ("torch._utils", "_rebuild_qtensor", partial(_view, is_copy=True)),
-        ("torch._utils", "_rebuild_nested_tensor", _ragged),
+        (
+            "torch._utils",
+            "_rebuild_nested_tensor _rebuild_device_tensor_from_cpu_tensor",
+            _unchecked,
+        ),
+        ("torch._utils", "_rebuild_device_tensor_from_numpy", _unchecked),
         (
             "torch._utils",
             "_rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass _rebuild_sparse_tensor",

@@ -233,6 +233,14 @@ PICKLES: Final[dict[str, bytes]] = {
     ),
     "a storage that is too short": _dict_of(_tensor(1 << 31, 1 << 31)),
     "a tensor that is expanded": _dict_of(_tensor(1 << 60, 4, stride=0)),
+    "a state that is a range": _dict_of(_tensor(4, 4) + _range(1 << 33) + b"b"),
+    "copies of an expanded tensor": _dict_of(
+        b"(" + _name("torch._utils._rebuild_device_tensor_from_cpu_tensor") + b"q\x00"
+        + _tuple(
+            _tensor(1 << 24, 4, stride=0), _name("torch.complex128"), _text("cpu"), b"\x89"
+        )
+        + b"q\x01" + b"h\x00h\x01R" * 50 + b"t"
+    ),
     "a tensor that is quantized": _dict_of(_quantized()),
     "a codec": _dict_of(_call("_codecs.encode", _text("x"), _text("idna"))),
     "a text that is cut off": _dict_of(b"X" + struct.pack("<I", (1 << 31) - 1)),
