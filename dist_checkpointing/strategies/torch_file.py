@@ -144,8 +144,9 @@ def create(
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        tensors.append(leaf.detach().cpu().clone(memory_format=torch.contiguous_format))
-        return tensors[-1]
+        tensors.append(leaf.detach().cpu())
+        # Of one that repeats its values the copy is made when it is written, and not all at once.
+        return torch.empty(leaf.shape, dtype=leaf.dtype)
 
     for name, value in ((COMMON_KEY, common), (OBJECTS_KEY, objects)):
         if value and name in state:

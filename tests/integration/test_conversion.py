@@ -20,6 +20,7 @@ from dist_checkpointing.format import Box
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import random_bits, run_ranks
 from dist_checkpointing.tools import convert as conversions
+from dist_checkpointing.tools.convert import conversion
 from faults import failing
 from samples import GOLDEN, GOLDEN_NAMES
 from states import between, cell, flat, shard
@@ -333,6 +334,28 @@ def test_views_and_parameters_in_a_torch_file(tmp_path: Path) -> None:
     wanted = {"turned": base.t(), "part": base[1:, 1:], "parameter": base, "list.0": base}
     assert_same(found, wanted)
     assert dc.Checkpoint.open(tmp_path / "out").common["list"] == [None, 5]
+
+
+@pytest.mark.parametrize("to", KINDS)
+def test_values_that_are_stored_once_are_not_written_out_unasked(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "_LEAST_GROWN_BYTES", 0)
+    content = {"w": torch.tensor([1.5]).expand(100_000)}
+    torch.save(content, tmp_path / "model.pt")
+
+    def run(**options: Any) -> Any:
+        options["memory_bytes"] = ROOMY.memory_bytes
+        return convert(
+            tmp_path / "model.pt", tmp_path / "out", to, options=ConvertOptions(**options)
+        )
+
+    with pytest.raises(dc.CheckpointingException, match=r"390\.6 KiB(.|\n)*--force"):
+        run()
+    assert run(dry_run=True).plan.num_bytes == 400_000
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    run(overwrite=True)
+    assert_same(read_back(tmp_path / "out", to), content)
 
 
 @pytest.mark.parametrize("to", ["zarr", "safetensors"])

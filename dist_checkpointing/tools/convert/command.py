@@ -98,7 +98,11 @@ def convert(
     ] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Replace what is at DESTINATION, if it is of the same kind."),
+        typer.Option(
+            "--force",
+            help="Replace what is at DESTINATION, if it is of the same kind; write also what is "
+            "far larger than SOURCE.",
+        ),
     ] = False,
     trusted: Annotated[
         bool,

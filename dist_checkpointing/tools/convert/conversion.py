@@ -6,13 +6,15 @@ import errno
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -36,6 +38,10 @@ from dist_checkpointing.tools.convert.plan import (
 from dist_checkpointing.tools.convert.source import Source
 from dist_checkpointing.tools.convert.write import FILE_TARGETS, CheckpointTarget, Target
 from dist_checkpointing.tools.opening import open_source
+
+_LEAST_GROWN_BYTES = 2**28
+_MOST_GROWTH = 64
+"""Files of tensors become at most so many bytes, and so many times larger, unless that is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,6 +135,8 @@ def convert(
     # All that can be wrong is found out before a byte is written.
     job = stored, plan, place, options, progress, rules.tensors_only
     target = FILE_TARGETS[to](*job) if backend is None else CheckpointTarget(*job, backend=backend)
+    if stored.files is not None and not (options.overwrite or options.dry_run):
+        _require_expected_size(stored.files.paths, plan.num_bytes)
     location.check_room(place.absolute().parent, plan.num_bytes)
     # Before memory is divided, so that the checksums count.
     not_verified: str | None = "verification was turned off"
@@ -153,6 +161,16 @@ def convert(
         made=stored.made,
         seconds=time.perf_counter() - began,
     )
+
+
+def _require_expected_size(files: Iterable[Path], num_bytes: int) -> None:
+    """Refuse to write in full what repeats a few stored values, as after ``expand``."""
+    stored = sum(file.stat().st_size for file in files)
+    if num_bytes > _LEAST_GROWN_BYTES + _MOST_GROWTH * stored:
+        problem = f"tensors of {bytes_text(num_bytes)} are views of {bytes_text(stored)}"
+        remedy = "--dry-run names them, --force (overwrite=True) writes them in full."
+        finding = Finding(problem, remedy=remedy)
+        raise CheckpointingException("far more would be written than is stored", [finding])
 
 
 def targets() -> list[str]:

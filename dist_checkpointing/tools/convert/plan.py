@@ -56,7 +56,8 @@ class ConvertOptions:
         memory_bytes: memory that the whole process may take.
         threads: number of threads that read and write; by default that of StorageOptions.
         shard_bytes: size of the values in one file of a safetensors folder, at most.
-        overwrite: replace what is at the destination, if it is of the kind that is written.
+        overwrite: replace what is at the destination, if it is of the kind that is written, and
+            write tensors that take far more than the files that they are read from.
         trusted: unpickle anything in the source. Lets it run any code.
         verify: compare the tensors that are read with the checksums of the source, if it has any.
         dry_run: plan only, write nothing.
