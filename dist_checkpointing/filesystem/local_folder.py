@@ -19,7 +19,7 @@ from typing import Any, Final
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 
-NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
 TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__lock)")
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""

@@ -6,6 +6,7 @@ import hashlib
 import re
 import string
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from urllib.parse import quote
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
@@ -16,6 +17,10 @@ _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}
 _PLAIN_BYTES = (string.ascii_letters + string.digits + "._-").encode()
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
 _OWN_NAMES = frozenset({".dckpt", ".dckpt.lock"})
+# Of the surrogates, Python itself puts those from DC80 to DCFF into names that are not UTF-8.
+_NO_FILE_NAME = re.compile(
+    r"\A/|(\A|/)\.\.(/|\Z)|[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|(?s:.){4096}|\A[./]*\Z"
+)
 
 
 def disk_name(key: str) -> str:
@@ -49,6 +54,18 @@ def disk_names(keys: Sequence[str]) -> list[str]:
     ):
         return list(map(disk_name, keys))
     return list(keys)
+
+
+@lru_cache(maxsize=1024)
+def require_file_name(name: str) -> str:
+    """The name that a file of a checkpoint gives for another one: ``name``, relative, with ``/``.
+
+    Raises:
+        ValueError: if it leads out of the checkpoint, or cannot be a name on any file system.
+    """
+    if _NO_FILE_NAME.search(name):
+        raise ValueError(f"{name[:100]!r} is no file of a checkpoint")
+    return name
 
 
 def check_raw_key(key: str) -> None:

@@ -15,11 +15,12 @@ from typing import Final
 
 import xxhash
 
-from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
+from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.file_names import require_file_name
 
 REMOVAL_NAME = ".dckpt/removal.json"
 ATTEMPT_NAME = ".dckpt/attempt.json"
@@ -65,9 +66,7 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
         content = local_folder.parse_json(data).items()
         noted = {str(key): tuple(map(str, names)) for key, names in content}
         for name in chain.from_iterable(noted.values()):
-            parts = PurePosixPath(name).parts
-            if not parts or name.startswith("/") or ".." in parts:
-                raise ValueError(f"{name!r} is no folder of a checkpoint")
+            require_file_name(name)
     return noted
 
 
@@ -105,13 +104,12 @@ def leftovers(folder: Location) -> frozenset[str]:
     CorruptCheckpointError if that is outside of the folder.
     """
     names = _noted(folder)[1]
-    for path in map(PurePosixPath, names):
-        is_outside = path.is_absolute() or ".." in path.parts
-        if is_outside or path.as_posix() in (".", ".dckpt", ATTEMPT_NAME, LOCK_NAME):
-            finding = Finding(
-                "names a path outside the checkpoint", path=str(folder / ATTEMPT_NAME)
-            )
-            raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
+    message = "a leftover attempt cannot be cleared away"
+    with local_folder.parsing(message, folder / ATTEMPT_NAME):
+        for name in names:
+            require_file_name(name)
+            if PurePosixPath(name).as_posix() in (".dckpt", ATTEMPT_NAME, LOCK_NAME):
+                raise ValueError(f"{name!r} is not what a save creates")
     return names
 
 

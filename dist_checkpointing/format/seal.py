@@ -24,6 +24,7 @@ from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
+from dist_checkpointing.format.file_names import require_file_name
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -122,12 +123,15 @@ class Seal:
             columns = (content["files"], content["sizes"], content["digests"])
             etags = content.get("etags") or [None] * len(content["files"])
             files = {
-                str(name): SealedFile(
-                    str(name), int(size), digest and str(digest), etag and str(etag)
+                require_file_name(name): SealedFile(
+                    name, int(size), digest and str(digest), etag and str(etag)
                 )
                 for name, size, digest, etag in zip(*columns, etags, strict=True)
             }
-            tables = {str(name): (str(a), str(b)) for name, (a, b) in content["tables"].items()}
+            tables = {
+                require_file_name(name): (str(a), str(b))
+                for name, (a, b) in content["tables"].items()
+            }
             config = dict(content["config"])
             return cls(str(content["attempt"]), config, files, tables, bool(content["is_open"]))
 

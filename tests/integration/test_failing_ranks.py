@@ -354,7 +354,11 @@ def test_of_two_live_saves_into_one_folder_the_second_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "name", ["../victim", "/victim", "a/../../victim", ".", "", "./", "a/..", LOCK_NAME, ".dckpt"]
+    "name",
+    [
+        *("../victim", "/victim", "a/../../victim", ".", "", "./", "a/..", LOCK_NAME, ".dckpt"),
+        *("a\0b", "\ud800", "n" * 5000),
+    ],
 )
 def test_a_leftover_attempt_that_names_more_than_its_own_files_deletes_nothing(
     tmp_path: Path, name: str

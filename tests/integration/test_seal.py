@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import (
     SEAL_NAME,
     Seal,
+    SealedFile,
     checksums as checksum_tables,
     leftovers,
     read_seal,
@@ -279,6 +281,22 @@ def test_every_flipped_bit_of_a_table_and_of_a_seal_is_found(tmp_path: Path) -> 
             for damaged in (flipped(whole, position), whole[:position]):
                 with pytest.raises(dc.CorruptCheckpointError):
                     parse(damaged)
+
+
+NO_NAMES = ["a\0b", "\ud800", "n" * 300, "n/" * 2500 + "n", "../x", "/etc/passwd", ".", ""]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+@pytest.mark.parametrize("place", ["files", "tables"])
+def test_a_seal_that_names_what_is_no_file_is_damaged(
+    tmp_path: Path, name: str, place: str
+) -> None:
+    dc.save({"step": 1}, tmp_path / "c")
+    sound = Seal.from_json((tmp_path / "c" / SEAL_NAME).read_bytes())
+    named = SealedFile(name, 0) if place == "files" else ("a", "z")
+    forged = replace(sound, **{place: {**getattr(sound, place), name: named}})
+    (tmp_path / "c" / SEAL_NAME).write_bytes(forged.to_json())
+    refuses(tmp_path / "c", {}, "the seal of the checkpoint is damaged")
 
 
 def save_on_two(folder: Path, *backends: Any, **options: Any) -> None:

@@ -159,6 +159,8 @@ SPOILT: dict[str, Spoil] = {
     "a flat range backwards": lambda c: c["pieces"]["cut"]["flat"].__setitem__(2, [4, 1]),
     "half a flat range": lambda c: c["pieces"]["cut"]["flat"].__setitem__(2, [1, -1]),
     "objects are a list": lambda c: c.update(objects=["rng"]),
+    "a key that cannot be a name": lambda c: c["keys"].__setitem__(0, "\ud800"),
+    "an object that cannot have a name": lambda c: c["objects"].update({"\ud800": [1]}),
     "an object of negative extent": lambda c: c["objects"].update(rng=[-1]),
     "an object whose shape is text": lambda c: c["objects"].update(rng="2"),
     "a codec that is a number": lambda c: c.update(codec=5),
@@ -264,7 +266,6 @@ HOSTILE_LOADS: dict[str, Spoil] = {
     "other chunks": lambda c: c["chunk_shapes"].__setitem__(GRID, [1, 6]),
     "another dtype": lambda c: c["dtypes"].__setitem__(GRID, "int32"),
     "a key that is not stored": lambda c: c["keys"].__setitem__(GRID, "../x"),
-    "a key that cannot be a name": lambda c: c["keys"].__setitem__(0, "\ud800"),
     "a codec nobody knows": lambda c: c.update(codec="snappy"),
     **SPOILT,
 }
@@ -298,6 +299,7 @@ def test_a_spoilt_index_never_yields_tensors(tmp_path: Path, checkpoint: Path, n
     assert dc.load_plain_tensors(folder)["cut"].tolist() == [0, 1, 2, 3, 4, 5]
     HOSTILE_LOADS[name](content)
     (folder / INDEX_NAME).write_bytes(sealed(content))
-    with pytest.raises(dc.CheckpointingException):
-        dc.load_plain_tensors(folder)
+    for read in (dc.load_plain_tensors, dc.verify_checkpoint):
+        with pytest.raises(dc.CheckpointingException):
+            read(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"c"}

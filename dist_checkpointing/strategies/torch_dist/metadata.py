@@ -14,8 +14,6 @@ import math
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +30,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
+from dist_checkpointing.format.file_names import require_file_name
 from dist_checkpointing.format.geometry import MAX_AXES, Box, Ints, Pieces, ravel_offset
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
@@ -311,24 +310,17 @@ def _places(stored: Any, path: str) -> dict[At, Place]:
         index, where = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
         key, file = index["fqn"], where["relative_path"]
         offset, length = _ints((where["offset"], where["length"]))
-        if type(key) is not str or type(file) is not str or not _is_inside(file):
-            raise ValueError(f"{key!r} is stored in {file!r}, which is no file of a checkpoint")
+        if type(key) is not str:
+            raise TypeError(f"{key!r} is no key")
         chunk = index.get("offset")
-        places[key, None if chunk is None else _ints(chunk)] = Place(file, offset, length)
+        place = Place(require_file_name(file), offset, length)
+        places[key, None if chunk is None else _ints(chunk)] = place
         if encoding := where.get("transform_descriptors"):
             problem = "stored through an extension that is not read"
             findings[key] = Finding(problem, key, found=list(encoding), path=path)
     if findings:
         raise UnsupportedFormatError("the checkpoint is encoded", list(findings.values()))
     return places
-
-
-@lru_cache(maxsize=1024)
-def _is_inside(file: str) -> bool:
-    path = Path(file)
-    return (
-        bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
-    )
 
 
 def _paths(planner_data: Any) -> dict[str, StatePath]:
