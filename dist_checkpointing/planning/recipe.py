@@ -55,7 +55,7 @@ def _rules_of_file(path: Path) -> list[Rule | Recipe]:
     except ModuleNotFoundError as error:
         remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
         raise _unreadable(path, "the package PyYAML is missing", remedy) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, str(error)) from error
     if not isinstance(rows, list):
         raise _unreadable(path, "it must be a list of rules")
@@ -78,8 +78,10 @@ def _yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            _once_each([(self.construct_object(key), None) for key, _ in node.value])
+            keys = [key for key, _ in node.value]
+            # Before the look at the keys: it refuses what cannot be one, and names the line.
             made: dict[Any, Any] = super().construct_mapping(node, deep)
+            _once_each([(self.construct_object(key), None) for key in keys])
             return made
 
     try:

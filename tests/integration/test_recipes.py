@@ -394,10 +394,13 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, said: st
     assert str(tmp_path / "r.json") in str(caught.value)
 
 
-def test_two_rules_in_one_of_yaml_are_refused(tmp_path: Path) -> None:
+def test_a_mapping_of_yaml_with_bad_keys_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "r.yaml").write_text("- rename: a\n  to: b\n  rename: c\n  to: d\n")
     with pytest.raises(dc.CheckpointingException, match="'rename' is there 2 times in one rule"):
+        dc.Recipe.read(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_text("- drop: a\n- ? [rename, drop]\n  : b\n")
+    with pytest.raises(dc.CheckpointingException, match=r"unhashable key(.|\n)*line 2"):
         dc.Recipe.read(tmp_path / "r.yaml")
     # The order of the names is free.
     (tmp_path / "r.json").write_text('[{"axis": 1, "into": "c", "concat": ["a", "b"]}]')
