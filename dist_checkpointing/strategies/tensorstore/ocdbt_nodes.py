@@ -237,7 +237,6 @@ def _check_frame(frame: bytes) -> None:
         raise Malformed("its body is more than a zstd frame")
 
 
-MOST_HEIGHT: Final = 255
 MOST_ENTRIES: Final = 1 << 20
 INLINE: Final = -1
 _MOST_INLINE_BYTES: Final = 1 << 20
@@ -474,24 +473,12 @@ def encode_node(
 
 
 MANIFEST_NAME: Final = "manifest.ocdbt"
-_SINGLE, _NUMBERED = 0, 1
+_SINGLE: Final = 0
 _INLINE_BYTES: Final = 1024
 NODE_BYTES: Final = 1 << 18
 """Estimated size of a decoded node. A reader of one key decodes one for each level of the tree."""
 _ARITY_LOG2, _MOST_ARITY_LOG2 = 4, 16
 _LEVEL_BYTES: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a manifest says: its settings, encoded, and the root of its newest version, if any.
-
-    If its generation is 0, other manifests, with numbers, say where trees begin.
-    """
-
-    config: bytes
-    generation: int
-    root: NodeRef | None
 
 
 def encode_manifest(root: NodeRef | None) -> bytes:
@@ -506,37 +493,26 @@ def encode_manifest(root: NodeRef | None) -> bytes:
     return sealed(MANIFEST, body, compressed=False)
 
 
-def decode_manifest(record: bytes) -> Manifest:
-    """What the bytes of a manifest say."""
+def decode_manifest(record: bytes) -> NodeRef | None:
+    """The root of the newest version that the bytes of a manifest tell of; None if that is empty.
+
+    Settings in which no save of ours makes a database are those of other programs.
+    """
     body = Body(opened(MANIFEST, record))
-    *identity, kind = body.take(17)
-    start = body.position
+    *_, kind = body.take(17)
     body.varint(MOST_U32)
     body.varint(MOST_U32)
     (arity,) = body.take(1)
     method = body.varint(MOST_U32)
     if method == _ZSTD:
         body.take(_LEVEL_BYTES)
-    if kind > _NUMBERED or not 1 <= arity <= _MOST_ARITY_LOG2 or method > _ZSTD:
+    if kind != _SINGLE or not 1 <= arity <= _MOST_ARITY_LOG2 or method > _ZSTD:
         raise Malformed("its settings are not known")
-    config = bytes(identity) + body.data[start : body.position]
-    if kind == _NUMBERED:
-        body.finish()
-        return Manifest(config, 0, None)
-    files = read_files(body, "")
-    generation, root = _read_newest(body, files, arity)
-    _check_older(body, len(files), arity)
-    body.finish()
-    return Manifest(config, generation, root)
+    # What follows are references to nodes of older versions.
+    return _read_newest(body, read_files(body, ""), arity)
 
 
-def _rise(generations: U64) -> bool:
-    return int(generations[0]) >= 1 and bool((generations[1:] > generations[:-1]).all())
-
-
-def _read_newest(
-    body: Body, files: Sequence[tuple[str, str]], arity: int
-) -> tuple[int, NodeRef | None]:
+def _read_newest(body: Body, files: Sequence[tuple[str, str]], arity: int) -> NodeRef | None:
     """The last of the versions that stand in the manifest itself."""
     count = body.varint(1 << arity)
     if count == 0:
@@ -547,31 +523,15 @@ def _read_newest(
     body.take(8 * count)  # the times of the commits
     _check_files(entries[0], len(files))
     same = generations - np.uint64(1) >> np.uint64(arity)
-    if not _rise(generations) or (same != same[-1]).any():
+    rise = generations[0] >= 1 and (generations[1:] > generations[:-1]).all()
+    if not rise or (same != same[-1]).any():
         raise Malformed("its versions are not in order")
     file, *numbers = entries[:, -1].tolist()
     root = NodeRef(*files[int(file)], height, *numbers)
-    generation = int(generations[-1])
     if (root.offset, root.length) == (MOST_U64, MOST_U64):
         if root.path or height or any(numbers[2:]):
             raise Malformed("its empty tree is not empty")
-        return generation, None
+        return None
     if not root.path or root.length > MOST_BODY_BYTES or root.offset + root.length > MOST_I64:
         raise Malformed("its tree is nowhere")
-    return generation, root
-
-
-def _check_older(body: Body, num_files: int, arity: int) -> None:
-    """Check the references to nodes of older versions; their content is not read."""
-    count = body.varint(MOST_HEIGHT)
-    generations, file, *_ = body.varints(count, MOST_I64, MOST_I64, MOST_U64, MOST_U64, MOST_U64)
-    _check_files(file, num_files)
-    body.take(8 * count)
-    heights = np.frombuffer(body.take(count), dtype=np.uint8)
-    if count and (
-        not _rise(generations)
-        or (heights[1:] >= heights[:-1]).any()
-        or int(heights[-1]) < 1
-        or int(heights[0]) > min(MOST_HEIGHT, 63 // arity - 1)
-    ):
-        raise Malformed("its older versions are not in order")
+    return root

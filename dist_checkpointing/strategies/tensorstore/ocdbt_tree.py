@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import re
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +24,6 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
     MOST_ENTRIES,
     NODE_BYTES,
     Malformed,
-    Manifest,
     Node,
     NodeRef,
     decode_node,
@@ -35,7 +32,6 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
 )
 
 ABSENT: Final = -2
-_NUMBERED_NAME: Final = re.compile(r"manifest\.([0-9a-f]{16})")
 _MOST_GROWTH: Final = 1 << 10
 _ROOM: Final = 1 << 27
 """Nodes may take so many times their size on disk in memory, and so many bytes beside that."""
@@ -111,7 +107,7 @@ class Tree:
         self.files: set[str] = set()
         # Files of a store that stay open, with the nodes that were read ahead.
         self._open: dict[str, OpenFile] = {}
-        self._root = root = _newest_root(folder)
+        self._root = root = _read_manifest(folder / MANIFEST_NAME)
         self._tree_bytes, self.num_keys = 0, 0
         if root is not None:
             self._tree_bytes, self.num_keys = root.num_tree_bytes, root.num_keys
@@ -226,28 +222,13 @@ class Tree:
         except EOFError as error:
             raise Malformed("its file became shorter") from error
         except OSError as error:
-            if error.errno in (*local_folder.NOT_THERE, errno.ENAMETOOLONG):
+            if error.errno in local_folder.NOT_THERE:
                 raise Malformed("its file is missing") from error
             raise
 
 
-def _newest_root(folder: Location) -> NodeRef | None:
+def _read_manifest(path: Location) -> NodeRef | None:
     """Where the tree of the newest version begins; None if it is empty."""
-    first = _read_manifest(folder / MANIFEST_NAME)
-    if first.generation:
-        return first.root
-    matches = [_NUMBERED_NAME.fullmatch(name) for name in location.names_in(folder)]
-    generations = [int(match[1], 16) for match in matches if match is not None]
-    if not generations:
-        return None
-    path = folder / f"manifest.{max(generations):016x}"
-    newest = _read_manifest(path)
-    if (newest.config, newest.generation) != (first.config, max(generations)):
-        raise _corrupt("it is not the manifest that its name says", path)
-    return newest.root
-
-
-def _read_manifest(path: Location) -> Manifest:
     try:
         return ocdbt_nodes.decode_manifest(location.read_bytes(path, MOST_BODY_BYTES))
     except FileNotFoundError as error:
