@@ -343,12 +343,16 @@ class StorageReader(ABC):
             CorruptCheckpointError: if that cannot be found out.
         """
         index = read_index(self.checkpoint_dir)
-        if index is None:
-            path = str(self.checkpoint_dir / INDEX_NAME)
-            raise CorruptCheckpointError(
-                "the checkpoint has no index", [Finding("missing", path=path)]
-            )
-        return index
+        return self.rebuild_index() if index is None else index
+
+    def rebuild_index(self) -> Index:
+        """What the checkpoint holds, as files say it that are there beside the index, which is not.
+
+        Raises:
+            CorruptCheckpointError: if none does.
+        """
+        finding = Finding("missing", path=str(self.checkpoint_dir / INDEX_NAME))
+        raise CorruptCheckpointError("the checkpoint has no index", [finding])
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         """Relative names of the files that say what the checkpoint holds and where.

@@ -186,7 +186,7 @@ def group_json(attributes: Mapping[str, Any]) -> Node:
 
 def parse(name: str, node: Mapping[str, Any]) -> StoredTensor:
     """The tensor that the top node ``name`` describes; the inverse of ``node_texts``."""
-    ours = node["attributes"].get(_ATTRIBUTE, {})
+    ours = node.get("attributes", {}).get(_ATTRIBUTE, {})
     key = ours.get("key", unquote(name))
     if node["node_type"] == "array":
         chunk = tuple(node["chunk_grid"]["configuration"]["chunk_shape"])

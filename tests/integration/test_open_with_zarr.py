@@ -321,16 +321,29 @@ def all_kinds(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("codec", "lost"),
-    [(None, ".dckpt"), ("zstd", ".dckpt/index.json"), ("gzip", ".dckpt"), ("blosc", ".dckpt")],
+    [
+        (None, ".dckpt"),
+        ("zstd", ".dckpt/index.json"),
+        ("gzip", ".dckpt"),
+        ("blosc", ".dckpt"),
+        ("tensorstore", ".dckpt"),
+        ("tensorstore", ".dckpt/index.json"),
+    ],
 )
-def test_without_its_index_a_zarr_2_checkpoint_loads_the_same(
+def test_without_its_index_a_checkpoint_loads_the_same(
     tmp_path: Path, codec: str | None, lost: str
 ) -> None:
-    strategy = Zarr3SaveShardedStrategy(codec=codec)
+    is_zarr = codec != "tensorstore"
+    strategy = Zarr3SaveShardedStrategy(codec=codec) if is_zarr else "tensorstore"
     run_ranks(2, lambda comm: save(all_kinds(comm.rank), tmp_path, strategy, comm=comm))
     metadata = dc.load_sharded_metadata(tmp_path)
     plain = {key: bits(value) for key, value in dc.load_plain_tensors(tmp_path).items()}
-    shutil.rmtree(tmp_path / lost) if lost == ".dckpt" else (tmp_path / lost).unlink()
+    if lost == ".dckpt":
+        shutil.rmtree(tmp_path / lost)
+    else:
+        (tmp_path / lost).unlink()
+        with pytest.raises(dc.CorruptCheckpointError, match=r"index\.json"):
+            dc.verify_checkpoint(tmp_path)
     assert dc.load_sharded_metadata(tmp_path) == metadata
     assert {k: bits(v) for k, v in dc.load_plain_tensors(tmp_path).items()} == plain
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import location as store
+from dist_checkpointing.filesystem import local_folder, location as store
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.ranged_reads import READ_WHOLE_BYTES
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, Window
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor
+from dist_checkpointing.format.leftovers import noted_removal
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
@@ -35,7 +38,7 @@ from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, Tree, Values
-from dist_checkpointing.strategies.zarr_metadata import chunk_name
+from dist_checkpointing.strategies.zarr_metadata import METADATA_NAME, chunk_name, parse
 from dist_checkpointing.threads import paused_collector
 
 
@@ -71,6 +74,7 @@ class NewestTree:
             return self._tree
 
 
+_CELL = re.compile(r"shard_[\d.]*_([\d.]+)")
 _MOST_SINGLE_BYTES = 2**20
 """Of a larger chunk a box takes longer to read than to plan."""
 
@@ -91,6 +95,23 @@ class TensorStoreReader(StorageReader):
         if not (self._newest.is_known or store.is_file(path)):
             finding = Finding("missing", path=str(path))
             raise CorruptCheckpointError("the database is gone", [finding])
+
+    def rebuild_index(self) -> Index:
+        path = self.checkpoint_dir / MANIFEST_NAME
+        if not store.is_file(path):
+            return super().rebuild_index()
+        keys, values = self._newest(keeps_nodes=self.is_kept).all()
+        going, tensors, grids = noted_removal(self.checkpoint_dir), [], dict[str, Ints]()
+        with local_folder.parsing(f"{INDEX_NAME} is missing and cannot be rebuilt", path):
+            for row, name in enumerate(map(bytes.decode, keys)):
+                folder, _, file = name.rpartition("/")
+                if (cell := _CELL.fullmatch(file)) is not None:
+                    grids[unquote(folder)] = tuple(map(int, cell[1].split(".")))
+                elif file == METADATA_NAME and "/" not in folder:
+                    node = local_folder.parse_json(self._bytes(values, row, name))
+                    tensors.append(parse(folder, node))
+            index = Index.of((own for own in tensors if own.key not in going), grids)
+            return Index.from_json(index.to_json(), str(path))  # which checks every number in it
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         names = [*super().describing_names(wanted)]

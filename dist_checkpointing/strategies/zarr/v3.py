@@ -25,7 +25,7 @@ from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name
-from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
+from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, write_index
 from dist_checkpointing.format.leftovers import (
     noted_removal,
 )
@@ -118,9 +118,8 @@ class ZarrV3Reader(ZarrFolderReader):
         has_index = location.is_file(self.checkpoint_dir / INDEX_NAME)
         return super().describing_names(wanted) if has_index else [METADATA_NAME]
 
-    def read_metadata(self) -> Index:
-        index = read_index(self.checkpoint_dir)
-        return rebuild_index(self.checkpoint_dir) if index is None else index
+    def rebuild_index(self) -> Index:
+        return rebuild_index(self.checkpoint_dir)
 
     def claimed_in(self, key: str) -> str:
         del key
