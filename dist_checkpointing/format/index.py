@@ -409,6 +409,7 @@ class Index(Mapping[str, StoredTensor]):
             keys, codec = strings(content["keys"]), content["codec"]
             if codec is not None and not isinstance(codec, str):
                 raise ValueError(f"expected a string, found {codec!r}")
+            strings([*content["objects"]])
             pieces = content["pieces"]
             if not isinstance(pieces, dict) or [*pieces.values()] != [*range(len(tables))]:
                 raise ValueError("expected pieces by key")
@@ -418,10 +419,7 @@ class Index(Mapping[str, StoredTensor]):
                 shapes(keys, content["global_shapes"]),
                 shapes(keys, content["chunk_shapes"], optional=True),
                 PieceColumns.of(dict(zip(pieces, tables, strict=True))),
-                {
-                    key: tuple(extents(key, content["objects"][key]))
-                    for key in strings([*content["objects"]])
-                },
+                {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
                 codec,
                 fingerprints_of_json(keys, content.get("fingerprints")),
             )

@@ -123,15 +123,14 @@ class Seal:
             columns = (content["files"], content["sizes"], content["digests"])
             etags = content.get("etags") or [None] * len(content["files"])
             files = {
-                require_file_name(name): SealedFile(
-                    name, int(size), digest and str(digest), etag and str(etag)
+                str(name): SealedFile(
+                    str(name), int(size), digest and str(digest), etag and str(etag)
                 )
                 for name, size, digest, etag in zip(*columns, etags, strict=True)
             }
-            tables = {
-                require_file_name(name): (str(a), str(b))
-                for name, (a, b) in content["tables"].items()
-            }
+            tables = {str(name): (str(a), str(b)) for name, (a, b) in content["tables"].items()}
+            for name in (*files, *tables):
+                require_file_name(name)
             config = dict(content["config"])
             return cls(str(content["attempt"]), config, files, tables, bool(content["is_open"]))
 

@@ -20,14 +20,7 @@ from dist_checkpointing.errors import CheckpointingException, Finding, StateMism
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
-from dist_checkpointing.planning.recipe_rules import (
-    RULES,
-    Change,
-    Missing,
-    Rule,
-    Tensors,
-    Wanted,
-)
+from dist_checkpointing.planning.recipe_rules import RULES, Change, Missing, Rule, Tensors, Wanted
 
 T = TypeVar("T", DerivedTensor, str)
 Made = TypeVar("Made", bound="Callable[..., Recipe]")

@@ -346,11 +346,7 @@ class StorageReader(ABC):
         return self.rebuild_index() if index is None else index
 
     def rebuild_index(self) -> Index:
-        """What the checkpoint holds, as files say it that are there beside the index, which is not.
-
-        Raises:
-            CorruptCheckpointError: if none does.
-        """
+        """What the checkpoint holds, as other files say it where the index is missing."""
         finding = Finding("missing", path=str(self.checkpoint_dir / INDEX_NAME))
         raise CorruptCheckpointError("the checkpoint has no index", [finding])
 

@@ -373,11 +373,7 @@ class ChunkReads(Columns):
 
 
 def read_chunks(
-    reads: ChunkReads,
-    filler: Filler,
-    below: FolderReads,
-    *,
-    report: Callable[[int], None],
+    reads: ChunkReads, filler: Filler, below: FolderReads, *, report: Callable[[int], None]
 ) -> None:
     """Fill the rows of all reads.
 

@@ -47,13 +47,7 @@ from dist_checkpointing.planning.replica_balancing import (
     choose_writers,
     share_out,
 )
-from dist_checkpointing.planning.shard_table import (
-    Int64s,
-    PackedTable,
-    concatenate,
-    describe,
-    pack,
-)
+from dist_checkpointing.planning.shard_table import Int64s, PackedTable, concatenate, describe, pack
 from dist_checkpointing.planning.table_exchange import AgreedCache
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.interface import StorageReader

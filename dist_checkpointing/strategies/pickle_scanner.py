@@ -502,11 +502,8 @@ _RULES: dict[str, Rule] = {
         ("torch._tensor", "_rebuild_from_type_v2", _subclass),
         ("torch._utils", "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3", _view),
         ("torch._utils", "_rebuild_qtensor", partial(_view, is_copy=True)),
-        (
-            "torch._utils",
-            "_rebuild_nested_tensor _rebuild_device_tensor_from_cpu_tensor",
-            _unchecked,
-        ),
+        ("torch._utils", "_rebuild_nested_tensor", _unchecked),
+        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", _unchecked),
         ("torch._utils", "_rebuild_device_tensor_from_numpy", _unchecked),
         (
             "torch._utils",

@@ -203,8 +203,7 @@ class OpenedCheckpoint:
     def stored_shapes(self) -> dict[str, tuple[Ints, torch.dtype]]:
         """Global shape and dtype of each stored tensor, read by rank 0."""
         metadata = self.comm.from_rank0(
-            "reading the index",
-            lambda: self.strategies.sharded.load_tensors_metadata(self.folder),
+            "reading the index", lambda: self.strategies.sharded.load_tensors_metadata(self.folder)
         )
         return {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in metadata.items()}
 

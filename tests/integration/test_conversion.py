@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -341,21 +342,18 @@ def test_values_that_are_stored_once_are_not_written_out_unasked(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, "_LEAST_GROWN_BYTES", 0)
-    content = {"w": torch.tensor([1.5]).expand(100_000)}
-    torch.save(content, tmp_path / "model.pt")
+    torch.save({"w": torch.tensor([1.5]).expand(100_000)}, tmp_path / "model.pt")
 
-    def run(**options: Any) -> Any:
-        options["memory_bytes"] = ROOMY.memory_bytes
-        return convert(
-            tmp_path / "model.pt", tmp_path / "out", to, options=ConvertOptions(**options)
-        )
+    def run(**changes: Any) -> Any:
+        options = replace(ROOMY, **changes)
+        return convert(tmp_path / "model.pt", tmp_path / "out", to, options=options)
 
     with pytest.raises(dc.CheckpointingException, match=r"390\.6 KiB(.|\n)*--force"):
         run()
     assert run(dry_run=True).plan.num_bytes == 400_000
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
     run(overwrite=True)
-    assert_same(read_back(tmp_path / "out", to), content)
+    assert_same(read_back(tmp_path / "out", to), {"w": torch.full((100_000,), 1.5)})
 
 
 @pytest.mark.parametrize("to", ["zarr", "safetensors"])

@@ -288,15 +288,13 @@ NO_NAMES = ["a\0b", "\ud800", "n" * 300, "n/" * 2500 + "n", "../x", "/etc/passwd
 
 @pytest.mark.parametrize("name", NO_NAMES)
 @pytest.mark.parametrize("place", ["files", "tables"])
-def test_a_seal_that_names_what_is_no_file_is_damaged(
-    tmp_path: Path, name: str, place: str
-) -> None:
-    dc.save({"step": 1}, tmp_path / "c")
-    sound = Seal.from_json((tmp_path / "c" / SEAL_NAME).read_bytes())
+def test_a_seal_that_names_no_file_is_damaged(tmp_path: Path, name: str, place: str) -> None:
+    dc.save({"step": 1}, tmp_path)
+    sound = Seal.from_json((tmp_path / SEAL_NAME).read_bytes())
     named = SealedFile(name, 0) if place == "files" else ("a", "z")
     forged = replace(sound, **{place: {**getattr(sound, place), name: named}})
-    (tmp_path / "c" / SEAL_NAME).write_bytes(forged.to_json())
-    refuses(tmp_path / "c", {}, "the seal of the checkpoint is damaged")
+    (tmp_path / SEAL_NAME).write_bytes(forged.to_json())
+    refuses(tmp_path, {}, "the seal of the checkpoint is damaged")
 
 
 def save_on_two(folder: Path, *backends: Any, **options: Any) -> None:

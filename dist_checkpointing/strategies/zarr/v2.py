@@ -25,10 +25,7 @@ from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import ints_from_json
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.leftovers import (
-    leftovers,
-    noted_removal,
-)
+from dist_checkpointing.format.leftovers import leftovers, noted_removal
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage.interface import WriteResult

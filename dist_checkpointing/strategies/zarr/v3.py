@@ -26,9 +26,7 @@ from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, write_index
-from dist_checkpointing.format.leftovers import (
-    noted_removal,
-)
+from dist_checkpointing.format.leftovers import noted_removal
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning.chunking import RowBlockLayout
