@@ -89,6 +89,13 @@ class CheckpointingConfig:
 
 
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
+_DATABASE = CheckpointingConfig("database")
+_MARKS: Final = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
+_MARKS_OF_OTHERS: Final = (DCP_METADATA_NAME, "_METADATA", "_CHECKPOINT_METADATA")
+_ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
+_OUR_ARRAY: Final = re.compile(
+    rb'"name":\s*"default",\s*"configuration":\s*{\s*"separator":\s*"\."'
+)
 
 
 def _is_plain_dcp(folder: Location) -> bool:
@@ -96,10 +103,27 @@ def _is_plain_dcp(folder: Location) -> bool:
 
     An unfinished save of this library or of Megatron does not count: they commit by a later file.
     """
-    others = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
-    return is_file(folder / DCP_METADATA_NAME) and not any(
-        is_there(folder / name) for name in others
-    )
+    ours = (folder / name for name in _MARKS)
+    return is_file(folder / DCP_METADATA_NAME) and not any(map(is_there, ours))
+
+
+def is_database(folder: Location) -> bool:
+    """Whether another program wrote zarr v3 arrays there: into OCDBT, or into folders of its own.
+
+    Not if they are named as ours: without its commit a folder may be half of a copy, and what is
+    lost of it must not read as zeros.
+    """
+    marks = (folder / name for name in (*_MARKS, *_MARKS_OF_OTHERS))
+    if not isinstance(folder, Path) or any(map(is_there, marks)):
+        return False
+    if is_file(folder / "manifest.ocdbt"):
+        return True
+    places = (folder, *(folder / name for name in location.names_in(folder)))
+    nodes = (place / "zarr.json" for place in places)
+    node = next(filter(is_file, nodes), folder)
+    text = location.read_regular(node, _MAX_BYTES, is_start=True) or b""
+    is_whole = node.parent == folder or b'"array"' in text
+    return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
 
 
 def is_committed(folder: Location) -> bool:
@@ -128,6 +152,8 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         missing = error
     if _is_plain_dcp(folder):
         return _PLAIN_DCP
+    if is_database(folder):
+        return _DATABASE
     if location.is_folder(folder):
         raise _not_committed(folder) from missing
     message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"

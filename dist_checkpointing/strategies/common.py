@@ -17,7 +17,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMism
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import COMMON_STATE_FNAME
+from dist_checkpointing.format.commit import COMMON_STATE_FNAME, is_database
 from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import large_objects, require_backing
@@ -121,9 +121,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
 
     def save_sharded_objects(
-        self,
-        sharded_objects_state_dict: ShardedStateDict,
-        checkpoint_dir: str | PathLike[str],
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
         root = as_location(checkpoint_dir)
         leaves, _ = flatten(sharded_objects_state_dict)
@@ -175,6 +173,8 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = as_location(checkpoint_dir) / COMMON_STATE_FNAME
         if not location.is_file(path):
+            if is_database(path.parent):
+                return {}
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
             raise CorruptCheckpointError(f"Common file {path} does not exist", [finding])
         common = _load(path, trusted=self.trusted)
@@ -184,9 +184,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         return common
 
     def load_sharded_objects(
-        self,
-        sharded_objects_state_dict: ShardedStateDict,
-        checkpoint_dir: str | PathLike[str],
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | PathLike[str]
     ) -> StateDict:
         leaves, skeleton = flatten(sharded_objects_state_dict)
         root = as_location(checkpoint_dir)

@@ -322,12 +322,8 @@ def all_kinds(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("codec", "lost"),
     [
-        (None, ".dckpt"),
-        ("zstd", ".dckpt/index.json"),
-        ("gzip", ".dckpt"),
-        ("blosc", ".dckpt"),
-        ("tensorstore", ".dckpt"),
-        ("tensorstore", ".dckpt/index.json"),
+        *((codec, ".dckpt") for codec in (None, "gzip", "blosc", "tensorstore")),
+        *((codec, ".dckpt/index.json") for codec in ("zstd", "tensorstore")),
     ],
 )
 def test_without_its_index_a_checkpoint_loads_the_same(
@@ -366,3 +362,93 @@ def test_the_chunks_of_zarr_1_and_uncompressed_zarr_2_are_the_same_bytes(tmp_pat
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
         old, new = tmp_path / "1" / "w" / f"{i}.{j}", tmp_path / "2" / "w" / f"c.{i}.{j}"
         assert old.read_bytes() == new.read_bytes() == bits(full[3 * i :, 2 * j :][:3, :2])
+
+
+# Databases of other programs.
+
+
+def codec(name: str, **configuration: Any) -> dict[str, Any]:
+    return {"name": name, "configuration": configuration}
+
+
+PACKED = [codec("bytes", endian="big"), codec("gzip", level=5), {"name": "crc32c"}]
+CODECS: dict[str, Any] = {
+    "model/plain": [codec("bytes", endian="little")],
+    "turned": [codec("transpose", order=[1, 0]), *PACKED],
+    "sharded": [codec("sharding_indexed", chunk_shape=[2, 2], codecs=PACKED)],
+}
+FILLED = torch.full((6, 5), 7.0)
+FILLED[4:, 1:] = torch.arange(8.0).reshape(2, 4)
+"""The first chunks are the fill value, which is not stored."""
+
+
+def write_by_tensorstore(folder: Path, kind: str) -> None:
+    for name, codecs in CODECS.items():
+        place: Any = f"file://{folder}/{name}/"
+        if kind == "ocdbt":
+            place = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+        grid = codec("regular", chunk_shape=[4, 4])
+        described = {"shape": [6, 5], "data_type": "float32", "fill_value": 7, "chunk_grid": grid}
+        spec = {"driver": "zarr3", "kvstore": place, "metadata": described | {"codecs": codecs}}
+        tensorstore.open(spec, create=True).result().write(FILLED.numpy()).result()
+
+
+def write_by_zarr(folder: Path) -> None:
+    group, config = zarr.create_group(str(folder)), {"write_empty_chunks": False}
+    options: Any = {"chunks": (4, 4), "dtype": "float32", "fill_value": 7, "config": config}
+    for name in CODECS:
+        group.create_array(name, shape=(6, 5), **options)[...] = FILLED.numpy()
+    group.create_array("names", shape=(3,), dtype=str)  # is left out
+
+
+@pytest.mark.parametrize("kind", ["ocdbt", "folders", "zarr-python"])
+def test_a_database_of_another_program_is_read(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "db"
+    write_by_zarr(folder) if kind == "zarr-python" else write_by_tensorstore(folder, kind)
+    opened = dc.Checkpoint.open(folder)
+    assert set(opened) == set(CODECS)
+    for key in CODECS:
+        assert torch.equal(opened[key][...], FILLED), key
+        assert torch.equal(opened[key][3:5, 1], FILLED[3:5, 1]), key
+    assert opened.common == {}
+    assert opened["sharded"].chunk_shape == ((4, 4) if kind == "zarr-python" else (2, 2))
+    dc.verify_checkpoint(folder)
+
+    def load_rank(comm: Comm) -> None:
+        template = {key: rows(key, torch.zeros(6, 5), comm) for key in CODECS}
+        template["flat"] = flat("turned", torch.zeros(6, 5), 15 * comm.rank, 15 * comm.rank + 15)
+        loaded = load(template, folder, comm=comm)
+        for key in CODECS:
+            assert torch.equal(loaded[key], FILLED.chunk(2)[comm.rank])
+        assert torch.equal(loaded["flat"], FILLED.reshape(2, -1)[comm.rank])
+
+    run_ranks(2, load_rank)
+    if kind != "ocdbt":
+        assert dc.Checkpoint.open(folder / "turned")["turned"][5, 3].item() == 6.0
+
+
+@pytest.mark.parametrize("kind", ["ocdbt", "folders"])
+def test_a_damaged_database_of_another_program(tmp_path: Path, kind: str) -> None:
+    write_by_tensorstore(tmp_path, kind)
+    refused, files = 0, [path for path in tmp_path.rglob("*") if path.is_file()]
+    for path in files:
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        try:
+            found = dc.load_plain_tensors(tmp_path)
+        except dc.CheckpointingException:
+            refused += 1
+        else:  # of an older version of the database
+            assert all(torch.equal(found[key], FILLED) for key in CODECS)
+        path.write_bytes(whole)
+    assert refused == len(files) if kind == "folders" else refused > 1
+
+
+def test_half_of_a_copy_of_a_checkpoint_is_not_taken_for_a_database(tmp_path: Path) -> None:
+    save({"w": shard("w", torch.ones(4))}, tmp_path, ("zarr", 2))
+    (tmp_path / "w" / "c.0").unlink()
+    shutil.rmtree(tmp_path / ".dckpt")
+    for name in ("metadata.json", "common.pt", "zarr.json"):
+        (tmp_path / name).unlink()
+        with pytest.raises(dc.CheckpointNotFoundError):
+            dc.Checkpoint.open(tmp_path)
