@@ -231,6 +231,17 @@ def value_at(tree: Any, path: Path) -> Any:
     return tree
 
 
+def put_at(tree: Any, path: Path, value: object) -> None:
+    """Put a value in place of the one at a path of a dict or list, also into tuples in it."""
+    *above, last = path
+    container = value_at(tree, tuple(above))
+    if isinstance(container, tuple):
+        values = [value if n == last[0] else known for n, known in enumerate(container)]
+        put_at(tree, tuple(above), getattr(type(container), "_make", tuple)(values))
+    else:
+        container[last[0]] = value
+
+
 def unflatten(structure: Structure | None, leaves: Mapping[Path, Any]) -> Any:
     """The inverse of ``flatten``; ``leaves`` must have every leaf."""
     return part_of(structure, map(leaves.__getitem__, paths_of(structure)))

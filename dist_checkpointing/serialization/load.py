@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
@@ -25,7 +25,7 @@ from dist_checkpointing.mapping import (
     StateDict,
     StoredState,
 )
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath
+from dist_checkpointing.mapping.nested_dicts import Path as TreePath, put_at
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation, Recipe, require_recipe
@@ -45,17 +45,19 @@ from dist_checkpointing.strategies.verification import Verifier
 from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.load_errors import (
     Cast,
+    StagedTensor,
     StrictHandling,
     all_with_memory,
     check_access,
-    check_filled,
     clear_partly_stored,
     compare,
+    fill_staged,
     first_names,
     handle_strictly,
     hash_of_names,
     noting_filled,
     parse_strict_flag,
+    plain_tensors,
     require_same_save,
     warn_of_unasked,
 )
@@ -130,8 +132,9 @@ def load(
     before the first byte is read.
 
     Args:
-        sharded_state_dict: sharded leaves say what is wanted; of other values those of the
-            checkpoint are returned, and tensors among them must have one there. Or a
+        sharded_state_dict: sharded leaves say what is wanted. A tensor that is not wrapped is
+            filled with the one that the common state of the checkpoint has at this place, and must
+            have its shape and dtype. Of other values those of the checkpoint are returned. Or a
             ShardedStateful, such as ``interop.TorchState``, which is restored in place.
         checkpoint_dir: a committed checkpoint: a folder, or a URL such as ``s3://bucket/run/1000``
             (an ``ObjectPath`` says how its store is reached).
@@ -219,6 +222,7 @@ def load(
         wanted = filled = WantedTable(_without_keys(parts.tensors, unexpected))
         objects = _without_keys(parts.objects, unexpected)
         user_planner = opened.strategies.sharded.planner is not None
+        plain, misfits = plain_tensors(parts, opened.common, cast, flag)
         with nullcontext() if made is None else explaining(made, wanted.tensors, objects.values()):
             alike = compare(
                 wanted,
@@ -228,8 +232,8 @@ def load(
                 planner_knows_keys=user_planner and made is None,
                 stored_keys=opened.stored_keys if made is None else shapes.keys,
                 common=opened.common,
+                misfits=misfits,
             )
-        check_filled(parts, opened.common, flag)
         # Copies of the leaves are for others than our own planner, who may change them.
         if user_planner or not (alike and wanted.are_ready):
             filled = WantedTable(
@@ -266,7 +270,9 @@ def load(
         values = {**values, **kept_values(made, parts.objects)}
         loaded = replaced(wanted.leaves, [leaf.data for leaf in filled.tensors])
     is_asked = not user_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
-    state_dict = _rebuilt(opened, parts, loaded, values, restore, wanted.keys if is_asked else ())
+    state_dict = _rebuilt(
+        opened, parts, loaded, values, plain, restore, wanted.keys if is_asked else ()
+    )
     meter.log()
     returns_keys = StrictHandling.requires_returning_mismatch_keys(flag)
     return (state_dict, missing, unexpected) if returns_keys else state_dict
@@ -335,10 +341,14 @@ def _rebuilt(
     parts: StateDictParts,
     tensors: Mapping[TreePath, Any],
     objects: Mapping[TreePath, Any],
+    staged: Sequence[StagedTensor],
     restore: Callable[[StateDict], object] | None,
     asked_keys: Iterable[str],
 ) -> StateDict:
-    """The state dict; rank 0 warns of tensors that no rank asks for. Collective."""
+    """The state dict, with the plain tensors of the template, which are filled. Collective.
+
+    Rank 0 warns of tensors that no rank asks for.
+    """
     state_dict: StateDict = {}
 
     @paused_collector()
@@ -346,7 +356,10 @@ def _rebuilt(
         nonlocal state_dict
         is_same = number_of_save(opened.folder) == opened.save_number
         require_same_save(is_same, opened.folder)
+        fill_staged(staged)
         state_dict = parts.rebuild(opened.common, tensors, objects)
+        for part in staged:
+            put_at(state_dict, part.path, part.given)
         if restore is not None:
             restore(state_dict)
         return first_names(asked_keys)

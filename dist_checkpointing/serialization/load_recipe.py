@@ -151,7 +151,7 @@ def explaining(
 def _explained(made: Derivation, finding: Finding) -> Finding:
     """With what the recipe makes of what is stored under nearly that name."""
     key, stored, derived = finding.key, made.stored, made.tensors
-    if key is None or key in derived:
+    if key is None or not finding.problem.startswith("not in the checkpoint"):
         return finding
     remedy = "Remove it from the template, or say with a rule (missing) what fills it."
     for known in [key] if key in stored else near_names(key, stored, 1):

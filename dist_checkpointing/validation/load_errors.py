@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
 from os import PathLike
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from dist_checkpointing.mapping.nested_dicts import (
     Path,
     Position,
     path_text,
+    value_at,
 )
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
@@ -231,13 +232,15 @@ def compare(
     planner_knows_keys: bool,
     stored_keys: Callable[[], Iterable[str]] | None = None,
     common: object = None,
+    misfits: Sequence[Finding] = (),
 ) -> bool:
     """Check every wanted tensor against what is stored: whether all are stored with just their
     global shapes and dtypes. StateMismatchError with all keys, shapes and dtypes that do not fit.
 
     A user's planner with ``planner_knows_keys`` may find a key under another name, and says so if
     not. ``stored_keys`` gives the keys of all stored tensors, if ``stored`` holds only some.
-    ``common`` is the common state of the checkpoint, where a tensor is that was saved unwrapped.
+    ``common`` is the common state of the checkpoint, where a tensor is that was saved unwrapped;
+    ``misfits`` are raised with the others.
     """
     known_keys = stored.keys if stored_keys is None else stored_keys
     if isinstance(stored, StoredTensors):
@@ -245,7 +248,7 @@ def compare(
         without = np.flatnonzero(wanted.addresses < 0).tolist()
         others = [data for row in without if (data := wanted.data[row]) is not None]
         can_be_filled = not any(data.is_meta or overlaps_itself(data) for data in others)
-        if can_be_filled and stored.are_alike(wanted):
+        if can_be_filled and not misfits and stored.are_alike(wanted):
             return True
         stored = stored.of(wanted.keys)
     findings: list[Finding] = []
@@ -264,6 +267,7 @@ def compare(
             problem = f"it was saved without being wrapped, so it is in the common state at {at}"
             remedy = "Load it by load({}, path); wrap the state dict when you save it again."
         findings.append(Finding(problem, key, remedy=remedy))
+    findings += misfits
     if findings:
         message = (
             "the template does not fit the checkpoint "
@@ -335,36 +339,55 @@ def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torc
     return (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
 
 
-def check_filled(parts: StateDictParts, stored: Mapping[Any, Any], flag: StrictHandling) -> None:
-    """Check that every plain tensor of a template gets a value from the common state of the
-    checkpoint, ``stored``: StateMismatchError with all that get none, or a warning if the flag
+class StagedTensor(NamedTuple):
+    """A tensor of a template that is not wrapped, and the value of the common state at its path."""
+
+    given: torch.Tensor
+    value: torch.Tensor
+    path: Path
+
+
+def plain_tensors(
+    parts: StateDictParts, stored: Mapping[Any, Any], cast: Cast, flag: StrictHandling
+) -> tuple[list[StagedTensor], list[Finding]]:
+    """The plain tensors of a template that the common state of the checkpoint, ``stored``, fills;
+    and why it cannot fill others. A tensor that has no value there is only a warning if the flag
     tolerates unexpected keys.
     """
-    plain = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
-    wanted = [path for path in plain if all(isinstance(step, DictKey | Position) for step in path)]
+    given = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
+    wanted = [path for path in given if all(isinstance(step, DictKey | Position) for step in path)]
     if not wanted:
-        return
+        return [], []
     result = parts.rebuild(stored, {}, {})
-    problem = (
-        "this tensor of the template is not wrapped, and the common state of the checkpoint has no "
-        "value for it: it would not be filled"
-    )
-    findings = [
-        Finding(
-            problem,
-            path_text(path),
-            found=f"{plain[path].dtype} of shape {tuple(plain[path].shape)}",
-            remedy=_WRAP_REMEDY,
-        )
-        for path in wanted
-        if not _is_there(result, path)
-    ]
-    if not findings:
-        return
-    error = StateMismatchError("tensors of the template would not be filled", findings)
+    plain: list[StagedTensor] = []
+    findings: list[Finding] = []
+    absent: list[Finding] = []
+    for path in wanted:
+        tensor, key = given[path], path_text(path)
+        if not _is_there(result, path):
+            problem = (
+                "this tensor of the template is not wrapped, and the common state of the "
+                "checkpoint has no value for it: it would not be filled"
+            )
+            own = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            absent.append(Finding(problem, key, found=own, remedy=_WRAP_REMEDY))
+        elif isinstance(value := value_at(result, path), torch.Tensor):
+            leaf = ShardedTensor.from_rank_offsets(key, tensor)
+            findings += _misfits(leaf, tuple(value.shape), value.dtype, cast)
+            plain.append(StagedTensor(tensor, value, path))
     if flag in _DEMANDING:
-        raise error
-    logger.warning("%s", error)
+        findings += absent
+    elif absent:
+        message = "tensors of the template would not be filled"
+        logger.warning("%s", StateMismatchError(message, absent))
+    return plain, findings
+
+
+def fill_staged(staged: Iterable[StagedTensor]) -> None:
+    """Copy values into tensors."""
+    for part in staged:
+        with torch.inference_mode(part.given.is_inference()):
+            part.given.detach().copy_(part.value.detach())
 
 
 def _is_there(tree: Any, path: ValuePath) -> bool:

@@ -196,6 +196,62 @@ def test_what_gets_a_value_is_no_error(tmp_path: Path, name: str) -> None:
         assert not isinstance(value, torch.Tensor) or torch.equal(loaded[key], value)
 
 
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.up = torch.nn.Linear(3, 4)
+        self.down = torch.nn.Linear(3, 4)
+        self.down.weight = self.up.weight
+
+
+def test_plain_tensors_are_filled_in_place_on_all_ranks(tmp_path: Path) -> None:
+    saved, wide = Tied(), torch.arange(6.0).reshape(2, 3)
+    state = {
+        "model": saved.state_dict(),
+        "nest": [{"wide": wide}, (torch.tensor(3), 4), (shard("s", wide), torch.ones(2))],
+        "none": None,
+    }
+    dc.save(state, tmp_path)
+
+    def load_rank(comm: Comm) -> None:
+        model, count, one = Tied(), torch.tensor(0), torch.zeros(2, requires_grad=True)
+        memory = torch.zeros(3, 4)
+        columns = memory[:, :2].T
+        template = {
+            "model": model.state_dict(),
+            "nest": [{"wide": columns}, (count, 0), (shard("s", torch.empty(2, 3)), one)],
+            "none": torch.zeros(1),
+        }
+        loaded = dc.load(template, tmp_path, comm=comm)
+        for own, other in zip(model.parameters(), saved.parameters(), strict=True):
+            assert torch.equal(own, other)
+        assert memory.T.tolist() == [*wide.tolist(), [0] * 3, [0] * 3]
+        assert (count.item(), one.tolist()) == (3, [1, 1])
+        first, (second, four), (_, last) = loaded["nest"]
+        assert loaded["model"]["up.weight"] is template["model"]["up.weight"]
+        assert (first["wide"] is columns, second is count, last is one) == (True, True, True)
+        assert (four, loaded["none"]) == (4, None)
+
+    run_ranks(2, load_rank)
+
+
+def test_plain_tensors_of_another_kind_are_named_with_all_else(tmp_path: Path) -> None:
+    tensors = [torch.ones(2), torch.ones(2), torch.ones(2)]
+    dc.save({"l": tensors, "s": shard("s", torch.ones(2))}, tmp_path)
+    given = [torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, device="meta")]
+    template = {"l": [*given], "s": shard("s", torch.zeros(5)), "new": torch.zeros(1)}
+    with pytest.raises(dc.StateMismatchError) as raised:
+        dc.load(template, tmp_path)
+    found = {finding.key: finding.problem for finding in raised.value.findings}
+    assert [*found] == ["s", *(f"state_dict['l'][{n}]" for n in range(3)), "state_dict['new']"]
+    for key, word in zip(found, ("shape", "shape", "dtype", "meta device", "filled"), strict=True):
+        assert word in found[key]
+    assert not given[0].any()
+    dc.load({"l": [torch.ones(2), given[1], torch.ones(2)]}, tmp_path, cast="widen")
+    assert given[1].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("strict", ["log_unexpected", "log_all", "ignore_all"])
 def test_flags_that_tolerate_unknown_keys_only_log_it(
     tmp_path: Path, strict: str, caplog: pytest.LogCaptureFixture

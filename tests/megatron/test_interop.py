@@ -233,6 +233,16 @@ def test_another_dtype_is_converted_and_a_partial_template_refused(tmp_path: Pat
     assert loaded["w"].tolist() == [0, 1]
 
 
+def test_plain_tensors_of_a_template_are_returned_and_not_filled(tmp_path: Path) -> None:
+    megatron.install()
+    dc.save({"scale": torch.ones(2), "l": [shard("w", torch.ones(2))]}, tmp_path)
+    given = torch.zeros(3)
+    template = {"scale": given, "new": given, "l": [shard("w", torch.zeros(2))]}
+    loaded = theirs().load(template, tmp_path)
+    assert (given.any().item(), loaded["scale"].tolist()) == (False, [1, 1])
+    assert ("new" in loaded, loaded["l"][0].tolist()) == (False, [1, 1])
+
+
 @pytest.mark.parametrize("error", [CheckpointException, dc.CheckpointingException])
 def test_an_unexpected_key_raises_torchs_error_too(
     tmp_path: Path, error: type[BaseException]

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_checkpointing import serialization as ours
@@ -32,6 +33,7 @@ from dist_checkpointing.interop.megatron.import_hook import defaults
 from dist_checkpointing.interop.megatron.strategies import get_default_strategy
 from dist_checkpointing.interop.megatron.validation import _validate_common_state_dict
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
+from dist_checkpointing.mapping.nested_dicts import mapped
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
@@ -169,13 +171,14 @@ def load(
     validate_access_integrity: bool | None = None,
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> Any:
-    """See ``dist_checkpointing.load``."""
+    """See ``dist_checkpointing.load``; tensors that are not wrapped are returned, not filled."""
     state_dicts.force_all_tensors_to_non_fp8(sharded_state_dict)
+    template = mapped(sharded_state_dict, lambda v: None if isinstance(v, torch.Tensor) else v)
     chosen = defaults()
     validate = chosen.validate if validate_access_integrity is None else validate_access_integrity
     try:
         return ours.load(
-            sharded_state_dict,
+            template,
             checkpoint_dir,
             sharded_strategy,
             common_strategy,
