@@ -6,9 +6,11 @@ They get there through views: no value is converted on its way to or from a file
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
 import ml_dtypes
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -137,3 +139,43 @@ def overlaps_itself(data: torch.Tensor) -> bool:
         return False
     strides = [step for step, extent in zip(data.stride(), data.shape, strict=True) if extent > 1]
     return 0 in strides or len({*strides}) < len(strides)
+
+
+def memory_of(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Address of the first byte, and bytes from there to the last; zeros if that is not known."""
+    if type(tensor) not in _PLAIN or tensor is None or tensor.layout is not torch.strided:
+        return 0, 0
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((extent - 1) * step for extent, step in axes) if tensor.numel() else 0
+    return tensor.data_ptr(), elements * tensor.itemsize
+
+
+def sharing_memory(tensors: Sequence[torch.Tensor | None], spans: npt.ArrayLike) -> list[int]:
+    """Positions of the tensors that have an element in memory of another one.
+
+    ``spans`` are what ``memory_of`` gives for them. Columns of one tensor lie between each other,
+    and do not share memory.
+    """
+    begins, sizes = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
+    order = np.argsort(begins, kind="stable")
+    order = order[sizes[order] > 0]
+    stops = np.searchsorted(begins[order], (begins + sizes)[order])
+    shared: set[int] = set()
+    for place in np.flatnonzero(stops > np.arange(1, len(order) + 1)).tolist():
+        row, *others = order[place : stops[place]].tolist()
+        for other in others:
+            if np.shares_memory(_places(tensors[row]), _places(tensors[other])):
+                shared |= {row, other}
+    return sorted(shared)
+
+
+def _places(tensor: Any) -> npt.NDArray[Any]:
+    """An array over the memory of a tensor on any device, whose values must not be looked at."""
+    interface = {
+        "version": 3,
+        "data": (tensor.data_ptr(), True),
+        "typestr": f"|V{tensor.itemsize}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(step * tensor.itemsize for step in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

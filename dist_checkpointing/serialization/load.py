@@ -9,12 +9,9 @@ from functools import partial
 from os import PathLike
 from typing import Any, Literal, TypeVar, overload
 
-import torch
-
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.format.commit import data_folder
-from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import (
@@ -35,6 +32,7 @@ from dist_checkpointing.serialization.load_recipe import (
     derived_shapes,
     derived_state,
     explaining,
+    keeps_values,
     kept_values,
     sources_of,
 )
@@ -47,7 +45,6 @@ from dist_checkpointing.validation.load_errors import (
     Cast,
     StagedTensor,
     StrictHandling,
-    all_with_memory,
     check_access,
     clear_partly_stored,
     compare,
@@ -59,7 +56,9 @@ from dist_checkpointing.validation.load_errors import (
     parse_strict_flag,
     plain_tensors,
     require_same_save,
+    set_apart,
     warn_of_unasked,
+    with_memory,
 )
 from dist_checkpointing.validation.save_errors import refuse_distributed, walk
 
@@ -174,7 +173,8 @@ def load(
         CheckpointNotFoundError: nothing is committed there.
         InvalidShardingError: the template holds sharded tensors of torch that are not wrapped.
         StateMismatchError: keys, shapes, dtypes or nesting differ; all findings at once. Also if
-            a tensor of the template would be left as it is.
+            a tensor of the template would be left as it is, or if it shares memory with another one
+            for which other values are stored.
         CorruptCheckpointError: something the checkpoint says it holds is missing or damaged. A note
             names the given tensors that may be filled with parts of it.
         UnsupportedFormatError: a format or a pickled class that is not read; a URL of a scheme that
@@ -234,14 +234,13 @@ def load(
                 common=opened.common,
                 misfits=misfits,
             )
+        apart = set_apart(wanted, plain, partial(keeps_values, made))
         # Copies of the leaves are for others than our own planner, who may change them.
-        if user_planner or not (alike and wanted.are_ready):
-            filled = WantedTable(
-                replaced(wanted.leaves, _with_memory(wanted, shapes, opened, made))
-            )
+        if user_planner or apart or not (alike and wanted.are_ready):
+            filled = WantedTable(replaced(wanted.leaves, _with_memory(wanted, opened, made, apart)))
     # Only now that all ranks agree may a tensor of the caller be touched.
     if filled is not wanted:
-        clear_partly_stored(wanted.tensors, shapes)
+        clear_partly_stored(filled.tensors, shapes)
     to_read, objects = (
         (filled, objects) if made is None else sources_of(made, filled, objects, comm)
     )
@@ -253,7 +252,7 @@ def load(
     cells, values = opened.read_objects(objects, parts)
     with noting_filled(wanted):
         with verifier.comparing_memory() if verifier else nullcontext(), meter.phase("reading"):
-            loaded, of_cells = opened.read(to_read, cells, meter)
+            _, of_cells = opened.read(to_read, cells, meter)
         if verify == "restored":
             with meter.phase("verifying"):
                 verify_restored(
@@ -265,13 +264,15 @@ def load(
                 )
 
     # Rebuild the state dict.
-    values = of_cells or values
-    if made is not None:
-        values = {**values, **kept_values(made, parts.objects)}
-        loaded = replaced(wanted.leaves, [leaf.data for leaf in filled.tensors])
+    values = {**(of_cells or values), **kept_values(made, parts.objects)}
+    loaded = replaced(
+        wanted.leaves,
+        [apart[n].given if n in apart else leaf.data for n, leaf in enumerate(filled.tensors)],
+    )
     is_asked = not user_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
+    asked_keys = wanted.keys if is_asked else ()
     state_dict = _rebuilt(
-        opened, parts, loaded, values, plain, restore, wanted.keys if is_asked else ()
+        opened, parts, loaded, values, [*apart.values(), *plain], restore, asked_keys
     )
     meter.log()
     returns_keys = StrictHandling.requires_returning_mismatch_keys(flag)
@@ -318,9 +319,9 @@ def _without_keys(leaves: Mapping[TreePath, T], keys: set[str]) -> Mapping[TreeP
 
 def _with_memory(
     wanted: WantedTable,
-    shapes: Mapping[str, tuple[Ints, torch.dtype]],
     opened: OpenedCheckpoint,
     made: Derivation | None,
+    apart: Mapping[int, StagedTensor],
 ) -> list[ShardedTensor]:
     """Copies of the leaves, all with memory to fill."""
     # Shapes of a template may be those that the checkpoint says it has.
@@ -333,7 +334,10 @@ def _with_memory(
         large = {key for new in large for key in made.tensors[new].sources}
     large.intersection_update(opened.index)
     opened.reader.require_stored(large_tensors(opened.index, large), opened.index)
-    return all_with_memory(wanted, shapes)
+    leaves = [*map(with_memory, wanted.tensors)]
+    for row, part in apart.items():
+        leaves[row].data = part.value
+    return leaves
 
 
 def _rebuilt(
@@ -359,7 +363,8 @@ def _rebuilt(
         fill_staged(staged)
         state_dict = parts.rebuild(opened.common, tensors, objects)
         for part in staged:
-            put_at(state_dict, part.path, part.given)
+            if part.path:
+                put_at(state_dict, part.path, part.given)
         if restore is not None:
             restore(state_dict)
         return first_names(asked_keys)

@@ -131,12 +131,7 @@ def explaining(
             remedy="Give it data, or fill with zeros.",
         )
         for leaf in tensors
-        if leaf.data is None
-        and leaf.key in made.tensors
-        and any(
-            piece.key is None and piece.fill == "template"
-            for piece in made.tensors[leaf.key].parts(leaf.box)
-        )
+        if leaf.data is None and leaf.key in made.tensors and keeps_values(made, leaf)
     ]
     try:
         yield
@@ -146,6 +141,12 @@ def explaining(
         findings += [Finding(f"{text} matches nothing") for text in made.unused_rules]
         message = "the template does not fit what the recipe makes of the checkpoint"
         raise StateMismatchError(message, findings)
+
+
+def keeps_values(made: Derivation | None, leaf: ShardedTensor) -> bool:
+    """Whether a wanted tensor keeps values of the template, by the rules of a recipe."""
+    pieces = () if made is None else made.tensors[leaf.key].parts(leaf.box)
+    return any(piece.key is None and piece.fill == "template" for piece in pieces)
 
 
 def _explained(made: Derivation, finding: Finding) -> Finding:
@@ -179,10 +180,10 @@ def sources_of(
 
 
 def kept_values(
-    made: Derivation, template: Mapping[TreePath, ShardedObject]
+    made: Derivation | None, template: Mapping[TreePath, ShardedObject]
 ) -> dict[TreePath, object]:
-    """Values of sharded objects that stay as they are in the template."""
-    kept = made.kept_objects
+    """Values of sharded objects that stay as they are in the template, by the rules of a recipe."""
+    kept = () if made is None else made.kept_objects
     return {path: leaf.data for path, leaf in template.items() if leaf.key in kept}
 
 

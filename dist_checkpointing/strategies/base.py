@@ -531,13 +531,12 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         index = share_index(reader, comm).index(
             self.needed_keys({leaf.key for leaf in leaves.values()})
         )
-        stored = StoredTensors(index)
-        tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
-        clear_partly_stored(tensors, stored)
         leaves = {
-            path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
+            path: with_memory(leaf) if isinstance(leaf, ShardedTensor) else leaf
             for path, leaf in leaves.items()
         }
+        tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
+        clear_partly_stored(tensors, StoredTensors(index))
         read(leaves, index, self.planner, reader, comm, self.plan_reader)
         result: StateDict = unflatten(skeleton, {path: leaf.data for path, leaf in leaves.items()})
         return result

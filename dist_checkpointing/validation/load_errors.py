@@ -35,9 +35,15 @@ from dist_checkpointing.mapping.nested_dicts import (
 )
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
-from dist_checkpointing.mapping.tensor_memory import is_lossless, overlaps_itself
+from dist_checkpointing.mapping.tensor_memory import (
+    is_lossless,
+    memory_of,
+    overlaps_itself,
+    sharing_memory,
+)
 from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.load_plan import WantedTable
+from dist_checkpointing.planning.replica_check import digest_of_values
 from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.validation.save_errors import ValuePath, walk
@@ -305,30 +311,20 @@ def overlap_finding(key: str, data: torch.Tensor) -> Finding:
     )
 
 
-def with_memory(
-    leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
-) -> ShardedTensor:
-    """A copy of the leaf that has memory to fill; new memory is zero where nothing is stored."""
+def with_memory(leaf: ShardedTensor) -> ShardedTensor:
+    """A copy of the leaf that has memory to fill."""
     copied = shallow_copy(leaf)
-    if leaf.data is None:
-        copied.init_data("cpu", torch.zeros if _is_partly_stored(leaf, stored) else torch.empty)
+    copied.init_data("cpu")
     return copied
 
 
-def all_with_memory(
-    wanted: WantedTable, stored: Mapping[str, tuple[Ints, torch.dtype]]
-) -> list[ShardedTensor]:
-    """Copies of all tensors that have memory to fill, see ``with_memory``."""
-    known = stored.of(wanted.keys) if isinstance(stored, StoredTensors) else stored
-    return [with_memory(leaf, known) for leaf in wanted.tensors]
-
-
 def clear_partly_stored(
-    leaves: Iterable[ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
+    leaves: Sequence[ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
 ) -> None:
-    """Set the caller's tensors to zero of which not every element is stored."""
+    """Set tensors to zero of which not every element is stored."""
+    known = stored.of(leaf.key for leaf in leaves) if isinstance(stored, StoredTensors) else stored
     for leaf in leaves:
-        if leaf.data is not None and _is_partly_stored(leaf, stored):
+        if leaf.data is not None and _is_partly_stored(leaf, known):
             leaf.data.detach().zero_()
 
 
@@ -340,11 +336,21 @@ def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torc
 
 
 class StagedTensor(NamedTuple):
-    """A tensor of a template that is not wrapped, and the value of the common state at its path."""
+    """A tensor of a template, and the values that are copied into it once all is read.
 
+    A tensor that is not wrapped has a path, and the value of the common state there.
+    """
+
+    key: str
     given: torch.Tensor
     value: torch.Tensor
-    path: Path
+    path: Path = ()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the tensor holds the values bit by bit."""
+        tensors = (self.given.detach(), self.value.detach().to(self.given.dtype))
+        return len({digest_of_values(tensor.reshape(-1)) for tensor in tensors}) == 1
 
 
 def plain_tensors(
@@ -374,7 +380,7 @@ def plain_tensors(
         elif isinstance(value := value_at(result, path), torch.Tensor):
             leaf = ShardedTensor.from_rank_offsets(key, tensor)
             findings += _misfits(leaf, tuple(value.shape), value.dtype, cast)
-            plain.append(StagedTensor(tensor, value, path))
+            plain.append(StagedTensor(key, tensor, value, path))
     if flag in _DEMANDING:
         findings += absent
     elif absent:
@@ -383,11 +389,45 @@ def plain_tensors(
     return plain, findings
 
 
-def fill_staged(staged: Iterable[StagedTensor]) -> None:
-    """Copy values into tensors."""
+def set_apart(
+    wanted: WantedTable,
+    plain: Sequence[StagedTensor],
+    keeps_values: Callable[[ShardedTensor], bool],
+) -> dict[int, StagedTensor]:
+    """The tensors that share memory with other ones to fill, with new memory, by position.
+
+    Those that keep values of the template are left out.
+    """
+    spans = np.stack([wanted.addresses, wanted.num_bytes], axis=1)
+    for row in np.flatnonzero(wanted.addresses < 0).tolist():
+        spans[row] = memory_of(wanted.data[row])
+    others = [part.given for part in plain]
+    spans = np.vstack([spans, *(memory_of(tensor) for tensor in others)])
+    apart = {}
+    for row in sharing_memory([*wanted.data, *others], spans):
+        if row < len(wanted) and not keeps_values(leaf := wanted.tensors[row]):
+            assert leaf.data is not None
+            value = leaf.data.detach().to("cpu", copy=True)
+            apart[row] = StagedTensor(leaf.key, leaf.data, value)
+    return apart
+
+
+def fill_staged(staged: Sequence[StagedTensor]) -> None:
+    """Copy values into tensors. StateMismatchError if one does not hold them afterwards, because
+    other values are stored for another one, with which it shares memory.
+    """
     for part in staged:
         with torch.inference_mode(part.given.is_inference()):
             part.given.detach().copy_(part.value.detach())
+    given = [part.given for part in staged]
+    problem = "another tensor of the template, for which other values are stored, has its memory"
+    findings = [
+        Finding(problem, staged[row].key, remedy="Give each leaf memory of its own.")
+        for row in sharing_memory(given, [*map(memory_of, given)])
+        if not staged[row].is_kept
+    ]
+    if findings:
+        raise StateMismatchError("tensors of the template share memory", findings)
 
 
 def _is_there(tree: Any, path: ValuePath) -> bool:

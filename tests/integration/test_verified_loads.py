@@ -1,5 +1,6 @@
 """load(verify=True): each stored byte is read once, and no flipped bit gets through."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import dist_checkpointing as dc
 from damage import flip, place_of
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.mapping.tensor_memory import memory_of, sharing_memory
 from dist_checkpointing.planning import DefaultLoadPlanner
 from dist_checkpointing.strategies import (
     FullyParallelLoadStrategyWrapper,
@@ -239,21 +241,53 @@ def test_a_planner_of_a_user_may_change_values(tmp_path: Path) -> None:
         dc.load(wanted, tmp_path, strategy, cast="any", verify=True)
 
 
-def test_memory_that_two_leaves_share_is_no_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_memory_that_two_leaves_share_is_no_damage(tmp_path: Path, verify: bool) -> None:
     saved(tmp_path, "tensorstore")
     memory = torch.zeros(SHAPE)
     wanted = {"w": shard("w", memory), "b": shard("b", memory)}
-    with pytest.raises(
-        dc.CheckpointingException, match="Give each leaf memory of its own"
-    ) as raised:
-        dc.load(wanted, tmp_path, verify=True)
-    assert not isinstance(raised.value, dc.CorruptCheckpointError)
-    dc.load({"v": shard("w", memory), "w": shard("w", memory)}, tmp_path, verify=True)
+    with pytest.raises(dc.StateMismatchError, match="Give each leaf memory of its own") as raised:
+        dc.load(wanted, tmp_path, verify=verify)
+    assert {finding.key for finding in raised.value.findings} <= {"w", "b"}
+    for key in ("w", "b"):
+        wanted = {"v": shard(key, memory), "w": shard(key, memory)}
+        loaded = dc.load(wanted, tmp_path, verify=verify)
+        assert (loaded["v"] is memory, loaded["w"] is memory) == (True, True)
+        assert abs(memory[-1, -1]) == COUNT
+
+
+def test_tied_weights_that_were_saved_as_two(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, math.nan])
+    dc.save({key: shard(key, values) for key in ("embed", "head")}, tmp_path)
+    tied = torch.zeros(2)
+    dc.load({key: shard(key, tied) for key in ("embed", "head")}, tmp_path)
+    assert tied[0] == 1
+
+
+def test_views_that_share_no_element_are_filled(tmp_path: Path) -> None:
+    values = torch.arange(24.0).reshape(4, 6)
+    state = {"even": values[:, ::2], "odd": values[:, 1::2], "none": values[:0]}
+    dc.save({"plain": values[:, 0].clone()} | {k: shard(k, v) for k, v in state.items()}, tmp_path)
+    memory, other = torch.zeros(4, 6), torch.zeros(4, 2)
+    views = {"even": memory[:, ::2], "odd": memory[:, 1::2], "none": memory[:0]}
+    template = {key: shard(key, view) for key, view in views.items()}
+    copies = [shard("even", memory[:, ::2]), shard("even", torch.zeros(4, 3))]
+    columns = [*views.values()]
+    assert sharing_memory(columns, [*map(memory_of, columns)]) == []
+    loaded = dc.load({**template, "copies": copies, "plain": other[:, 0]}, tmp_path)
+    assert torch.equal(memory, values)
+    assert torch.equal(loaded["copies"][1], values[:, ::2])
+    assert all(loaded[key] is view for key, view in views.items())
+    assert other.T.tolist() == [[0, 6, 12, 18], [0] * 4]
+    with pytest.raises(dc.StateMismatchError, match="share memory") as raised:
+        dc.load({"plain": memory[:, 1], "odd": template["odd"]}, tmp_path)
+    assert [finding.key for finding in raised.value.findings] == ["odd"]
 
 
 def test_memory_that_two_small_leaves_share_is_noticed(tmp_path: Path) -> None:
     dc.save({f"w{n}": shard(f"w{n}", torch.full((64,), float(n))) for n in range(4)}, tmp_path)
     shared = torch.zeros(64)
     memory = [torch.zeros(64), shared, shared, torch.zeros(64)]
-    with pytest.raises(dc.CheckpointingException, match="memory of its own"):
-        dc.load({f"w{n}": shard(f"w{n}", memory[n]) for n in range(4)}, tmp_path, verify=True)
+    for verify in (False, True):
+        with pytest.raises(dc.StateMismatchError, match="memory of its own"):
+            dc.load({f"w{n}": shard(f"w{n}", memory[n]) for n in range(4)}, tmp_path, verify=verify)
