@@ -49,10 +49,10 @@ from dist_checkpointing.validation.load_errors import (
     clear_partly_stored,
     compare,
     fill_staged,
+    filling,
     first_names,
     handle_strictly,
     hash_of_names,
-    noting_filled,
     parse_strict_flag,
     plain_tensors,
     require_same_save,
@@ -250,7 +250,7 @@ def load(
     if verify is True:
         verifier = Verifier(opened, to_read, [*objects.values()], meter).start()
     cells, values = opened.read_objects(objects, parts)
-    with noting_filled(wanted):
+    with filling(wanted, lambda: opened.has_read):
         with verifier.comparing_memory() if verifier else nullcontext(), meter.phase("reading"):
             _, of_cells = opened.read(to_read, cells, meter)
         if verify == "restored":

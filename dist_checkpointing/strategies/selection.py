@@ -155,7 +155,8 @@ class OpenedCheckpoint:
     """A checkpoint that ranks load together; methods are collective.
 
     ``index`` and ``shapes`` (by key) hold what was asked for, ``stored_keys()`` the keys of all
-    stored tensors; ``read_index`` sets them, and the reader.
+    stored tensors; ``read_index`` sets them, and the reader. ``has_read`` says whether this rank
+    has read values of tensors.
     """
 
     folder: Location
@@ -167,6 +168,7 @@ class OpenedCheckpoint:
     index: Index = field(init=False)
     shapes: Mapping[str, tuple[Ints, torch.dtype]] = field(init=False)
     stored_keys: Callable[[], Iterable[str]] = field(init=False)
+    has_read: bool = field(init=False, default=False)
 
     @classmethod
     def open(
@@ -230,7 +232,12 @@ class OpenedCheckpoint:
         self, wanted: WantedTable, cells: Mapping[TreePath, ShardedObject], meter: Meter
     ) -> tuple[Mapping[TreePath, Any], Mapping[TreePath, Any]]:
         """Read tensors, and the objects that lie among them; the values of both."""
-        self.reader.report = meter.add
+
+        def report(num_bytes: int) -> None:
+            self.has_read = True
+            meter.add(num_bytes)
+
+        self.reader.report = report
         meter.expect(int(wanted.num_bytes.sum()))
         strategy, rows = self.strategies.sharded, wanted.with_objects(cells)
         read(rows, self.index, strategy.planner, self.reader, self.comm, strategy.plan_reader)

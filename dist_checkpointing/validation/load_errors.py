@@ -14,12 +14,14 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 import xxhash
+from torch.autograd.graph import increment_version
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
     Finding,
+    RankFailedError,
     StateMismatchError,
     hint,
 )
@@ -503,16 +505,21 @@ def warn_of_unasked(
 
 
 @contextmanager
-def noting_filled(wanted: WantedTable) -> Iterator[None]:
-    """Note on an error of the body which given tensors it may have filled."""
+def filling(wanted: WantedTable, has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Let the body fill given tensors; if it fails when it ``has_begun``, note on the error which.
+
+    Their versions are raised, so that a backward pass which needs their old values is an error. Not
+    those of views that autograd made, such as chunks of a parameter: they could not be used again.
+    """
+    bases = [(data, data._base) for data in wanted.data if data is not None]  # noqa: SLF001
+    increment_version([data for data, base in bases if base is None or not base.requires_grad])
     try:
         yield
     except CheckpointingException as error:
         pairs = zip(wanted.keys, wanted.data, strict=True)
         given = sorted({key for key, data in pairs if data is not None})
-        if given:
-            error.add_note(
-                f"The given tensors of {len(given)} keys may be partly filled: "
-                f"{', '.join(given[:20])}{', ...' if len(given) > 20 else ''}"
-            )
+        # An I/O error may come in the middle of the first read, before anything is reported.
+        if given and (has_begun() or isinstance(error, RankFailedError)):
+            more = f" and {len(given) - 20} more" if len(given) > 20 else ""
+            error.add_note(f"These tensors may be partly filled: {', '.join(given[:20])}{more}")
         raise

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import DCPReader, DCPWriter, TorchState, shard_state_dict
+from states import BACKEND, shard
 
 PLACES: dict[str, Callable[[Any], Any]] = {
     "save": lambda path: dc.save({"step": 1}, path),
@@ -121,6 +122,18 @@ def test_an_open_checkpoint_stays_where_it_is(
     assert str(opened.path) == "c"
     with pytest.raises(KeyError, match="holds no tensor 0"):
         opened[0]  # type: ignore[index]
+
+
+@BACKEND
+def test_a_load_between_forward_and_backward(tmp_path: Path, backend: Any) -> None:
+    weight, part = torch.ones(3, requires_grad=True), torch.ones(6)[:3].requires_grad_()
+    dc.save({"w": shard("w", torch.zeros(3)), "plain": torch.zeros(3)}, tmp_path, backend)
+    templates = ({"w": shard("w", weight)}, {"w": shard("w", part)}, {"plain": weight})
+    for template, filled in zip(templates, (weight, part, weight), strict=True):
+        loss = filled.square().sum()
+        dc.load(template, tmp_path)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_saved_plain_and_loaded_wrapped(tmp_path: Path) -> None:

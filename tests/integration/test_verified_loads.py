@@ -195,7 +195,9 @@ def test_every_finding_of_every_rank_is_said(tmp_path: Path) -> None:
         wanted = own_rows(comm)
         with pytest.raises(dc.CorruptCheckpointError, match="not what was saved") as raised:
             dc.load({"w": wanted}, tmp_path, comm=comm, verify=True)
-        assert raised.value.__notes__ == ["The given tensors of 1 keys may be partly filled: w"]
+        # What rank 0 wanted could not even be opened.
+        notes = ["These tensors may be partly filled: w"] if comm.rank else []
+        assert getattr(raised.value, "__notes__", []) == notes
         return [(f.problem[:16], f.ranks, Path(str(f.path)).name) for f in raised.value.findings]
 
     expected = [
