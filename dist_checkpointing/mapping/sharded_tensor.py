@@ -403,13 +403,12 @@ class ShardedTensor(ShardedBase):
             parts = plain_ints(rank_offset, "a rank offset", key)
             axis, position, count = parts if len(parts) == 3 else (-1, 0, 0)
             if not 0 <= axis < len(extents) or axis in seen or not 0 <= position < count:
-                finding = Finding(
-                    "(axis, position, count) needs each axis at most once, "
-                    "0 <= axis < ndim and 0 <= position < count",
-                    key,
-                    expected=f"axis < {len(extents)}",
-                    found=parts,
-                )
+                problem = "(axis, position, count) needs each axis at most once, 0 <= axis < ndim"
+                expected = f"axis < {len(extents)}"
+                if 0 <= axis < len(extents) and axis not in seen:
+                    problem = f"position {position} is outside of axis {axis}, cut into {count}"
+                    expected = f"0 <= position < {count}"
+                finding = Finding(problem, key, expected=expected, found=parts)
                 message = f"Invalid rank offsets: {rank_offsets} for key {key}."
                 raise InvalidShardingError(message, [finding])
             seen.add(axis)

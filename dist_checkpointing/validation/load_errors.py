@@ -289,7 +289,10 @@ def _misfits(leaf: ShardedTensor, shape: Ints, dtype: torch.dtype, cast: Cast) -
     """Why what is stored cannot fill a tensor."""
     key, data, own = leaf.key, leaf.data, tuple(leaf.global_shape)
     if shape != own and not (leaf.allow_shape_mismatch and len(shape) == len(own)):
-        remedy = "Only allow_shape_mismatch=True takes another extent."
+        remedy = (
+            "Give it the stored shape, or pass allow_shape_mismatch=True to "
+            "ShardedTensor.from_rank_offsets; a recipe with Resize cuts or pads it."
+        )
         yield Finding("global shape differs", key, own, shape, remedy=remedy)
     own_dtype = leaf.dtype if data is None else data.dtype
     is_lost = cast == "error" or (cast == "widen" and not is_lossless(dtype, own_dtype))

@@ -408,6 +408,10 @@ class TestFromRankOffsets:
             ShardedTensor.from_rank_offsets("my.key", torch.zeros(2, 3), *rank_offsets)
         assert "for key my.key" in str(caught.value)
 
+    def test_a_position_behind_the_last_part(self) -> None:
+        with pytest.raises(CheckpointingException, match="position 4 is outside of axis 0, cut"):
+            ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 4, 4))
+
     def test_the_axis_limit_counts_prepended_axes(self) -> None:
         tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (1, 1, 2), prepend_axis_num=1)
         assert tensor.global_offset == (0, 2)
