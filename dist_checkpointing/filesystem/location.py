@@ -42,7 +42,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def as_location(path: str | os.PathLike[str]) -> Location:
-    """Where a path of a user is: on a mounted file system, without "..", or in an object store.
+    """Where a path of a user is: on a mounted file system, without ".." and "~", or in an object
+    store.
 
     UnsupportedFormatError for a URL of a scheme that is not known; CheckpointingException if it
     names no bucket, is empty, or is no path.
@@ -61,9 +62,9 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     elif _URL.match(text) is not None:
         return ObjectPath.of(text)
     else:
-        plain = Path(path)
-        # TensorStore refuses paths with "..".
-        return plain.resolve() if ".." in plain.parts else plain
+        plain = Path(os.path.expanduser(text))  # noqa: PTH111 - of "./~" a Path keeps only "~"
+        # TensorStore refuses paths with "..", and a relative "~" would be expanded the next time.
+        return plain.resolve() if ".." in plain.parts or str(plain)[0] == "~" else plain
     raise CheckpointingException("not a path of a checkpoint", [finding])
 
 

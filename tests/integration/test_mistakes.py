@@ -124,6 +124,18 @@ def test_an_open_checkpoint_stays_where_it_is(
         opened[0]  # type: ignore[index]
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    dc.save({"step": 1}, "~/c")
+    assert dc.load({}, home / "c") == dc.load({}, "~/c") == {"step": 1}
+    assert dc.Checkpoint.open("~/c").path == home / "c"
+    assert dc.CheckpointManager("~/run").root == home / "run"
+    dc.save({"step": 2}, "./~/c")
+    assert dc.load({}, "./~/c") == dc.load({}, tmp_path / "~" / "c") == {"step": 2}
+
+
 @BACKEND
 def test_a_load_between_forward_and_backward(tmp_path: Path, backend: Any) -> None:
     weight, part = torch.ones(3, requires_grad=True), torch.ones(6)[:3].requires_grad_()
