@@ -75,7 +75,7 @@ class TorchState:
     activation checkpointing; it may be cut in another way when it is loaded. Optimizer state goes
     by parameter name, so parameters may be grouped in another way or frozen; it is made where an
     optimizer has none before its first step. Tied weights are stored once. The states of the random
-    number generators are kept for each rank.
+    number generators are kept for each rank, and restored if there is an optimizer.
 
     Args:
         model: Model, with memory (not on the meta device).
@@ -251,7 +251,8 @@ class TorchState:
             for name in restored:
                 self._restore_other(name, loaded[name], optimizer)
             self.step = loaded.get("step", self.step)
-            if "rng" in cells:
+            # Without an optimizer this is no training that goes on: an evaluation keeps its own.
+            if "rng" in cells and self._optimizers:
                 set_rng_state(loaded["rng"])
 
         return {**sharded, **cells}, restore

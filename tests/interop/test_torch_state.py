@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import TorchState, shard_state_dict
+from dist_checkpointing.interop.torch_state import rng_state
 from dist_checkpointing.testing import run_ranks
 
 
@@ -240,6 +241,20 @@ class Tied(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.embed(x) @ self.head.weight
         return result
+
+
+def test_only_a_training_continues_with_the_random_numbers_of_the_save(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = trained(model)
+    dc.save(TorchState(model, optimizer), tmp_path)
+    at_save = bits(rng_state())
+    other = model_of(1)
+    here = bits(rng_state())
+    dc.load(TorchState(other), tmp_path)
+    assert bits(other.state_dict()) == bits(model.state_dict())
+    assert bits(rng_state()) == here != at_save
+    dc.load(TorchState(model, optimizer), tmp_path)
+    assert bits(rng_state()) == at_save
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
