@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dist_checkpointing.errors import (
+    CheckpointExistsError,
     CheckpointingException,
     CorruptCheckpointError,
     Finding,
@@ -470,8 +471,8 @@ def fsync_folders(files: Iterable[Location], root: Location) -> None:
 def check_room(folder: Location, num_bytes: int) -> None:
     """Check before a save that ``num_bytes`` can be written below a folder, where that is known.
 
-    CheckpointingException if it is write-protected or a file, or its file system too full. Quotas
-    are not checked.
+    CheckpointingException if it is write-protected, or its file system too full; a
+    CheckpointExistsError if a file is in the way. Quotas are not checked.
     """
     if isinstance(folder, ObjectPath):
         return
@@ -490,4 +491,5 @@ def check_room(folder: Location, num_bytes: int) -> None:
         sizes = (f"{num_bytes} bytes", f"{free} bytes")
         findings.append(Finding(problem, None, *sizes, path=str(above), remedy=remedy))
     if findings:
-        raise CheckpointingException(f"cannot save into {folder}", findings)
+        kind = CheckpointingException if above.is_dir() else CheckpointExistsError
+        raise kind(f"cannot save into {folder}", findings)

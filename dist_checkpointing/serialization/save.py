@@ -98,6 +98,7 @@ def save(
             that does not keep them.
         CheckpointNotFoundError: ``base`` is no checkpoint.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
+        CheckpointingException: this process may not write there, or the disk is too full.
         StrategyNotFoundError: no such backend.
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
 

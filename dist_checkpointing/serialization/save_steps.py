@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
 
 import torch
@@ -24,6 +25,8 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.location import (
     as_local_folder,
+    check_room,
+    is_there,
     require_local,
 )
 from dist_checkpointing.format.commit import (
@@ -363,6 +366,7 @@ class SaveJob:
         """Claim the folder, if all ranks have planned, see ``SaveFolder.claim``. Collective."""
 
         def created_names(index: Index) -> list[str]:
+            self._check_room(index)
             objects = sorted(set(self._others.key_column))
             names = [*self._common_writer.created_names(objects)]
             names += self.writer.created_names(index, world_size=comm.world_size)
@@ -375,6 +379,14 @@ class SaveJob:
         if data != before:
             self.writer.checkpoint_dir = data
             self.writer.reset(data)
+
+    def _check_room(self, index: Index) -> None:
+        """Refuse a disk that is too full, where nothing makes room and nothing takes less of it."""
+        folder, is_packed = self.folder.path, getattr(self.writer, "codec_name", None) is not None
+        is_all = self.folder.disks is None and self._options.get("base") is None and not is_packed
+        if isinstance(folder, Path) and is_all and not is_there(folder):
+            counts = index.global_shapes.astype(float).prod(axis=1)
+            check_room(folder, int(counts @ index.itemsizes_of(index.keys_column)))
 
     def _prepare_write(self, comm: Comm) -> None:
         """Get ready to write. The first thing in the body of an agreement."""

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import DCPReader, DCPWriter, TorchState, shard_state_dict
+from faults import full_disk
+from samples import BACKENDS
 from states import BACKEND, shard
 
 PLACES: dict[str, Callable[[Any], Any]] = {
@@ -122,6 +124,18 @@ def test_an_open_checkpoint_stays_where_it_is(
     assert str(opened.path) == "c"
     with pytest.raises(KeyError, match="holds no tensor 0"):
         opened[0]  # type: ignore[index]
+
+
+def test_a_full_disk_is_noticed_before_the_save(tmp_path: Path) -> None:
+    state = {"w": shard("w", torch.zeros(4, 4))}
+    with full_disk():
+        for attempt in (dc.save, lambda *given: dc.async_save(*given).result()):
+            with pytest.raises(dc.CheckpointingException, match=r"not enough free .*64 bytes"):
+                attempt(state, tmp_path / "run" / "c")
+        assert not (tmp_path / "run").exists()
+        # Nobody knows how much room this makes, or takes.
+        dc.save(state, tmp_path, overwrite=True)
+        dc.save(state, tmp_path / "c", BACKENDS["zarr-2-zstd"]())
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
