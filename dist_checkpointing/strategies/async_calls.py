@@ -24,8 +24,8 @@ class AsyncRequest(NamedTuple):
             Strategies of this library keep its error for the first of ``finalize_fns``, which
             raises it on all ranks.
         async_fn_args: Positional arguments of ``async_fn``.
-        finalize_fns: Functions to call on every rank, in order, when ``async_fn`` has ended on all
-            ranks.
+        finalize_fns: Functions to call, in order, when ``async_fn`` has ended on all ranks. Ranks
+            may have different numbers of them.
         async_fn_kwargs: Keyword arguments of ``async_fn``.
         preload_fn: Function that copies the data. Its result replaces ``async_fn_args[1]``.
         is_frozen: Whether ``finalize_fns`` is closed.
@@ -84,8 +84,9 @@ class AsyncRequest(NamedTuple):
 
     def finalize(self, comm: Comm) -> None:
         """The last steps. Collective; one that fails on some ranks fails on all."""
-        for finalize in self.finalize_fns:
-            with comm.agreed("finalizing"):
+        # One agreement: Megatron adds different numbers of functions on the ranks.
+        with comm.agreed("finalizing"):
+            for finalize in self.finalize_fns:
                 finalize()
 
 

@@ -24,15 +24,16 @@ def request(comm: Comm, folder: Path, value: float, backend: Any = None) -> Asyn
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_in_order(tmp_path: Path, backend: tuple[str, int]) -> None:
+    added: list[int] = []
+
     def one(comm: Comm) -> None:
         queue = AsyncCallsQueue(comm=comm)
         assert queue.maybe_finalize_async_calls() == []
         folders = [tmp_path / str(i) for i in range(3)]
-        numbers = [
-            queue.schedule_async_request(request(comm, folder, i, backend))
-            for i, folder in enumerate(folders)
-        ]
-        assert numbers == [0, 1, 2]
+        requests = [request(comm, folder, i, backend) for i, folder in enumerate(folders)]
+        for made in requests[comm.rank :]:  # as Megatron: another number on each rank
+            made.add_finalize_fn(lambda: added.append(comm.rank))
+        assert [queue.schedule_async_request(made) for made in requests] == [0, 1, 2]
         assert queue.get_num_unfinalized_calls() == 3
         comm.all_gather(None)
         assert not any(map(check_is_distributed_checkpoint, folders))
@@ -42,6 +43,7 @@ def test_in_order(tmp_path: Path, backend: tuple[str, int]) -> None:
         queue.close()
 
     run_ranks(2, one)
+    assert sorted(added) == [0, 0, 0, 1, 1]
     for i in range(3):
         assert_at_step(tmp_path / str(i), i)
 

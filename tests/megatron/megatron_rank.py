@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,21 @@ def cases() -> Iterator[tuple[str, str, int]]:
     return itertools.product(MODELS, FORMATS, TP_SIZES)
 
 
+def save_behind_the_training(state: dict[str, Any], folder: Path) -> None:
+    """With the last steps of ``--async-save``: one on rank 0, and two on the last rank."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    called: list[int] = []
+    request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+    for number in range(1 + dist.get_rank()):
+        request.add_finalize_fn(partial(called.append, number))
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert len(called) == 1 + dist.get_rank()
+
+
 def report(role: str, action: str, place: Path) -> dict[str, str]:
     from megatron.core import dist_checkpointing
 
@@ -184,7 +200,10 @@ def report(role: str, action: str, place: Path) -> dict[str, str]:
             dist.barrier()
             try:
                 state = state_of(gpt, optimizer, form, is_loading=False)
-                dist_checkpointing.save(state, str(folder))
+                if role == "ours" and form == FORMATS[-1]:
+                    save_behind_the_training(state, folder)
+                else:
+                    dist_checkpointing.save(state, str(folder))
             except dist_checkpointing.core.CheckpointingException as error:
                 # Megatron 0.16 has no flattened tensors any more.
                 if "flattened_range is not supported" not in str(error):
