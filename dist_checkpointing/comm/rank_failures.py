@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -116,21 +116,22 @@ def merge_failures(
     return _marked(type(first)(first.message, merge_findings(findings)), global_ranks)
 
 
-def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
-    problem = f"did not reach '{step}' within {timeout_seconds:g} s: dead, hung or far behind"
-    return Failure(RankFailedError("", [Finding(problem=problem, ranks=(rank,))]), problem, "")
+class Absence(Enum):
+    """Why other ranks do not wait for a rank any longer."""
+
+    AWAY = "has not come to '{step}': dead, hung or far behind"
+    LATE = "did not reach '{step}' within {seconds:g} s: dead, hung or far behind"
+    INSIDE = "entered '{step}' and did not come back: dead or hung"
+    DEAD = "died, or was stopped, before '{step}' was done: it gives no sign of life"
 
 
-def absent_error(
-    ranks: Iterable[int],
-    step: str,
-    timeout_seconds: float,
-    world_size: int,
-    global_ranks: Sequence[int] | None = None,
-) -> CheckpointingException:
-    """The error of all others if some ranks do not come."""
-    failures = {rank: absent_rank(rank, step, timeout_seconds) for rank in sorted(ranks)}
-    return merge_failures(step, failures, world_size, global_ranks)
+def absent_ranks(absent: Mapping[int, Absence], step: str, seconds: float) -> dict[int, Failure]:
+    """The failures of ranks that do not come, of which the late ones had so many seconds."""
+    texts = {r: reason.value.format(step=step, seconds=seconds) for r, reason in absent.items()}
+    return {
+        rank: Failure(RankFailedError("", [Finding(text, ranks=(rank,))]), text, "")
+        for rank, text in texts.items()
+    }
 
 
 def contact_lost(step: str, problem: object, global_ranks: Iterable[int]) -> RankFailedError:
@@ -260,13 +261,13 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the ranks that are here decide about a step: which ranks did not come, or did not come
-    back; the values of the others; and what each rank calls, if they do not call the same.
+    back, and why; the values of the others; and what each rank calls, if they do not call the same.
 
     A step that ``is_lost`` cannot be repeated: some ranks have its result and others do not.
     """
 
     label: str
-    absent: tuple[int, ...]
+    absent: Mapping[int, Absence]
     values: Mapping[int, Any]
     calls: Mapping[int, str]
     is_lost: bool
@@ -285,12 +286,14 @@ def decide(
     has_payload: bool,
     is_late: bool,
     is_too_late: bool,
+    dead: AbstractSet[int] = frozenset(),
 ) -> Verdict | None:
     """The verdict that follows from the records that exist, by rank; None if it is too early.
 
     ``step`` is the record of the rank that asks. ``has_payload`` says whether ranks pass more in
     this step than what is in their records, ``is_late`` whether the time to come is over,
-    ``is_too_late`` whether the time to come back is over, for ranks that were inside.
+    ``is_too_late`` whether the time to come back is over, for ranks that were inside. Nobody waits
+    for the ``dead``.
     """
     number = step.number
     came = {rank: record for rank, record in records.items() if record.number >= number}
@@ -302,11 +305,12 @@ def decide(
     inside: set[int] = set()
     if has_payload or len(labels) > 1 or has_tensors:
         inside = {rank for rank, record in here.items() if record.state is State.INSIDE}
-    if missing and not (is_late and (is_too_late or not has_tensors)):
+    if missing.difference(dead) and not (is_late and (is_too_late or not has_tensors)):
         return None
-    if inside and not is_too_late:
+    if inside.difference(dead) and not is_too_late:
         return None
-    absent = missing | inside
+    absent = dict.fromkeys(missing, Absence.LATE) | dict.fromkeys(inside, Absence.INSIDE)
+    absent |= dict.fromkeys(absent.keys() & dead, Absence.DEAD)
     values = {
         rank: record.value if record.number == number else record.last_value
         for rank, record in came.items()
@@ -317,4 +321,4 @@ def decide(
         calls = {rank: record.call or f"is at {record.label}" for rank, record in here.items()}
     has_left = any(record.number > number or record.state is State.DONE for record in came.values())
     is_lost = has_tensors or (has_payload and has_left)
-    return Verdict(step.label, tuple(sorted(absent)), values, calls, is_lost)
+    return Verdict(step.label, absent, values, calls, is_lost)

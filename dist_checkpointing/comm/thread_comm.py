@@ -11,13 +11,15 @@ from dist_checkpointing.comm.rank_failures import (
     BROADCAST,
     COMPARISON,
     GATHER,
+    Absence,
     Failure,
     Outcome,
-    absent_error,
+    absent_ranks,
     agreement,
     collection,
     described,
     different_calls,
+    merge_failures,
     step_of,
 )
 
@@ -97,8 +99,11 @@ class ThreadComm(Comm):
                         # A rank that comes too late must not meet ranks that went on without it.
                         self._given_up = set(range(self.world_size)) - self._values.keys()
                         self._changed.notify_all()
-            step, seconds, absent = step_of(label), self.timeout_seconds, self._given_up
-            raise absent_error(absent, step, seconds, self.world_size, comm.global_ranks)
+            step = step_of(label)
+            absent = dict.fromkeys(self._given_up, Absence.LATE)
+            absent |= dict.fromkeys(self._given_up & self._gone, Absence.DEAD)
+            failures = absent_ranks(absent, step, self.timeout_seconds)
+            raise merge_failures(step, failures, self.world_size, comm.global_ranks)
 
     def __init__(
         self,

@@ -11,11 +11,12 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -24,11 +25,12 @@ import xxhash
 from dist_checkpointing.comm.channel import Channel, ContactLostError
 from dist_checkpointing.comm.rank_failures import (
     TENSORS,
+    Absence,
     Failure,
     Record,
     State,
     Verdict,
-    absent_error,
+    absent_ranks,
     contact_lost,
     decide,
     described,
@@ -40,6 +42,7 @@ from dist_checkpointing.comm.rank_failures import (
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 from dist_checkpointing.threads import fill
 
+logger: logging.Logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _FLAG: Final = "broken"
 _SHORT_SECONDS: Final = 1.0
@@ -51,6 +54,39 @@ class StoreSilentError(Exception):
     """The store did not answer in time."""
 
 
+_HEARTBEATS: Final = "dist_checkpointing/heartbeats"
+_BEAT_SECONDS: Final = 2.5
+_DEAD_AFTER: Final = 5
+"""So many heartbeats in a row a dead rank has missed, once a collective has failed."""
+_GONE_AFTER: Final = 75
+"""The same while all connections stand: a rank may be stopped, or its machine may be lost."""
+_beating: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def start_heartbeat(shared: Any) -> None:
+    """Let a thread write into the store of a world every few seconds that this process lives."""
+    base, stop, world = shared, threading.Event(), dist.group.WORLD
+    while isinstance(base, dist.distributed_c10d.PrefixStore):
+        base = base.underlying_store
+    # A FileStore would grow with each heartbeat.
+    if world in _beating or isinstance(base, dist.FileStore):  # type: ignore[attr-defined]
+        return
+    _beating.add(world)
+    weakref.finalize(world, stop.set)
+    rank = str(dist.get_rank())
+
+    def beat() -> None:
+        try:
+            store = dist.distributed_c10d.PrefixStore(_HEARTBEATS, shared.clone())
+            while not stop.is_set():
+                store.set(rank, str(time.time_ns()))
+                stop.wait(_BEAT_SECONDS)
+        except RuntimeError as error:
+            logger.debug("no more heartbeats: %s", error)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+
+
 class RankNotes:
     """Where each rank of a comm is, in a key-value store that nothing else uses.
 
@@ -58,10 +94,14 @@ class RankNotes:
     for a limited time.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, global_ranks: Sequence[int]) -> None:
         self.store = store
         self._rank = rank
-        self._world_size = world_size
+        self._world_size = len(global_ranks)
+        self._heartbeats = dist.distributed_c10d.PrefixStore(_HEARTBEATS, store.underlying_store)
+        self._beats: dict[int, tuple[bytes, int]] = {}
+        self._next_look = 0.0
+        self._global_ranks = global_ranks
         self._question: Future[bool] | None = None
         self._acknowledged: int | None = None
         self._verdicts: list[int] = []
@@ -72,13 +112,32 @@ class RankNotes:
         self.store.set(f"at/{self._rank}", _text(record))
 
     def is_flagged(self) -> bool:
-        """Whether a rank has reported that the group is broken; does not wait for the answer."""
+        """Whether a rank has reported that the group is broken, or has been gone for long; does not
+        wait for the answer.
+        """
         if self._question is None:
-            self._question = _in_thread(lambda: bool(self.store.check([_FLAG])))
+            # All watch the rank that watches all.
+            watched = range(self._world_size if self._rank == 0 else 1)
+            gone = partial(self.dead, watched, _GONE_AFTER)
+            self._question = _in_thread(lambda: bool(self.store.check([_FLAG]) or gone()))
         elif self._question.done():
             question, self._question = self._question, None
             return question.result()
         return False
+
+    def dead(self, ranks: Sequence[int], after: int) -> set[int]:
+        """The ranks that have missed so many heartbeats in a row.
+
+        One is missed each time that this process looks and finds no new one. Time alone says
+        nothing: this process may have been stopped, or the store.
+        """
+        keys, now = [str(self._global_ranks[rank]) for rank in ranks], time.monotonic()
+        if now >= self._next_look and self._heartbeats.check(keys):
+            self._next_look = now + _BEAT_SECONDS
+            for rank, beat in zip(ranks, self._heartbeats.multi_get(keys), strict=True):
+                last, missed = self._beats.get(rank, (b"", 0))
+                self._beats[rank] = (beat, missed + 1 if beat == last else 0)
+        return {rank for rank in ranks if self._beats.get(rank, (b"", 0))[1] >= after}
 
     def require_answer(self, timeout_seconds: float) -> None:
         """Wait for the answer to the last question, since until then the store answers nothing
@@ -135,6 +194,7 @@ class RankNotes:
                     has_payload=has_payload,
                     is_late=now > deadline + own_turn,
                     is_too_late=now > back_by + own_turn,
+                    dead=self.dead(range(self._world_size), _DEAD_AFTER),
                 )
                 if found is not None:
                     self.store.compare_set(f"{number}/verdict", "", _text(found))
@@ -218,7 +278,6 @@ def _in_thread(question: Callable[[], T]) -> Future[T]:
     return answer
 
 
-logger: logging.Logger = logging.getLogger(__name__)
 _MAKING: Final = "making a channel"
 _CLEARING_SECONDS: Final = 5.0
 _HEARING_SECONDS: Final = 5.0
@@ -249,7 +308,8 @@ class Steps:
         # A connection of its own: a thread that waits for a key blocks all users of its connection.
         store = self._answered(_MAKING, lambda: asked(default_store.clone, timeout_seconds))
         self._arrivals = dist.distributed_c10d.PrefixStore(name, store)
-        self._notes = RankNotes(self._arrivals, self._rank, self._world_size)
+        self._notes = RankNotes(self._arrivals, self._rank, self._global_ranks)
+        start_heartbeat(default_store)
         self.channel = Channel(group, tensor_group, self._notes.is_flagged)
         name = self._random_name()
         self._notes.store = dist.distributed_c10d.PrefixStore(name, self._arrivals)
@@ -258,16 +318,17 @@ class Steps:
         """A random name, chosen by rank 0, for a part of the store that only this comm uses."""
         store, step = self._arrivals, _MAKING
         keys = [f"here/{rank}" for rank in range(self._world_size)]
-        store.set(keys[self._rank], "1")
+        self._answered(step, lambda: store.set(keys[self._rank], "1"))
         drawn = [uuid.uuid4().int >> 66 if self._rank == 0 else 0 for _ in range(2)]
         deadline = time.monotonic() + self.timeout_seconds
         try:
             first, second = self.channel.maxima(drawn, deadline)
         except ContactLostError as error:
 
-            def absent() -> list[int]:
+            def absent() -> dict[int, Absence]:
                 self._notes.raise_flag()
-                return [rank for rank, key in enumerate(keys) if not store.check([key])]
+                ranks = enumerate(keys)
+                return {rank: Absence.AWAY for rank, key in ranks if not store.check([key])}
 
             gone = self._asked(absent, _patience(self.timeout_seconds), step)
             if gone:
@@ -300,7 +361,7 @@ class Steps:
             self._note(record)
             if self._number == 2:
                 # All ranks have been in the first step, so this comm exists on all of them.
-                self._arrivals.delete_key(f"here/{self._rank}")
+                self._answered(label, lambda: self._arrivals.delete_key(f"here/{self._rank}"))
             self._last_value = value
             yield record, deadline
 
@@ -459,9 +520,10 @@ class Steps:
     def _note(self, record: Record) -> None:
         self._answered(record.label, lambda: self._notes.note(record))
 
-    def _absent_error(self, absent: Sequence[int], label: str) -> Exception:
-        seconds, step = self.timeout_seconds, step_of(label)
-        return absent_error(absent, step, seconds, self._world_size, self._global_ranks)
+    def _absent_error(self, absent: Mapping[int, Absence], label: str) -> Exception:
+        step = step_of(label)
+        failures = absent_ranks(absent, step, self.timeout_seconds)
+        return merge_failures(step, failures, self._world_size, self._global_ranks)
 
 
 def store_error(

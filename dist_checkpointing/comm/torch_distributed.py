@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from dist_checkpointing.comm.channel import HEAD_BYTES
 from dist_checkpointing.comm.interface import Comm, SingleProcess
@@ -23,14 +24,15 @@ from dist_checkpointing.comm.rank_failures import (
     BROADCAST,
     COMPARISON,
     GATHER,
+    Absence,
     Failure,
     Outcome,
     Verdict,
-    absent_error,
-    absent_rank,
+    absent_ranks,
     agreement,
     collection,
     contact_lost,
+    merge_failures,
 )
 from dist_checkpointing.comm.timeouts import (
     Steps,
@@ -46,6 +48,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 _LONGEST_SECONDS: Final = 1e9
 _TIMEOUT_VARIABLE: Final = "DIST_CHECKPOINTING_TIMEOUT_SECONDS"
+_DEFAULTS_OF_TORCH: Final = {default_pg_timeout, default_pg_nccl_timeout}
 _NO_NUMBER: Final = 2**62
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dict[str, Any]]] = (
     weakref.WeakKeyDictionary()
@@ -60,8 +63,8 @@ class TorchComm(Comm):
     rank failed, an agreement needs nothing else. Errors travel through the key-value store of
     torch.distributed, where each rank notes the step that it enters: a collective cannot tell which
     rank it is waiting for. If a rank does not come within ``timeout_seconds``, or does not come
-    back, the error of all others names it. Once a collective has failed, the ranks talk through the
-    store alone.
+    back, the error of all others names it; within half a minute, if its heartbeats show that it is
+    dead. Once a collective has failed, the ranks talk through the store alone.
 
     Creating a TorchComm is collective over the group. A TorchComm deletes its keys from the store
     when nothing refers to it any more; a duplicate also destroys its group.
@@ -69,7 +72,8 @@ class TorchComm(Comm):
     Args:
         group: process group of the ranks.
         timeout_seconds: how long a step waits for the slowest rank; by default the environment
-            variable DIST_CHECKPOINTING_TIMEOUT_SECONDS, or half an hour.
+            variable DIST_CHECKPOINTING_TIMEOUT_SECONDS, the timeout of the group (unless it is
+            torch's default), or half an hour.
         tensor_group: process group that carries tensors, if it is not ``group``.
     """
 
@@ -83,7 +87,7 @@ class TorchComm(Comm):
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.global_ranks: Sequence[int] | None = dist.get_process_group_ranks(group)
-        seconds = default_timeout_seconds() if timeout_seconds is None else timeout_seconds
+        seconds = default_timeout_seconds(group) if timeout_seconds is None else timeout_seconds
         require_timeout(seconds, "timeout_seconds")
         self._group = group
         self._tensor_group = group if tensor_group is None else tensor_group
@@ -239,7 +243,7 @@ class TorchComm(Comm):
     def _failures_in(self, verdict: Verdict | None, step: str) -> Mapping[int, Failure]:
         if verdict is None:
             return {}
-        failures = {rank: absent_rank(rank, step, self.timeout_seconds) for rank in verdict.absent}
+        failures = absent_ranks(verdict.absent, step, self.timeout_seconds)
         return failures | {rank: f for rank, f in verdict.values.items() if f is not None}
 
 
@@ -277,11 +281,17 @@ def _end_group(group: dist.ProcessGroup, owner: int) -> None:
         logger.debug("a key stays in the store: %s", error)
 
 
-def default_timeout_seconds() -> float:
-    """What the environment variable says, or half an hour; ValueError for no number above 0."""
+def default_timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
+    """What the environment variable says; else the timeout that the group was made with, if that is
+    no default of torch; else half an hour. ValueError for no number above 0.
+    """
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if text is None:
-        return DEFAULT_TIMEOUT_SECONDS
+        # torch has no public way to the timeout of a group.
+        backends: Any = () if group is None else map(group._get_backend, group._device_types)  # noqa: SLF001
+        options = [getattr(backend, "options", None) for backend in backends]
+        chosen = {o._timeout for o in options if o is not None} - _DEFAULTS_OF_TORCH  # noqa: SLF001
+        return min((timeout.total_seconds() for timeout in chosen), default=DEFAULT_TIMEOUT_SECONDS)
     try:
         seconds = float(text)
     except ValueError:
@@ -318,7 +328,8 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
     Args:
         timeout_seconds: how long the steps of this comm wait for the slowest rank, from now on and
             wherever it is used; the same on all ranks. By default the environment variable
-            DIST_CHECKPOINTING_TIMEOUT_SECONDS as it was on first use, or half an hour.
+            DIST_CHECKPOINTING_TIMEOUT_SECONDS as it was on first use, the timeout of
+            init_process_group (unless it is torch's default), or half an hour.
 
     Raises:
         CheckpointingException: in a process that was forked from a rank. Also if there is no
@@ -342,7 +353,7 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
         raise forked_error(os.getppid())
     comm = _comms.get(world)
     if comm is None:
-        seconds = default_timeout_seconds() if timeout_seconds is None else timeout_seconds
+        seconds = default_timeout_seconds(world) if timeout_seconds is None else timeout_seconds
         group = _group_of_all(seconds)
         comm = _comms[world] = TorchComm(group, seconds)
     elif timeout_seconds is not None:
@@ -437,7 +448,8 @@ def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
     except (StoreSilentError, dist.DistError) as error:
         raise store_error(step, error, world_size, range(world_size)) from error
     if absent:
-        raise absent_error(absent, step, timeout_seconds, world_size, range(world_size))
+        failures = absent_ranks(absent, step, timeout_seconds)
+        raise merge_failures(step, failures, world_size, range(world_size))
     try:
         group: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=timeout_seconds)
@@ -447,7 +459,7 @@ def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
     return group
 
 
-def _absent(timeout_seconds: float) -> list[int]:
+def _absent(timeout_seconds: float) -> dict[int, Absence]:
     """The ranks that do not come in time."""
     # torch has no public way to the store. Its own connection: a wait blocks all its users.
     shared: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
@@ -460,8 +472,8 @@ def _absent(timeout_seconds: float) -> list[int]:
     try:
         store.wait([f"{place}/all"], timedelta(seconds=timeout_seconds))
     except dist.DistStoreError:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    return []
+        return {rank: Absence.LATE for rank, key in enumerate(keys) if not store.check([key])}
+    return {}
 
 
 def _note_inherited_world() -> None:

@@ -68,6 +68,7 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
         assert report["calls"] == ([0] if rank == 0 else [])
         assert report["waits"] == [5, 5, 5]
         assert report["after"] == [0, 1, 2]
+        assert report["finalized"] == list(range(rank))
         assert report["keys_left"] < 20
 
     shared = same_error(reports, "shared")
@@ -133,6 +134,29 @@ def test_a_dead_rank_0_is_named_too(host: str, place: str, tmp_path: Path) -> No
         assert 0 in report["error"]["ranks"]
 
 
+@pytest.mark.exhaustive
+def test_a_rank_0_that_dies_with_the_store_is_named_by_all(tmp_path: Path) -> None:
+    for report in run("dead_host", str(tmp_path / "store.port"))[1:]:
+        assert report["error"]["class"] == "RankFailedError", report
+        assert report["error"]["ranks"] == [0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("scenario", "victim"), [("killed", 2), ("killed_rank_0", 0), ("stopped", 2)]
+)
+def test_a_dead_rank_is_named_long_before_the_timeout(
+    scenario: str, victim: int, place: str
+) -> None:
+    reports = run(scenario, place, timeout_seconds=110)  # of 1800
+    assert reports[victim] is DEAD
+    for name in reports[1]:
+        error = same_error(reports, name)
+        assert error["class"] == "RankFailedError"
+        assert error["ranks"] == [victim]
+        assert "no sign of life" in error["text"]
+
+
 @pytest.mark.parametrize("host", ["test", "rank 0"])
 def test_the_last_agreement_of_a_program_holds_for_all(
     host: str, place: str, tmp_path: Path
@@ -156,7 +180,10 @@ def test_a_rank_that_is_frozen_inside_a_step_is_named_on_all(place: str) -> None
         error = same_error(reports, phase)
         assert error["class"] == "RankFailedError", error
         assert error["ranks"] == [2], error
-        assert "within 5 s" in error["text"], error
+        # A rank that had entered the step has reached it.
+        is_inside = phase in ("gather", "broadcast")
+        words = "did not come back" if is_inside else "within 5 s"
+        assert words in error["text"], error
 
 
 @pytest.mark.exhaustive
@@ -208,7 +235,9 @@ def test_a_rank_0_that_is_frozen_before_the_first_call_is_named(tmp_path: Path) 
 
 def test_a_timeout_that_is_none_is_refused(place: str) -> None:
     for report in run("nonsense_for_a_timeout", place):
-        assert report.pop("kept") == 1800
+        assert report.pop("kept") == 60  # as in init_process_group
+        assert report.pop("group") == 12
+        assert report.pop("torch's default") == 1800
         for given, text in report.items():
             assert "must be a number of seconds above 0" in text, given
             assert given.startswith("a") or "DIST_CHECKPOINTING_TIMEOUT_SECONDS" in text, given

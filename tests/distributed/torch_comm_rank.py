@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,14 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     StateMismatchError,
 )
+from dist_checkpointing.storage import Progress
+from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
 
 WAIT_SECONDS = 2.0
 # The living ranks must take no longer to say that one is frozen, also on a loaded machine.
 FROZEN_SECONDS = 5.0
+# Longer than the others take to find out that another rank is dead.
+SLOW_SECONDS = 22.0
 Report = dict[str, Any]
 
 
@@ -136,6 +141,11 @@ def healthy(rank: int) -> Report:
     before = Outcome.of("work", raising(foreign))
     report["work"] = caught(lambda: comm.from_rank0("use", lambda: calls.append(9), after=before))
     report["after"] = comm.all_gather(rank)
+    queue, finalized = AsyncCallsQueue(comm=comm), list[int]()
+    last: list[Callable[[], None]] = [partial(finalized.append, n) for n in range(rank)]
+    queue.schedule_async_request(AsyncRequest(None, (), last))
+    queue.maybe_finalize_async_calls(blocking=True)
+    report["finalized"] = finalized
     return report
 
 
@@ -188,6 +198,54 @@ def dead_rank0(rank: int) -> Report:
     begin = time.monotonic()
     report: Report = {"error": caught(lambda: comm.agree("commit", None))}
     return report | {"seconds": time.monotonic() - begin}
+
+
+def dead_host(rank: int) -> Report:
+    """Rank 0, which holds the store, dies between the first step and the second."""
+    comm = make_comm()
+    comm.agree("start", None)
+    time.sleep(0.5 if rank == 0 else 1.5)
+    if rank == 0:
+        os._exit(3)
+    return {"error": caught(lambda: comm.agree("commit", None))}
+
+
+def killed(rank: int, victim: int = 2) -> Report:
+    """A rank is killed in a save, where the others wait for it. One of them is slow and lives."""
+    comm = TorchComm(make_group(), 1800.0)
+    folder = Path(comm.from_rank0("making a folder", tempfile.mkdtemp))
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 3))}
+
+    def watch(progress: Progress) -> None:
+        if progress.phase == "writing" and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if progress.phase == "writing" and rank == 1 and not slept.is_set():
+            slept.set()
+            time.sleep(SLOW_SECONDS)
+
+    slept = threading.Event()
+    report = {"error": caught(lambda: save(state, folder / "1", comm=comm, progress=watch))}
+    report["next"] = caught(lambda: save(state, folder / "2", comm=comm))
+    if rank == 1:
+        shutil.rmtree(folder)
+    return report
+
+
+def killed_rank_0(rank: int) -> Report:
+    return killed(rank, 0)
+
+
+def stopped(rank: int) -> Report:
+    """Rank 2 is stopped for long in a step, and its connections stand."""
+    timeouts._BEAT_SECONDS, timeouts._GONE_AFTER = 0.1, 5  # type: ignore[misc]
+    comm = make_comm(1800.0)
+    pids = comm.all_gather(os.getpid())
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    report = {"error": caught(lambda: comm.all_gather(rank))}
+    if rank == 0:
+        os.kill(pids[2], signal.SIGKILL)
+    return report
 
 
 def done(_rank: int) -> Report:
@@ -359,6 +417,8 @@ def nonsense_for_a_timeout(_rank: int) -> Report:
     del os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"]
     comm = default_comm()
     assert isinstance(comm, TorchComm)
+    report["group"] = TorchComm(make_group()).timeout_seconds
+    report["torch's default"] = TorchComm(dist.new_group(backend="gloo")).timeout_seconds
     for seconds in (-3, 0, float("nan"), 1e300):
         report[f"argument {seconds}"] = refusal(lambda: default_comm(seconds))  # noqa: B023
         report[f"attribute {seconds}"] = refusal(lambda: setattr(comm, "timeout_seconds", seconds))  # noqa: B023
