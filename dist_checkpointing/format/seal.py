@@ -11,7 +11,7 @@ import json
 import stat
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -188,6 +188,20 @@ def write_seal(
         files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
     content = Seal(attempt, asdict(config), files, tables).to_json()
     location.write_content(folder / SEAL_NAME, content, durability)
+
+
+def is_seen(look: Callable[[], bool]) -> bool:
+    """Whether a look finds something, if need be after a while.
+
+    A network file system may show what another machine has written a little later.
+    """
+    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.001
+    while not look():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+    return True
 
 
 def _require_reported(

@@ -17,8 +17,8 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import checksum_files, read_table
-from dist_checkpointing.format.commit import data_folder, read_config
-from dist_checkpointing.format.seal import read_seal
+from dist_checkpointing.format.commit import data_folder, is_committed, read_config
+from dist_checkpointing.format.seal import is_seen, read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
@@ -65,8 +65,10 @@ def check_sealed_files(folder: Location, rank: int, world_size: int) -> None:
     """Compare the sizes of all files and the contents of small ones with the seal. Not collective.
 
     Damaged metadata may look like that of other tensors. So it is compared before a load can blame
-    the template. Each of ``world_size`` ranks does its part.
+    the template. Each of ``world_size`` ranks does its part. Rank 0 has seen the checkpoint.
     """
+    if rank:
+        is_seen(lambda: is_committed(folder))
     read_config(folder)
     folder = data_folder(folder)
     notes = Notes()

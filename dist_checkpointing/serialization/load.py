@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar, overload
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.torch_distributed import chosen_comm
-from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.format.index import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import (
@@ -196,12 +195,17 @@ def load(
     flag = _checked_options(strict, cast, verify, recipe)
 
     # Open the checkpoint, and take the template apart.
-    with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
-        opened = OpenedCheckpoint.open(
-            data_folder(checkpoint_dir), sharded_strategy, common_strategy, comm, trusted=trusted
+    restore = None
+    with meter.phase("planning"):
+        given = {} if isinstance(sharded_state_dict, ShardedStateful) else sharded_state_dict
+        opened, parts = OpenedCheckpoint.open(
+            checkpoint_dir,
+            sharded_strategy,
+            common_strategy,
+            comm,
+            trusted=trusted,
+            split=partial(_split, given),
         )
-        if not isinstance(sharded_state_dict, ShardedStateful):
-            parts, restore = _split(sharded_state_dict), None
     require_same_save(comm.all_same(opened.save_number), opened.folder)
     if isinstance(sharded_state_dict, ShardedStateful):
         stored = StoredState(opened.stored_shapes(), opened.common)

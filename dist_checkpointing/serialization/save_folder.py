@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import PathLike
@@ -21,7 +20,6 @@ from dist_checkpointing.filesystem.location import (
     relative,
     write,
 )
-from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import (
     Attempt,
     CheckpointingConfig,
@@ -31,7 +29,7 @@ from dist_checkpointing.format.commit import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, PARTS_NAME, is_in_attempt
-from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, write_seal
+from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, is_seen, write_seal
 from dist_checkpointing.storage.driver import Finished
 from dist_checkpointing.storage.options import Durability
 
@@ -179,21 +177,16 @@ class SaveFolder:
                 remedy="Pass the same strategies on every rank.",
             )
             raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
-        deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
-        while not is_in_attempt(self.data, claimed.attempt):
-            if time.monotonic() > deadline:
-                finding = Finding(
-                    "this rank does not see the folder that rank 0 has claimed",
-                    expected=f"{claimed.folder}, as on rank 0",
-                    found=str(self.data.absolute()),
-                    ranks=(rank,),
-                    path=str(self.data / ATTEMPT_NAME),
-                    remedy="Save to a file system that all ranks share, under the same path.",
-                )
-                raise CheckpointingException("the ranks do not save into one folder", [finding])
-            # A network file system may show a new file a little later.
-            time.sleep(pause)
-            pause = min(1.0, 2 * pause)
+        if not is_seen(lambda: is_in_attempt(self.data, claimed.attempt)):
+            finding = Finding(
+                "this rank does not see the folder that rank 0 has claimed",
+                expected=f"{claimed.folder}, as on rank 0",
+                found=str(self.data.absolute()),
+                ranks=(rank,),
+                path=str(self.data / ATTEMPT_NAME),
+                remedy="Save to a file system that all ranks share, under the same path.",
+            )
+            raise CheckpointingException("the ranks do not save into one folder", [finding])
 
     def commit(self, comm: Comm, describe: Callable[[], Finished], *, is_opaque: bool) -> None:
         """Seal what all ranks have written, and turn it into a checkpoint. Collective.

@@ -10,12 +10,19 @@ from typing import Any, TypeAlias, TypeVar, Union
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.errors import CheckpointingException, CheckpointNotFoundError, Finding
+from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import CheckpointingConfig, read_config
+from dist_checkpointing.format.commit import (
+    CheckpointingConfig,
+    data_folder,
+    is_committed,
+    read_config,
+)
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.leftovers import number_of_save
+from dist_checkpointing.format.leftovers import CONFIG_FNAME, number_of_save
+from dist_checkpointing.format.seal import is_seen
 from dist_checkpointing.mapping import CommonStateDict, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import AtPaths, Path as TreePath, value_at
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
@@ -40,9 +47,11 @@ from dist_checkpointing.strategies.registry import (
     newest_version,
 )
 from dist_checkpointing.strategies.unplanned_strategies import as_planned
+from dist_checkpointing.threads import paused_collector
 from dist_checkpointing.validation.load_errors import StoredTensors
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 Selection: TypeAlias = Union[S, str, tuple[str, int], None]  # noqa: UP007 - S | str is no alias
 """A strategy, the name of a backend, its name and version, or None for the default."""
@@ -173,18 +182,44 @@ class OpenedCheckpoint:
     @classmethod
     def open(
         cls,
-        folder: Location,
+        checkpoint_dir: str | PathLike[str],
         sharded_strategy: Selection[LoadShardedStrategy],
         common_strategy: Selection[LoadCommonStrategy],
         comm: Comm,
         *,
         trusted: bool,
-    ) -> OpenedCheckpoint:
-        """Find the strategies, and read the common state. Not collective."""
-        # First: what another save begins to write afterwards must not pass for this checkpoint.
-        save_number = number_of_save(folder)
-        strategies = open_checkpoint(folder, sharded_strategy, common_strategy, trusted=trusted)
-        return cls(folder, save_number, strategies, strategies.common.load_common(folder), comm)
+        split: Callable[[], T],
+    ) -> tuple[OpenedCheckpoint, T]:
+        """Find the strategies, read the common state, and call ``split``. Collective.
+
+        If only rank 0 sees the checkpoint, the other ranks wait for it.
+        """
+        step = "opening the checkpoint"
+
+        @paused_collector()
+        def opened() -> tuple[OpenedCheckpoint, T]:
+            folder = data_folder(checkpoint_dir)
+            # First: what another save begins to write afterwards must not pass for this checkpoint.
+            save_number = number_of_save(folder)
+            strategies = open_checkpoint(folder, sharded_strategy, common_strategy, trusted=trusted)
+            common = strategies.common.load_common(folder)
+            return cls(folder, save_number, strategies, common, comm), split()
+
+        try:
+            with comm.agreed(step):
+                return opened()
+        except CheckpointNotFoundError as error:
+            rank0 = 0 if comm.global_ranks is None else comm.global_ranks[0]
+            if comm.world_size == 1 or any(rank0 in finding.ranks for finding in error.findings):
+                raise
+        root = as_location(checkpoint_dir)
+        with comm.agreed(step):
+            if comm.rank and not is_seen(lambda: is_committed(root)):
+                problem = "rank 0 sees a checkpoint here, and this rank does not"
+                remedy = "Load from a file system that all ranks share, under the same path."
+                finding = Finding(problem, path=str(root / CONFIG_FNAME), remedy=remedy)
+                raise CheckpointNotFoundError("the ranks do not see the same folder", [finding])
+            return opened()
 
     def read_index(self, parts: StateDictParts, *, is_kept: bool, is_whole: bool) -> None:
         """Read the index: at least of what this rank asks for, all of it if ``is_whole``.

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from hypothesis import given, strategies as st
 import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.format import seal
 from dist_checkpointing.strategies import (
     TorchCommonLoadStrategy,
     TorchDistCommonLoadStrategy,
@@ -27,6 +29,7 @@ from dist_checkpointing.strategies import (
     Zarr3SaveShardedStrategy,
     ZarrLoadShardedStrategy,
 )
+from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
 from states import (
     FORMAT,
@@ -88,6 +91,25 @@ def test_all_ranks_say_the_same_about_a_missing_checkpoint(tmp_path: Path) -> No
     error = the_one_error(3, lambda comm: dc.load({}, tmp_path / "nowhere", comm=comm))
     assert type(error) is dc.CheckpointNotFoundError
     assert "ranks 0, 1, 2" in str(error)
+
+
+def test_a_rank_waits_for_a_checkpoint_that_rank_0_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may show a commit a little later."""
+    dc.save({"step": 7}, tmp_path / "c")
+
+    def one(comm: Comm) -> Any:
+        return dc.load({}, tmp_path / ("late" if comm.rank else "c"), comm=comm)
+
+    threading.Timer(0.5, (tmp_path / "late").symlink_to, [tmp_path / "c"]).start()
+    assert run_ranks(3, one) == [{"step": 7}] * 3
+    (tmp_path / "late").unlink()
+    monkeypatch.setattr(seal, "VISIBLE_SECONDS", 0.1)
+    error = the_one_error(3, one)
+    assert type(error) is dc.CheckpointNotFoundError
+    assert "rank 0 sees a checkpoint here, and this rank does not" in str(error)
+    assert [finding.ranks for finding in error.findings] == [(1, 2)]
 
 
 # Backends and versions.
