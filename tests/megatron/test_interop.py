@@ -254,6 +254,15 @@ def test_an_unexpected_key_raises_torchs_error_too(
     assert getattr(caught.value, "failures", None) == {}
 
 
+def test_nothing_is_said_about_tensors_that_no_rank_asks_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    megatron.install()
+    theirs().save({key: shard(key, torch.ones(2)) for key in ("w", "v")}, str(tmp_path))
+    theirs().load({"w": shard("w", torch.zeros(2))}, str(tmp_path))
+    assert not caplog.messages
+
+
 def test_flattened_tensors_of_torch_dist_are_listed_and_loaded_flattened() -> None:
     megatron.install()
     folder = str(GOLDEN / "mc0.15.3_torch_dist")

@@ -39,7 +39,7 @@ from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
-from dist_checkpointing.validation.load_errors import StrictHandling
+from dist_checkpointing.validation.load_errors import StrictHandling, parse_strict_flag
 
 CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 Folder = str | PathLike[str]
@@ -171,7 +171,14 @@ def load(
     validate_access_integrity: bool | None = None,
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> Any:
-    """See ``dist_checkpointing.load``; tensors that are not wrapped are returned, not filled."""
+    """See ``dist_checkpointing.load``.
+
+    Tensors that are not wrapped are returned, not filled; nothing is logged about keys that are not
+    asked for.
+    """
+    flag = parse_strict_flag(strict)
+    if flag is StrictHandling.ASSUME_OK_UNEXPECTED:
+        flag = StrictHandling.RAISE_UNEXPECTED  # the same, without the warning
     state_dicts.force_all_tensors_to_non_fp8(sharded_state_dict)
     template = mapped(sharded_state_dict, lambda v: None if isinstance(v, torch.Tensor) else v)
     chosen = defaults()
@@ -183,7 +190,7 @@ def load(
             sharded_strategy,
             common_strategy,
             validate,
-            strict,
+            flag,
             cast=chosen.cast,
             trusted=chosen.trusted,
         )
