@@ -241,7 +241,7 @@ def _others(opened: Checkpoint) -> Iterator[Entry]:
             "1 cell of " + shape_text(handle.shape) if len(handle) == 1 else f"{len(handle)} cells"
         )
         yield Entry(key, handle.shape, OBJECT, 0, cells)
-    for name, value in values.entries(opened.common).items():
+    for name, value in values.entries(values.common_state(opened)).items():
         yield Entry(name, None, COMMON, 0, values.type_text(value))
 
 

@@ -230,7 +230,7 @@ def _document(
 
 
 def _common_value(opened: Checkpoint, key: str) -> Any:
-    common = opened.common
+    common = values.common_state(opened)
     try:
         return values.below(common, key)
     except KeyError:

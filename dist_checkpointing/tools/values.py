@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import torch
 from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
+from dist_checkpointing.errors import UnsupportedFormatError
 from dist_checkpointing.format.geometry import Box, split_rows
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks, stream
@@ -297,6 +298,36 @@ def _as_slice(part: range) -> slice:
 
 
 # Common state and objects as a flat list of named values.
+
+
+class _Unknown:
+    """A value of a class that nothing imports, such as an enum: its name, and what made it."""
+
+    text: str
+
+    def __new__(cls, *args: Any) -> Self:
+        made = super().__new__(cls)
+        made.text = f"{cls.__module__}.{cls.__qualname__}({', '.join(map(repr, args))})"
+        return made
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def common_state(opened: Checkpoint) -> dict[str, Any]:
+    """The common state, in which values of classes that are not allowed are only named."""
+    unknown: dict[str, type] = {}
+    while True:
+        try:
+            with torch.serialization.safe_globals([(kind, n) for n, kind in unknown.items()]):
+                return opened.common
+        except UnsupportedFormatError as error:
+            refused = {name for f in error.findings for name in str(f.found or "").split(", ")}
+            if refused <= {*unknown, ""}:
+                raise
+            for full in refused:
+                module, _, name = full.rpartition(".")
+                unknown[full] = type(name, (_Unknown,), {"__module__": module})
 
 
 def entries(value: Any, name: str = "") -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """``dckpt show`` as a user runs it."""
 
+import argparse
+import enum
 import math
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dist_checkpointing import ShardedObject, save
+from dist_checkpointing import ShardedObject, UnsupportedFormatError, load, save
 from dist_checkpointing.tools import report
 from samples import Run, Sample, Samples
 from states import shard
@@ -275,3 +279,21 @@ def test_what_has_no_histogram(tmp_path: Path, dckpt: Run, tensor: torch.Tensor)
 def test_a_histogram_of_equal_values(tmp_path: Path, dckpt: Run) -> None:
     found = histogram(torch.full((9,), 2.5), tmp_path, dckpt)
     assert found["counts"] == [9, *[0] * 19]
+
+
+def test_a_value_of_a_class_that_is_not_imported_is_named(
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of Megatron's training hold its enums."""
+    module: Any = ModuleType("megatron_enums")
+    vars(module)["Backend"] = enum.Enum("Backend", {"auto": 5}, module=module.__name__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    args = argparse.Namespace(backend=module.Backend.auto, lr=0.1)
+    save({"args": args}, tmp_path / "c", trusted=True)
+    monkeypatch.undo()
+    shown = dckpt("show", tmp_path / "c", "args.backend").out
+    assert "megatron_enums.Backend(5)" in shown
+    listed = dckpt("ls", tmp_path / "c", "--all", "--json").json
+    assert {"key": "args.backend", "type": "Backend"} in listed["common"]
+    with pytest.raises(UnsupportedFormatError, match=r"megatron_enums\.Backend"):
+        load({}, tmp_path / "c")
