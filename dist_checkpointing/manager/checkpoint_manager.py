@@ -31,6 +31,7 @@ from dist_checkpointing.manager.latest_valid import (
     judge,
 )
 from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.run_folder import NO_STEP
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
 from dist_checkpointing.manager.tier_copies import Drain
 from dist_checkpointing.manager.tiers import Run
@@ -58,6 +59,11 @@ class CheckpointManager:
     latest one, and lists all steps that were written here. Only one run at a time may use a root.
     All methods are collective, and only one thread at a time may call them.
 
+    A save goes on from the step that this manager has loaded or saved last, or else from the
+    latest. After ``load(template, 6000)`` and ``save(6500, ...)`` the step 7000 is abandoned: it is
+    loaded by number alone, a new save of it replaces it when that commits, and retention deletes it
+    as newer steps come. The function ``load`` looks at a step without going back to it.
+
     The pointer moves after a commit is durable, and old checkpoints are deleted after the pointer
     has moved. If a process was killed in between, the next manager corrects the pointer. The latest
     and the last verified checkpoint are always kept, and so is everything that no manager of this
@@ -82,6 +88,8 @@ class CheckpointManager:
             Each machine may have a disk of its own, and the folders any names: ranks find out which
             of them share one. A step is read from the disks as far as it is there.
         drain: ``"wait"`` for saves that wait for the copy.
+        fresh: unless a step is loaded, the first save begins a new history: it may have any number,
+            and all other steps are abandoned.
         fingerprints: see ``save``; for all saves that do not say otherwise.
         replicas: likewise.
         on_replica_mismatch: likewise.
@@ -113,6 +121,7 @@ class CheckpointManager:
         incremental: bool = False,
         fast: str | PathLike[str] | None = None,
         drain: Drain = "background",
+        fresh: bool = False,
         fingerprints: bool = False,
         replicas: ReplicaCheck = ReplicaCheck.OFF,
         on_replica_mismatch: OnReplicaMismatch = "raise",
@@ -129,6 +138,8 @@ class CheckpointManager:
         self._run = Run(
             self.root, kept, on_deleted, self._comm, fast, drain, incremental=incremental
         )
+        if fresh:
+            self._run.position = NO_STEP
         self._on_saved, self._on_error = on_saved, on_error
         self._trusted, self._is_incremental = trusted, incremental
         if incremental:
@@ -146,7 +157,6 @@ class CheckpointManager:
             retries=retries if on_error == "retry" else 0,
             plan_cache=self._plan_cache,
         )
-        self._damaged: dict[int, int] = {}  # step: number of its save that was found damaged
         self._signalled = threading.Event()
 
     def folder(self, step: int) -> Path:
@@ -164,13 +174,15 @@ class CheckpointManager:
         """Save a step and return when it is committed.
 
         Args:
-            step: number of the step; its folder must hold no checkpoint.
+            step: number of the step, above the one that was loaded or saved last. Without one, it
+                must be above the latest.
             state: see ``save``.
             metric: what ``Retention(keep_best=)`` and ``best`` go by, such as a loss. That of rank
                 0 counts, and NaN counts as none.
             options: options of ``save``.
 
         Raises:
+            CheckpointExistsError: if another manager has saved here since this one did.
             CheckpointingException: see ``save``; also if the disk is too full.
         """
         hooks, options, committed = self._begin(step, metric, Stopwatch(), options)
@@ -199,7 +211,7 @@ class CheckpointManager:
         """Save a step in the background, after the last asynchronous save has ended.
 
         Args:
-            step: number of the step; its folder must hold no checkpoint.
+            step: see the method ``save``.
             state: see ``save``.
             metric: see the method ``save``.
             capture: see ``async_save``.
@@ -237,6 +249,8 @@ class CheckpointManager:
             if self._on_error != "warn":
                 raise
             logger.warning("training goes on without a checkpoint: %s", error)
+        finally:
+            self._run.near.end_replacing()
 
     def close(self) -> None:
         """Wait for the save in progress, and free the buffers and threads of the manager."""
@@ -270,7 +284,7 @@ class CheckpointManager:
         return self._comm.from_rank0("finding the best checkpoint", self._run.best)
 
     def latest_valid(self, *, check: Literal["contents", "structure"] = "contents") -> int | None:
-        """The newest step that can be loaded; logs why it skips newer ones.
+        """The newest step of the history that can be loaded; logs why it skips newer ones.
 
         Args:
             check: ``"contents"`` reads all of a checkpoint, divided among the ranks, and compares
@@ -281,14 +295,14 @@ class CheckpointManager:
         """
         if check not in ("contents", "structure"):
             raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
-        for step, number in self._saves():
+        for step in self._tries():
             try:
                 if check == "contents":
                     self.verify(step)
                 else:
                     judge(self._comm, step, partial(check_structure, self._run.prepare_read(step)))
             except CheckpointingException as error:
-                self._skip(step, number, error)
+                self._skip(step, error)
             else:
                 return step
         return None
@@ -310,14 +324,14 @@ class CheckpointManager:
     def load(
         self, template: ShardedStateDict | ShardedStateful, step: int | None = None, **options: Any
     ) -> StateDict:
-        """Load a step.
+        """Load a step, from which the run then goes on.
 
         Args:
             template: see ``load``.
-            step: number of the step. None for the newest one in which nothing is damaged that the
-                template asks for; the log says why newer ones are skipped, and given tensors may
-                have been filled with parts of them before. The result does not tell which step that
-                was, unless the training keeps its step in the common state.
+            step: number of the step. None for the newest one of the history in which nothing is
+                damaged that the template asks for; the log says why newer ones are skipped, and
+                given tensors may have been filled with parts of them before. The result does not
+                tell which step that was, unless the training keeps its step in the common state.
             options: options of ``load``. If ``step`` is None, ``verify`` is True by default where
                 the checkpoint has checksums.
 
@@ -333,6 +347,7 @@ class CheckpointManager:
         options = {"trusted": self._trusted, **options}
         folder = self._run.prepare_read(step)
         loaded: StateDict = load(template, folder, comm=self._comm, **options)
+        self._run.position = step
         return loaded
 
     def delete(self, step: int) -> None:
@@ -364,7 +379,7 @@ class CheckpointManager:
         given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]
         # Of a strategy of the caller this says nothing about the checkpoint.
         unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
-        for step, number in self._saves():
+        for step in self._tries():
             try:
                 folder = self._run.prepare_read(step)
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
@@ -373,16 +388,17 @@ class CheckpointManager:
                 if not verify:
                     self.verify(step)  # as far as that goes
             except CheckpointingException as error:
-                skipped.append(self._skip(step, number, error))
+                skipped.append(self._skip(step, error))
                 continue
             chosen = {"trusted": self._trusted, "verify": verify, **options}
             try:
                 loaded: StateDict = load(template, folder, comm=comm, **chosen)
             except (CorruptCheckpointError, *unreadable) as error:
-                skipped.append(self._skip(step, number, error))
+                skipped.append(self._skip(step, error))
                 continue
             if verify and chosen["verify"] is True:
                 self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
+            self._run.position = step
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
 
@@ -392,18 +408,18 @@ class CheckpointManager:
             if is_valid:
                 self._run.verified(step)
 
-    def _saves(self) -> list[tuple[int, int]]:
-        return self._comm.from_rank0("listing the checkpoints", self._run.all_saves)
+    def _tries(self) -> list[int]:
+        return self._comm.from_rank0("listing the checkpoints", self._run.tries)
 
-    def _skip(self, step: int, number: int, error: CheckpointingException) -> Finding:
-        """Log why a step cannot be loaded, and remember which save of it is damaged."""
+    def _skip(self, step: int, error: CheckpointingException) -> Finding:
+        """Log why a step cannot be loaded."""
         if isinstance(error, RankFailedError):
             raise error  # this is about the ranks, not about the checkpoint
         logger.warning("step %d is skipped: %s", step, error)
         finding = Finding(str(error), path=str(self._run.best_place(step)))
         self._run.damaged.add(step)
-        if isinstance(error, CorruptCheckpointError):
-            self._damaged[step] = number
+        if self._run.position == step:
+            self._run.position = None
         return finding
 
     def _begin(
@@ -417,16 +433,15 @@ class CheckpointManager:
 
         Returns:
             What the save calls, its options, and what rank 0 calls after the commit. On rank 0 the
-            save may overwrite a damaged checkpoint of ours: that is deleted when the new one has
-            been planned and has claimed the folder.
+            save may overwrite a checkpoint of ours that is of an abandoned branch.
         """
         self.wait()
-        number, makes_room = self._run.begin(step, metric, self._damaged.get(step))
+        overwrite = options.get("overwrite", False)
+        number, makes_room = self._run.begin(step, metric, overwrite=overwrite)
         chosen = {**self._save_options, **options}
-        chosen["overwrite"] = options.get("overwrite", False) | makes_room
+        chosen["overwrite"] = overwrite | makes_room
         if self._is_incremental:
-            find = partial(self._run.near.base_of, step, self._damaged)
-            base = self._comm.from_rank0("choosing the base", find)
+            base = self._comm.from_rank0("choosing the base", self._run.base)
             chosen.setdefault("base", None if base is None else self.folder(base))
         has_base = chosen.get("base") is not None
         hooks = self._run.hooks(step, number, watch, has_base=has_base)

@@ -88,8 +88,8 @@ def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) 
         for rank, saves in enumerate(saves_of_ranks):
             for save in saves.items():
                 lowest.setdefault(save, rank)
-        stored = {step for step, _ in lowest if is_committed(home.folder(step))}
-        return [(*save, rank) for save, rank in lowest.items() if save[0] not in stored]
+        record = home.record()
+        return [(*save, rank) for save, rank in lowest.items() if home.lacks(*save, record)]
 
     candidates = comm.from_rank0(what, not_stored)
     if not candidates:

@@ -81,6 +81,7 @@ class Retention:
         steps: Collection[int],
         protected: Collection[int],
         metrics: Mapping[int, float] = MappingProxyType({}),
+        history: Collection[int] | None = None,
     ) -> Due:
         """What is due for the committed ``steps``; ``protected`` ones are never touched.
 
@@ -88,16 +89,23 @@ class Retention:
             steps: steps that are committed.
             protected: steps that stay as they are.
             metrics: metrics of some of the steps.
+            history: those of the steps that the latest one has grown from, and itself; by default
+                all. Only these count as newer than another.
         """
-        newest_first = sorted(steps, reverse=True)
-        kept = set(newest_first if self.keep_last is None else newest_first[: self.keep_last])
+        newest_first = sorted(steps if history is None else history, reverse=True)
+
+        def newest(count: int | None) -> set[int]:
+            """The steps than which fewer than ``count`` are newer."""
+            if count is None or count > len(newest_first):
+                return set(steps)
+            return {step for step in steps if step >= newest_first[count - 1]}
+
+        kept = newest(self.keep_last)
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
         if self.keep_best is not None:
             known = {step: metrics[step] for step in steps if step in metrics}
             kept |= set(self.best_steps(known)[: self.keep_best])
         kept |= set(steps) & set(protected)
-        complete = set(newest_first)
-        if self.drop_optimizer_after is not None:
-            complete = set(newest_first[: self.drop_optimizer_after]) | set(protected)
+        complete = newest(self.drop_optimizer_after) | set(protected)
         return Due(tuple(sorted(set(steps) - kept)), tuple(sorted(kept - complete)))

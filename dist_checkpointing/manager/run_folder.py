@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+import uuid
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,18 +20,25 @@ from typing import Any, Final
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+)
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.location import check_room, folders_and_files, is_there
+from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
+    begin_attempt,
     check_is_distributed_checkpoint,
     data_folder,
     finish_commit,
     is_committed,
     tolerant,
 )
-from dist_checkpointing.format.leftovers import attempt_of, number_of_save
+from dist_checkpointing.format.leftovers import attempt_of
 from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import call_hooks
@@ -47,9 +59,12 @@ class StepRecord:
         attempt: Name of the save that committed it; None if none has.
         verified: Whether all of it has been read back and compared.
         stripped: Whether its optimizer state has been deleted.
-        begun: Name of the save that claimed its folder after that, and is not known to have
-            committed.
         metric: Metric that was passed to its save.
+        parent: The step that it grew from: the one that was loaded or saved last when its save
+            began. NO_STEP if it grew from none; None in records of older versions: the next lower
+            step.
+        begun: Name of the save that claimed its folder after that, and is not known to have
+            committed; with its metric and its parent.
     """
 
     attempt: str | None = None
@@ -57,30 +72,45 @@ class StepRecord:
     stripped: bool = False
     begun: str | None = None
     metric: float | None = None
+    parent: int | None = None
+    begun_metric: float | None = None
+    begun_parent: int | None = None
+
+
+NO_STEP: Final = -1
+"""Number of the step that the first step grows from."""
+_KINDS: Final[dict[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("attempt", "begun"), (str, NoneType)),
+    **dict.fromkeys(("verified", "stripped"), (bool,)),
+    **dict.fromkeys(("metric", "begun_metric"), (float, int, NoneType)),
+    **dict.fromkeys(("parent", "begun_parent"), (int, NoneType)),
+}
 
 
 @dataclass(slots=True)
 class RunRecord:
     """The pointer, and what is known about every step that the manager has begun to write.
 
-    ``latest`` is the step that was last committed, durably, before this was written.
+    ``latest`` is the step that was last committed, durably, before this was written; ``writer``
+    says which manager began or committed the last save, and when.
     """
 
     latest: int | None = None
     steps: dict[int, StepRecord] = field(default_factory=dict)
+    writer: str = ""
 
     def to_json(self) -> bytes:
         """The content of the file."""
         steps = {
-            # Older versions do not know begun and metric, which are rarely there.
+            # Older versions do not know the others, and expect these.
             str(step): {
                 name: value
                 for name, value in asdict(known).items()
-                if name not in ("begun", "metric") or value is not None
+                if value is not None or name == "attempt"
             }
             for step, known in sorted(self.steps.items())
         }
-        content = {"format": _FORMAT, "latest": self.latest, "steps": steps}
+        content = {"format": _FORMAT, "latest": self.latest, "steps": steps, "writer": self.writer}
         return json.dumps(content).encode()
 
     @property
@@ -88,12 +118,61 @@ class RunRecord:
         """The metric of each step that has one."""
         return {s: r.metric for s, r in self.steps.items() if r.metric is not None}
 
+    def history(self, steps: Iterable[int], newest: int | None = None) -> list[int]:
+        """Those of some steps that ``newest`` has grown from, and itself; newest first.
+
+        By default that is the latest step; all steps if nothing says which is the latest. A step
+        that no manager wrote belongs to the history if it has a lower number.
+        """
+        newest = self.latest if newest is None else newest
+        if newest is None:
+            return sorted(steps, reverse=True)
+        step, written = newest, self._written
+        others = set(written)
+        while step != NO_STEP:
+            others.discard(step)
+            step = self._parent(step, written)
+        return sorted({s for s in steps if s <= newest} - others, reverse=True)
+
+    @property
+    def _written(self) -> list[int]:
+        return sorted(step for step, known in self.steps.items() if known.attempt is not None)
+
+    def _parent(self, step: int, written: list[int]) -> int:
+        """The step that one has grown from; the next lower one if that is not known any more."""
+        known = self.steps.get(step)
+        parent = None if known is None else known.parent
+        if parent == NO_STEP or (parent in self.steps and parent < step):
+            return parent
+        lower = bisect_left(written, step if parent is None else min(step, parent))
+        return written[lower - 1] if lower else NO_STEP
+
+    @property
+    def abandoned(self) -> set[int]:
+        """The steps that a manager wrote, and that the latest one has not grown from."""
+        return set(self._written).difference(self.history(self.steps))
+
     @property
     def last_verified(self) -> int | None:
-        """The newest step that was verified and has its optimizer state."""
-        return max(
-            (s for s, r in self.steps.items() if r.verified and not r.stripped), default=None
-        )
+        """The newest step of the history that was verified and has its optimizer state."""
+        known = self.steps
+        steps = (s for s in self.history(known) if known[s].verified and not known[s].stripped)
+        return next(steps, None)
+
+    def commit(self, step: int, known: StepRecord) -> None:
+        """Make a step the latest one; what has grown from another save of it stays with that."""
+        self.forget(step)
+        self.steps[step], self.latest = known, step
+
+    def forget(self, step: int) -> None:
+        """Remove a step; what has grown from it has now grown from what it has grown from."""
+        parent = self._parent(step, self._written)
+        for child, known in self.steps.items():
+            if known.parent == step:
+                self.steps[child] = replace(known, parent=parent)
+        self.steps.pop(step, None)
+        if self.latest == step:
+            self.latest = None if parent == NO_STEP else parent
 
 
 def read_record(root: Location) -> RunRecord:
@@ -121,16 +200,16 @@ def _parsed(content: Any) -> RunRecord:
     if type(latest) not in (int, NoneType):
         raise ValueError(f"latest is {latest!r}")
     for record in steps.values():
-        are_names = {type(record.attempt), type(record.begun)} <= {str, NoneType}
-        are_flags = {type(record.verified), type(record.stripped)} == {bool}
-        if not (are_names and are_flags and type(record.metric) in (float, int, NoneType)):
+        if any(type(getattr(record, name)) not in kinds for name, kinds in _KINDS.items()):
             raise ValueError(f"{record!r}")
-    return RunRecord(latest, steps)
+    return RunRecord(latest, steps, str(content.get("writer", "")))
 
 
 _NO_PREFIX: Final = "\0no tensor\0"
 """A prefix that no key has."""
 _FOLDER: Final = re.compile(r"step-(\d+)")
+_REPLACED: Final = ".replaced"
+"""Ends the name of a checkpoint on a disk that a save replaces, until that has committed."""
 
 
 class RunFolder:
@@ -149,10 +228,13 @@ class RunFolder:
         also_kept: Callable[[], Iterable[int]] = lambda: (),
     ) -> None:
         self.root: Path = root
+        self.is_on_disk: Final = isinstance(root, Path)
         self._on_deleted = on_deleted
         self._retention = retention
         self._also_kept = also_kept
-        self._is_tidy = False
+        self._name: Final = uuid.uuid4().hex
+        self._has_saved = False
+        self._set_aside: FolderLock | None = None
         self._without_optimizer: set[int] = set()
         # One thread commits and moves the pointer while the training may ask for steps.
         self._lock = threading.RLock()
@@ -162,20 +244,57 @@ class RunFolder:
         return self.root / f"step-{step:08d}"
 
     def finish_commits(self) -> None:
-        """Finish what a killed save had committed in a store, but not yet shown to readers."""
+        """Finish what a killed save had committed, or put back what it would have replaced."""
+        self.finish_replacing()
         with tolerant(f"a commit in {self.root} could not be finished"):
             for step in self.all_steps():
                 if not is_committed(self.folder(step)):
                     finish_commit(self.folder(step))
 
+    def set_aside(self, step: int) -> None:
+        """Make room for a save of a step, on a disk; its checkpoint stays until that has committed.
+
+        Its lock is held until then, so that no other manager puts it back.
+        """
+        with self._lock:
+            folder = self.folder(step)
+            if is_committed(folder):
+                self._set_aside = FolderLock.acquire(folder)
+                folder.rename(folder.with_name(f"{folder.name}{_REPLACED}"))
+
+    def end_replacing(self) -> None:
+        """Do what is left of a save of this manager that has set something aside, and has ended."""
+        if self._set_aside is not None:
+            self._set_aside.release()
+            self._set_aside = None
+            self.finish_replacing()
+
+    def finish_replacing(self) -> None:
+        """Delete what was set aside for saves that have committed; put back what was for others."""
+        if not self.is_on_disk:
+            return
+        with self._lock, tolerant(f"what was set aside in {self.root} stays there"):
+            for name in location.names_in(self.root):
+                folder = self.root / name.removesuffix(_REPLACED)
+                if name.endswith(_REPLACED) and _FOLDER.fullmatch(folder.name):
+                    self._finish_replacing(folder, self.root / name)
+
+    @staticmethod
+    def _finish_replacing(folder: Path, aside: Path) -> None:
+        FolderLock.acquire(aside).release()  # refused while the save goes on
+        if is_committed(folder) or not is_committed(aside):
+            remove_checkpoint(aside)
+            return
+        if is_there(folder):
+            # A save knows how to clear away what a kill may leave in the middle of a claim.
+            begin_attempt(folder, (), Durability.PAGE_CACHE, overwrite=False).release()
+            remove_checkpoint(folder)
+        aside.rename(folder)
+
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
         matches = map(_FOLDER.fullmatch, folders_and_files(self.root)[0])
         return sorted({int(match[1]) for match in matches if match}, reverse=True)
-
-    def number_of(self, step: int) -> int:
-        """A number that tells the saves of a step apart; 0 if this library made none."""
-        return number_of_save(data_folder(self.folder(step)))
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
@@ -183,77 +302,103 @@ class RunFolder:
         return [s for s in reversed(steps) if check_is_distributed_checkpoint(self.folder(s))]
 
     def latest(self) -> int | None:
-        """The step that was committed last; the newest committed step if the pointer is lost."""
-        pointer = self._current().latest
+        """The newest committed step of the history: the last one that was committed."""
+        record = self.record()
+        pointer = record.latest
         if pointer is not None and check_is_distributed_checkpoint(self.folder(pointer)):
             return pointer
-        return max(self.committed_steps(), default=None)
+        steps = record.history(self.all_steps())
+        return next((s for s in steps if check_is_distributed_checkpoint(self.folder(s))), None)
 
-    def metrics(self) -> dict[int, float]:
-        """The metrics of steps that have one."""
-        return self._current().metrics
+    def history(self) -> list[int]:
+        """Every step of the history that has a folder, newest first."""
+        return self.record().history(self.all_steps())
 
-    def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
-        """The newest committed step that a save of ``step`` may share files with.
+    def follow(self, near: RunRecord, *, has_saved: bool) -> None:
+        """Go back as the record of a disk has, if that says so or a save there has just ended."""
+        with self._changing() as record:
+            if record.latest is not None and (has_saved or record.latest in near.abandoned):
+                line, known = near.history(record.steps), record.steps
+                shared = (s for s in record.history(known) if s in line)
+                same = (
+                    s for s in shared if near.steps.get(s, known[s]).attempt == known[s].attempt
+                )
+                record.latest = next(same, NO_STEP)
 
-        ``damaged`` has, by step, the number of the save that was found damaged.
-        """
-        for other in [self.latest(), *reversed(self.committed_steps())]:
-            if other is None or other == step:
-                continue
-            if damaged.get(other) != self.number_of(other):
-                return other
-        return None
+    def lacks(self, step: int, attempt: str | None, record: RunRecord) -> bool:
+        """Whether a save of a disk is not here: nothing is, or another one that was abandoned."""
+        if not is_committed(self.folder(step)):
+            return True
+        return step in record.abandoned and record.steps[step].attempt != attempt
 
-    def begin(self, step: int, damaged: int | None) -> bool:
+    def begin(self, step: int, newest: int | None) -> tuple[int, bool]:
         """Record that this manager will write the folder of a step, before the folder exists.
 
+        CheckpointExistsError if another manager has saved here since this one did.
+
         Returns:
-            Whether the new save may replace the checkpoint there: it is the save that was found
-            damaged, whose number is ``damaged``, and a manager of this root wrote it.
+            The step that the save grows from, where the run has come to ``newest``, and whether a
+            manager of this root wrote what is in the folder.
         """
         check_room(self.root, 0)
         with self._lock:
-            if not self._is_tidy:
-                for path in location.temporaries([RECORD_NAME], self.root):
-                    path.unlink()
-                self._is_tidy = True
+            # Once: another process may be writing one later, to note that it has verified a step.
+            for path in [] if self._has_saved else location.temporaries([RECORD_NAME], self.root):
+                path.unlink()
             is_here = is_there(self.folder(step))
             with self._changing() as record:
+                if self._has_saved and self._name not in (record.writer or self._name):
+                    finding = Finding(
+                        "another manager has saved here since this one did",
+                        found=f"{record.writer}; the latest step is {record.latest} now",
+                        path=str(self.root),
+                        remedy="End one of the two runs, or give each a folder of its own.",
+                    )
+                    raise CheckpointExistsError("two managers save into one folder", [finding])
                 if not is_here:
                     record.steps.setdefault(step, StepRecord())
-            is_damaged = damaged is not None and damaged == self.number_of(step)
-            return is_damaged and self.wrote(step, record)
+            newest = NO_STEP if newest is None else newest
+            history = record.history([*record.steps, newest, NO_STEP], newest)
+            parent = next(s for s in history if s < step)
+            return parent, is_here and self.wrote(step, record)
 
-    def claimed(self, step: int, metric: float | None, attempt: str) -> None:
+    def claimed(self, step: int, metric: float | None, parent: int, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
         with self._changing() as record:
             known = record.steps.get(step, StepRecord())
-            record.steps[step] = replace(known, begun=attempt, metric=metric)
+            record.steps[step] = replace(
+                known, begun=attempt, begun_metric=metric, begun_parent=parent
+            )
+            self._sign(record)
 
-    def committed(self, step: int, metric: float | None) -> None:
+    def committed(self, step: int, metric: float | None, parent: int) -> None:
         """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
             attempt = attempt_of(data_folder(self.folder(step)))
             with self._changing(Durability.FSYNC) as record:
-                record.steps[step] = StepRecord(attempt, metric=metric)
-                record.latest = step
+                record.commit(step, StepRecord(attempt, metric=metric, parent=parent))
+                self._sign(record)
+            self.end_replacing()
             self.apply_retention()
+
+    def _sign(self, record: RunRecord) -> None:
+        process = f"process {os.getpid()} on host {socket.gethostname()}"
+        record.writer = f"{process}, {time.strftime('%Y-%m-%d %H:%M:%S')}, manager {self._name}"
+        self._has_saved = True
 
     def apply_retention(self) -> None:
         """Delete what retention asks for; errors are logged, and must not end a training."""
         with self._lock, tolerant(f"retention could not go through {self.root}"):
-            record = self._current()
-            # After going back to an older step, only steps up to the latest count; later ones stay.
+            record = self.record()
             latest = record.latest
             if latest is None:
                 return
-            written = [s for s in self.committed_steps() if s <= latest and self.wrote(s, record)]
+            written = [s for s in self.committed_steps() if self.wrote(s, record)]
             named = (latest, record.last_verified, *self._also_kept())
             protected = [step for step in named if step is not None]
-            due = self._retention.due(written, protected, record.metrics)
+            due = self._retention.due(written, protected, record.metrics, record.history(written))
             work = [
-                (self._remove, step)
+                (self.remove, step)
                 for step in record.steps
                 if step < latest and step not in protected and is_leftover(self.folder(step))
             ]
@@ -265,21 +410,23 @@ class RunFolder:
                 with tolerant(f"retention could not deal with step {step}"):
                     method(step)
 
-    def _current(self, stored: RunRecord | None = None) -> RunRecord:
+    def record(self, stored: RunRecord | None = None) -> RunRecord:
         """The record, ``stored`` or read, updated with what is committed.
 
         The stored pointer may be out of date: a process was killed, or a rank lost, between a
         commit and moving the pointer.
         """
         stored = read_record(self.root) if stored is None else stored
-        record = RunRecord(stored.latest, dict(stored.steps))
+        record = replace(stored, steps=dict(stored.steps))
         for step, known in sorted(stored.steps.items()):
             folder = self.folder(step)
             if (known.attempt is not None and known.begun is None) or not is_committed(folder):
                 continue
             if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
-                record.steps[step] = StepRecord(known.begun, metric=known.metric)
-                record.latest = step
+                parent = known.begun_parent
+                # An older version has no parent, and the metric in the place of that of a commit.
+                metric = known.metric if parent is None else known.begun_metric
+                record.commit(step, StepRecord(known.begun, metric=metric, parent=parent))
             elif known.attempt is None and (record.latest is None or step > record.latest):
                 # Recorded by an older version, or saved without a manager: it exists, but no
                 # manager of this root may delete it.
@@ -291,7 +438,7 @@ class RunFolder:
         """Let the body change the record; write it if it is another one or must be durable."""
         with self._lock:
             stored = read_record(self.root)
-            record = self._current(stored)
+            record = self.record(stored)
             yield record
             if record != stored or durability is Durability.FSYNC:
                 location.make_folder(self.root)
@@ -311,7 +458,7 @@ class RunFolder:
                 verified one.
         """
         with self._lock:
-            record = self._current()
+            record = self.record()
             problem = None
             if not self.wrote(step, record):
                 problem = "no manager of this root wrote it"
@@ -320,27 +467,24 @@ class RunFolder:
             if problem is not None:
                 finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
                 raise CheckpointingException(f"step {step} is not deleted", [finding])
-            if record.latest == step:
-                latest = max({*self.committed_steps()} - {step}, default=None)
-                with self._changing(Durability.FSYNC) as record:
-                    record.latest = latest
             self._delete(step)
 
     def wrote(self, step: int, record: RunRecord | None = None) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
-        record = self._current() if record is None else record
+        record = self.record() if record is None else record
         attempt = record.steps.get(step, StepRecord()).attempt
         return attempt is not None and attempt == attempt_of(data_folder(self.folder(step)))
 
     def _delete(self, step: int) -> None:
-        self._remove(step)
+        self.remove(step)
         call_hooks(self._on_deleted, step)
 
-    def _remove(self, step: int) -> None:
+    def remove(self, step: int) -> None:
+        """Delete what a step has left, or its checkpoint, and forget it."""
         if is_there(self.folder(step)):
             remove_checkpoint(self.folder(step))
         with self._changing() as record:
-            record.steps.pop(step, None)
+            record.forget(step)
 
     def _strip(self, step: int) -> None:
         folder = self.folder(step)

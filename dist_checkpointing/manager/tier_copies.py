@@ -35,12 +35,7 @@ from dist_checkpointing.format.commit import (
     is_committed,
     tolerant,
 )
-from dist_checkpointing.format.leftovers import (
-    CONFIG_FNAME,
-    attempt_of,
-    is_in_attempt,
-    number_of_attempt,
-)
+from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, is_in_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks
 from dist_checkpointing.manager.retention import Retention
@@ -243,7 +238,9 @@ class StoreCopier:
         """
         with self._lock:
             if self._pending is None:
-                steps = {*self._near.committed_steps()} - {*self._home.committed_steps()}
+                near, home, record = self._near, self._home, self._home.record()
+                saves = ((step, attempt_of(near.folder(step))) for step in near.committed_steps())
+                steps = (step for step, name in saves if home.lacks(step, name, record))
                 self._pending = dict.fromkeys(steps)
             return self._pending
 
@@ -256,11 +253,6 @@ class StoreCopier:
         with self._lock:
             left = self.pending.items()
             self._pending = {step: seal for step, seal in left if step not in steps}
-
-    def number_of(self, step: int) -> int:
-        """The number of the save of a step that is on the disks."""
-        seal = self.pending.get(step)
-        return self._near.number_of(step) if seal is None else number_of_attempt(seal.attempt)
 
     def start(self) -> None:
         """Copy, or let the thread copy, what is not in the store yet."""
@@ -333,13 +325,16 @@ class StoreCopier:
                 self._near.apply_retention()
 
     def _next_step(self) -> int | None:
-        """The next step to copy; those that the store would not keep are given up."""
+        """The next step to copy; abandoned ones and those that it would not keep are given up."""
         with tolerant("nothing is copied into the store for now"):
             if pending := self.pending:
-                known = {*self._home.committed_steps(), *pending}
-                metrics = self._home.metrics() | self._near.metrics()
-                due = self._retention.due(known, [max(pending)], metrics)
-                given_up = pending.keys() & due.delete
+                abandoned = pending.keys() & self._near.record().abandoned
+                wanted = pending.keys() - abandoned
+                stored = {*self._home.committed_steps()}
+                metrics = self._home.record().metrics | self._near.record().metrics
+                history = stored.intersection(self._home.history()) | wanted
+                due = self._retention.due(stored | wanted, sorted(wanted)[-1:], metrics, history)
+                given_up = abandoned | (wanted & {*due.delete})
                 if given_up:
                     self._release(given_up)
                 return min(pending.keys() - given_up - self._failed.keys(), default=None)
@@ -368,13 +363,13 @@ class StoreCopier:
             finding = Finding("the checkpoint has no seal", path=str(source))
             raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
         config = CheckpointingConfig(**seal.config)
-        self._home.begin(step, None)
-        metric = self._near.metrics().get(step)
+        parent, _ = self._home.begin(step, self._home.latest())
+        metric = self._near.record().metrics.get(step)
         names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
         # What is there now is the copy of a save that was damaged, and that this one replaces.
         attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
         try:
-            self._home.claimed(step, metric, seal.attempt)
+            self._home.claimed(step, metric, parent, seal.attempt)
             location.write(attempt.folder / SEAL_NAME, seal.to_json())
             location.write(attempt.folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
             save = (target.name, seal.attempt, attempt.id)
@@ -388,7 +383,7 @@ class StoreCopier:
         except BaseException:
             attempt.abandon()
             raise
-        self._home.committed(step, metric)
+        self._home.committed(step, metric, parent)
 
 
 class PartCopier:

@@ -31,7 +31,7 @@ from dist_checkpointing.format.leftovers import PARTS_NAME, attempt_of, leftover
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import RunFolder
+from dist_checkpointing.manager.run_folder import NO_STEP, RunFolder
 from dist_checkpointing.manager.save_log import Stopwatch
 from dist_checkpointing.manager.tier_copies import Drain, PartCopier, StoreCopier, after_rank0
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
@@ -113,7 +113,9 @@ class Run:
     Only rank 0 may call methods that are not collective and change files.
 
     Making one is collective if there are disks. It goes on with what the last manager left.
-    ``on_deleted`` is called with each step whose last checkpoint was deleted.
+    ``on_deleted`` is called with each step whose last checkpoint was deleted. A save goes
+    on from ``position``, the step that was loaded or saved last; NO_STEP if a history begins, None
+    for the latest. It is known on rank 0.
     """
 
     def __init__(
@@ -129,13 +131,16 @@ class Run:
     ) -> None:
         self.root, self._retention, self._on_deleted = root, retention, on_deleted
         self._comm = comm
+        self.position: int | None = None
+        # Of the save that was begun last: what it grows from, and whether it replaces another.
+        self._parent = NO_STEP
+        self._sets_aside = False
         self.near = self._home = RunFolder(root, retention, self._deleted)
         self._disks: FastDisks | None = None
         self._has_parts = False  # the steps on a disk may be parts of checkpoints
         self._copier: StoreCopier | None = None
         self._parts: PartCopier | None = None
-        self._saved: set[int] = set()  # by this manager; known on all ranks
-        self.damaged: set[int] = set()  # on the disks: read from the store alone
+        self.damaged: set[int] = set()  # a disk is not read for them; a save does not go on there
         if fast is not None:
             self._use_disks(as_local_folder(fast).absolute(), drain, incremental=incremental)
         self._resume()
@@ -167,7 +172,10 @@ class Run:
 
     def _resume(self) -> None:
         if self._comm.rank == 0:
-            self._home.finish_commits()
+            for folder in self._folders:
+                folder.finish_commits()
+            if self._disks is not None:
+                self._home.follow(self.near.record(), has_saved=False)
         if self._disks is not None and self._has_parts:
             whole = whole_steps(self._comm, self._disks, self.near, self._home)
             with self._comm.agreed("beginning to copy into the store"):
@@ -199,7 +207,7 @@ class Run:
         is_same = number_of_save(local) == number_of_save(data) != 0
         if not self._has_parts:
             # Another one in the store was saved by another machine while this disk was away.
-            return local if (is_same or step in self._saved) and is_committed(local) else stored
+            return local if (is_same or step in self._pending) and is_committed(local) else stored
         seal = read_seal(data) if is_same else None
         if seal is None:
             return stored
@@ -214,7 +222,11 @@ class Run:
         Where only the store has all of it, ``near`` reads on this rank's disk what is there.
         """
         if not self._has_parts:
-            return self.best_place(step)
+            # Only rank 0 knows what is to be copied.
+            is_near = self._disks is None or self._comm.from_rank0(
+                f"finding step {step}", lambda: self.best_place(step) == self.near.folder(step)
+            )
+            return (self.near if is_near else self._home).folder(step)
         what = f"bringing step {step} into the store"
         after_rank0(self._comm, what, partial(self._require_stored, step))
         with self._comm.agreed(what):
@@ -231,16 +243,15 @@ class Run:
             )
             raise CheckpointNotFoundError(f"step {step} is not there", [finding])
 
-    def all_saves(self) -> list[tuple[int, int]]:
-        """Every save, newest first: step, and number of the save.
+    def tries(self) -> list[int]:
+        """The steps of the history, newest first, as they may be loaded.
 
-        A step that is on the disks and in the store comes twice, for two tries.
+        One that is on the disks and in the store comes twice, for two tries.
         """
-        saves = [(s, f.number_of(s)) for f in self._folders for s in f.all_steps()]
-        if self._has_parts and self._copier is not None:
-            stored = [(s, self._home.number_of(s)) for s in self._home.committed_steps()]
-            saves = [*stored, *stored, *((s, self._copier.number_of(s)) for s in self._pending)]
-        return sorted(saves, key=lambda save: save[0], reverse=True)
+        if not self._has_parts:
+            return sorted((s for f in self._folders for s in f.history()), reverse=True)
+        pending = {*self._pending} - self.near.record().abandoned
+        return sorted([*2 * self._home.history(), *pending], reverse=True)
 
     def committed_steps(self) -> list[int]:
         """Every step that is in the root, or whole on the disks; oldest first."""
@@ -253,12 +264,13 @@ class Run:
         steps = {folder.latest() for folder in self._folders}
         if self._has_parts and self._copier is not None:
             resumed = {step for step, seal in self._copier.pending.items() if seal is not None}
+            resumed -= self.near.record().abandoned
             steps = (steps | resumed) & {*self.committed_steps()}
         return max((step for step in steps if step is not None), default=None)
 
     def best(self) -> int | None:
         """The committed step with the best metric."""
-        metrics = ChainMap(*(folder.metrics() for folder in self._folders))
+        metrics = ChainMap(*(folder.record().metrics for folder in self._folders))
         steps = set(self.committed_steps())
         return next((s for s in self._retention.best_steps(metrics) if s in steps), None)
 
@@ -266,7 +278,6 @@ class Run:
         self, step: int, metric: float | None, watch: Stopwatch, *, has_base: bool
     ) -> SaveHooks:
         """What a save of a step calls, on all ranks."""
-        self._saved.add(step)
         disks, folder = self._disks, self.near.folder(step)
         num_disks = 1 if disks is None else len(disks.leaders)
 
@@ -274,22 +285,31 @@ class Run:
             watch.num_bytes = sum(index[key].num_bytes for key in index)
             # How much a base leaves to write is known when its parts have been compared.
             check_room(folder, 0 if has_base else watch.num_bytes // num_disks)
+            if self._sets_aside:
+                self.near.set_aside(step)
 
         parts = None
         if disks is not None and disks.are_many:
             on_part = partial(self._part_committed, step, metric)
             parts = Disks(str(self._home.folder(step)), disks.leads, on_part)
-        return SaveHooks(check, partial(self.near.claimed, step, metric), parts)
+        return SaveHooks(check, partial(self.near.claimed, step, metric, self._parent), parts)
+
+    def base(self) -> int | None:
+        """The step that the save that was begun last grows from, if it can share files with it."""
+        is_there = self._parent != NO_STEP and is_committed(self.near.folder(self._parent))
+        return self._parent if is_there else None
 
     def begin(
-        self, step: int, metric: SupportsFloat | None, damaged: int | None
+        self, step: int, metric: SupportsFloat | None, *, overwrite: bool
     ) -> tuple[float | None, bool]:
         """Record that this manager will write the folder of a step, before it exists. Collective.
 
+        Without ``overwrite`` the step must be above the one that the run has come to.
+
         Returns:
-            The metric of rank 0, and whether the new save may replace what is there: the save that
-            was found damaged, whose number is ``damaged``, or parts of a step that is nowhere
-            whole, if a manager of this run wrote it.
+            The metric of rank 0, and whether the new save overwrites what is there: a checkpoint
+            that a manager of this run wrote and that is not in the history, or parts of a step that
+            is nowhere whole. On a disk such a checkpoint is set aside instead.
         """
         makes_room, number = False, math.nan
         with self._comm.agreed("beginning a save"):
@@ -298,32 +318,46 @@ class Run:
                 raise CheckpointingException("cannot save this step", [finding])
             if self._comm.rank == 0:
                 number = math.nan if metric is None else float(metric)
-                makes_room = self._begin(step, damaged)
+                makes_room = self._begin(step, overwrite=overwrite)
         if self._disks is not None and self._disks.are_many:
-            number = self._comm.from_rank0("telling the metric", lambda: number)
+            number, self._parent = self._comm.from_rank0(
+                "sending metric and parent", lambda: (number, self._parent)
+            )
             with self._comm.agreed("beginning a save on every disk"):
                 if self._parts is not None:
-                    self.near.begin(step, None)
-                    makes_room = self.near.wrote(step)
+                    _, makes_room = self.near.begin(step, self._parent)
         return None if math.isnan(number) else number, makes_room
 
-    def _begin(self, step: int, damaged: int | None) -> bool:
-        if not self._has_parts and (
-            self.near is self._home or is_committed(self.near.folder(step))
-        ):
-            return self.near.begin(step, damaged)
-        is_pending, there = self._has_parts and step in self._pending, None
-        is_stored = is_committed(self._home.folder(step))
-        if self._copier is not None and is_pending and (is_stored or step not in self.damaged):
-            there = self._copier.number_of(step)
-        elif is_stored:
-            there = self._home.number_of(step)
-        if there not in (None, damaged):
-            finding = Finding("a committed checkpoint is here", path=str(self.best_place(step)))
-            where = "there" if is_pending else "in the store"
-            raise CheckpointExistsError(f"step {step} is {where} already", [finding])
-        self.near.begin(step, None)
-        return self._has_parts and self.near.wrote(step)
+    def _begin(self, step: int, *, overwrite: bool) -> bool:
+        newest, home = self.position, self._home
+        if newest is None:
+            sound = (step for step in self.tries() if step not in self.damaged)
+            newest = next(sound, None) if self.damaged else self.latest()
+        if newest is not None and step <= newest and not overwrite:
+            raise self._not_above(step, newest)
+        is_stored = home is not self.near and is_committed(home.folder(step))
+        if is_stored and not home.wrote(step):
+            finding = Finding("no manager of this root wrote it", path=str(home.folder(step)))
+            raise CheckpointExistsError(f"step {step} is in the store already", [finding])
+        self._parent, is_ours = self.near.begin(step, newest)
+        is_whole_on_disk = self.near.is_on_disk and not self._has_parts
+        self._sets_aside = is_ours and is_whole_on_disk and not overwrite
+        return is_ours and not is_whole_on_disk
+
+    def _not_above(self, step: int, newest: int) -> CheckpointingException:
+        """The error of a save that would go back in the history, or into that of another run."""
+        known = "loaded or saved that step" if self.position is not None else "loaded nothing"
+        finding = Finding(
+            f"this manager has {known}",
+            found=self.near.record().writer or None,
+            path=str(self.best_place(newest)),
+            remedy="To go on from an earlier step, load it first: manager.load(template, step). "
+            "Save another run into another folder, or begin a new history in this one with "
+            "CheckpointManager(root, fresh=True).",
+        )
+        is_there = is_committed(self.best_place(step))
+        kind = CheckpointExistsError if is_there else CheckpointingException
+        return kind(f"step {step} is not saved: the run is at step {newest} already", [finding])
 
     def _part_committed(self, step: int, metric: float | None) -> None:
         """Note that rank 0 has committed what this disk holds a part of."""
@@ -332,14 +366,17 @@ class Run:
             name = attempt_of(folder)
             if self._parts is not None:
                 self._parts.keep({} if name is None else {step: name})
-            self.near.committed(step, metric)
+            self.near.committed(step, metric, self._parent)
 
     def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer, and copy the step or let it be copied."""
+        self.position = step
         if self._copier is not None:
+            with tolerant(f"the store has steps that step {step} has not grown from"):
+                self._home.follow(self.near.record(), has_saved=True)
             self._copier.keep(step)
         self.damaged.discard(step)
-        self.near.committed(step, metric)
+        self.near.committed(step, metric, self._parent)
         if self._copier is not None:
             self._copier.start()
 
@@ -350,6 +387,8 @@ class Run:
 
     def delete(self, step: int) -> None:
         """Delete a step everywhere; see RunFolder. Collective."""
+        if self.position == step:
+            self.position = None
         with self._comm.agreed(f"deleting step {step}"):
             if self._comm.rank == 0:
                 (self._copier or self._home).delete(step)

@@ -432,11 +432,17 @@ def _notes_of(root: Location) -> dict[str, list[str]]:
     """What the record of a manager says about each step, by name."""
     if not location.is_file(root / MANAGER_RECORD):
         return {}
-    from dist_checkpointing.manager.run_folder import read_record  # noqa: PLC0415 - imports torch
+    # Not at the top: it imports torch.
+    from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
+    from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
 
+    record = RunFolder(root, Retention()).record()
+    abandoned = record.abandoned
     return {
-        str(number): ["verified"] * known.verified + ["without optimizer"] * known.stripped
-        for number, known in read_record(root).steps.items()
+        str(number): ["verified"] * known.verified
+        + ["without optimizer"] * known.stripped
+        + ["abandoned"] * (number in abandoned)
+        for number, known in record.steps.items()
     }
 
 

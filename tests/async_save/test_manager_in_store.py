@@ -47,7 +47,7 @@ def test_retention_and_the_pointer() -> None:
         assert manager.load(state(0))["value"] == 300
         assert manager.load(state(0), 200)["value"] == 200
         with pytest.raises(CheckpointExistsError):
-            manager.save(300, state(1))
+            manager.save(200, state(1))
         manager.delete(200)
         assert (manager.steps(), manager.latest()) == ([300], 300)
 

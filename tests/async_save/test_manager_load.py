@@ -1,8 +1,11 @@
-"""What a manager loads when nobody names the step: the newest that the load itself finds sound."""
+"""What a manager loads when nobody names the step: the newest of the history that is sound."""
 
+import gc
+import itertools
 import json
 import os
 import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import dist_checkpointing as dc
 from damage import flip
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import SEAL_NAME
+from dist_checkpointing.manager import read_record
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import (
     LoadShardedStrategy,
@@ -21,7 +25,10 @@ from dist_checkpointing.strategies import (
     Zarr3LoadShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
+from faults import failing, killed_at, path_of, replaced, without_waiting
 from states import ALONE, shard, trained
+from stores import new_url
+from tiers import share
 
 
 def last_verified(root: Path) -> int | None:
@@ -87,16 +94,16 @@ def test_the_load_goes_back_after_damage_that_it_finds_itself(
     saved_by(tmp_path, backend, 3, 1, 2)
     flip_value(tmp_path / "step-00000002", 2, row=100)
 
-    def one(comm: Comm) -> tuple[int, set[int]]:
+    def one(comm: Comm) -> int:
         manager = dc.CheckpointManager(tmp_path, backend, comm=comm)
         given = template(comm)
         loaded = manager.load(given)
         assert loaded["w"] is given["w"].data
         assert loaded["w"].unique().tolist() == loaded["m"].unique().tolist() == [1]
         assert loaded["rng"] == [1]
-        return loaded["step"], set(manager._damaged)
+        return int(loaded["step"])
 
-    assert run_ranks(3, one) == [(1, {2})] * 3
+    assert run_ranks(3, one) == [1] * 3
     assert any(
         "step 2 is skipped" in text and "checksum differs" in text for text in caplog.messages
     )
@@ -134,7 +141,7 @@ def test_a_template_that_does_not_fit_is_an_error_and_no_reason_to_go_back(tmp_p
     manager.save(2, {"w": shard("w", torch.ones(3))})
     with pytest.raises(dc.StateMismatchError, match="global shape differs"):
         manager.load({"w": template()["w"]})
-    assert not manager._damaged
+    assert manager.latest_valid() == 2
 
 
 def test_memory_that_leaves_share_is_no_reason_to_go_back(tmp_path: Path) -> None:
@@ -144,7 +151,7 @@ def test_memory_that_leaves_share_is_no_reason_to_go_back(tmp_path: Path) -> Non
     memory = torch.empty(3)
     with pytest.raises(dc.CheckpointingException, match="memory of its own"):
         manager.load({"a": shard("a", memory), "b": shard("b", memory)})
-    assert not manager._damaged
+    assert manager.latest_valid() == 3
 
 
 def test_damaged_metadata_is_not_blamed_on_the_template(tmp_path: Path) -> None:
@@ -155,16 +162,14 @@ def test_damaged_metadata_is_not_blamed_on_the_template(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"200", b"201"))
     manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
-    assert set(manager._damaged) == {2}
 
 
-def test_what_cannot_be_unpickled_is_skipped_and_not_damaged(tmp_path: Path) -> None:
+def test_what_cannot_be_unpickled_is_skipped(tmp_path: Path) -> None:
     saved_by(tmp_path, "tensorstore", 1, 1)
     trusting = dc.CheckpointManager(tmp_path, trusted=True)
     trusting.save(2, {**state(2), "extra": partial(print)})
     manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
-    assert not manager._damaged
     assert trusting.load(template())["step"] == 2
 
 
@@ -212,7 +217,6 @@ def test_a_folder_that_is_not_a_checkpoint_is_skipped(tmp_path: Path) -> None:
     (folder / SEAL_NAME).unlink()
     manager = dc.CheckpointManager(tmp_path)
     assert manager.load(template())["step"] == 1
-    assert set(manager._damaged) == {2}
     shutil.rmtree(tmp_path / "step-00000001")
     with pytest.raises(dc.CheckpointNotFoundError, match=r"never committed(.|\n)*seal"):
         manager.load(template())
@@ -239,7 +243,6 @@ def test_strategies_of_the_caller(tmp_path: Path) -> None:
     assert manager.load(template(), sharded_strategy=("zarr", 2))["step"] == 1
     with pytest.raises(dc.UnsupportedFormatError, match="wrong strategy"):
         manager.load(template(), sharded_strategy=("zarr", 1))
-    assert set(manager._damaged) == {2}
 
 
 def test_the_caller_may_do_without_verifying(tmp_path: Path) -> None:
@@ -250,3 +253,231 @@ def test_the_caller_may_do_without_verifying(tmp_path: Path) -> None:
     assert last_verified(tmp_path) is None
     with pytest.raises(dc.CorruptCheckpointError):
         manager.load(template(), 2, verify=True)
+
+
+# One history: a run that goes back to an earlier step, and two runs in one folder.
+
+PLACES = pytest.mark.parametrize("place", ["disk", "store"])
+CHANGES = tuple(f"os.{name}" for name in ("rename", "replace", "unlink", "rmdir", "mkdir"))
+PACE = 10 // share(10)
+
+
+def root_at(place: str, tmp_path: Path) -> Any:
+    return tmp_path / "run" if place == "disk" else new_url()
+
+
+def loaded(manager: dc.CheckpointManager, step: int | None, comm: Comm = ALONE) -> Any:
+    """The value that all of a step has."""
+    found = manager.load(template(comm), step)
+    assert found["w"].unique().tolist() == found["rng"] == [found["step"]]
+    return found["step"]
+
+
+def went_back(root: Any, comm: Comm = ALONE) -> None:
+    """Steps 6000, 7000 and 8000, and 6500 after loading 6000."""
+    with dc.CheckpointManager(root, comm=comm) as manager:
+        for step in (6000, 7000, 8000):
+            manager.save(step, state(step, comm))
+        assert loaded(manager, 6000, comm) == 6000
+        manager.save(6500, state(6500, comm))
+
+
+@PLACES
+def test_a_rollback_stays_one(tmp_path: Path, place: str) -> None:
+    root = root_at(place, tmp_path)
+
+    def one(comm: Comm) -> None:
+        went_back(root, comm)
+        with dc.CheckpointManager(root, comm=comm) as manager:
+            assert (manager.latest(), loaded(manager, None, comm)) == (6500, 6500)
+            assert manager.latest_valid() == 6500
+            assert manager.steps() == [6000, 6500, 7000, 8000]
+            with pytest.raises(dc.CheckpointExistsError, match="the run is at step 6500 already"):
+                manager.save(6000, state(1, comm))
+            for step in (8000, 7000, 6500):
+                assert loaded(manager, step, comm) == step
+            manager.async_save(7000, state(70, comm)).result(60)
+            assert (manager.latest(), loaded(manager, None, comm)) == (7000, 70)
+            assert (manager.latest_valid(), loaded(manager, 8000, comm)) == (7000, 8000)
+        retention = dc.Retention(keep_last=2)
+        with dc.CheckpointManager(root, comm=comm, retention=retention) as manager:
+            assert (manager.latest(), manager.latest_valid()) == (7000, 7000)
+            left = {7500: [7000, 7500, 8000], 8500: [7000, 7500, 8000, 8500]}
+            left[9000] = [7000, 8500, 9000]  # 7000 was verified
+            for step, steps in left.items():
+                manager.save(step, state(step, comm))
+                assert manager.steps() == steps
+
+    run_ranks(2, one)
+
+
+def assert_all_is_there(root: Any) -> None:
+    """Of the old step 7000 and the new one there is one, and it is the latest if it is the new."""
+    gc.collect()  # with what is not there any more, as when a process has ended
+    with dc.CheckpointManager(root) as manager:
+        found = loaded(manager, 7000)
+        assert found in (7000, 70)
+        latest = 6500 if found == 7000 else 7000
+        assert manager.steps() == [6000, 6500, 7000, 8000]
+        assert (manager.latest(), manager.latest_valid()) == (latest, latest)
+        assert loaded(manager, None) == (6500 if found == 7000 else 70)
+        if latest == 6500:
+            manager.save(7000, state(71))
+            assert (manager.latest(), loaded(manager, None)) == (7000, 71)
+
+
+def save_7000(root: Any) -> None:
+    manager = dc.CheckpointManager(root)
+    manager.load({}, 6500)
+    manager.save(7000, state(70))
+
+
+def test_the_old_step_is_there_until_the_new_one_is_committed(tmp_path: Path) -> None:
+    """Whichever change of the disk is the last one that a process makes."""
+    went_back(tmp_path / "old")
+    run = tmp_path / "run"
+    is_change: Any = lambda *_, dir_fd=None, **__: dir_fd is None  # noqa: E731 - not of a lock
+    for nth in itertools.count(1, PACE):
+        shutil.copytree(tmp_path / "old", run)
+        ended = failing(*CHANGES, nth=nth, error=SystemExit(), at=is_change)
+        with ended as calls, suppress(SystemExit):
+            save_7000(run)
+        assert_all_is_there(run)
+        assert not [*run.glob("*.replaced")]
+        shutil.rmtree(run)
+        if len(calls) < nth:
+            break
+    assert nth > 20
+
+
+def test_the_old_step_is_there_until_the_new_one_is_committed_in_a_store() -> None:
+    for nth in itertools.count(0, 4 * PACE):
+        root = new_url()
+        went_back(root)
+        with without_waiting():
+            point = killed_at(nth, partial(save_7000, root))
+            assert_all_is_there(root)
+        if point is None:
+            break
+    assert nth > 40
+
+
+def test_a_save_that_fails_gives_back_what_it_would_have_replaced(tmp_path: Path) -> None:
+    went_back(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
+    manager.load({}, 6500)
+    is_commit: Any = lambda _, target: path_of(target).name == "metadata.json"  # noqa: E731
+    with failing("os.replace", at=is_commit), pytest.raises(dc.RankFailedError):
+        manager.save(7000, state(70))
+    assert loaded(manager, 7000) == 7000
+    manager.load({}, 6500)
+    with failing("os.replace", at=is_commit), pytest.raises(dc.RankFailedError):
+        manager.async_save(7000, state(70)).result(60)
+    # Meanwhile another process looks at the run.
+    assert loaded(dc.CheckpointManager(tmp_path), 8000) == 8000
+    manager.save(6800, state(6800))
+    assert manager.steps() == [6000, 6500, 6800, 7000, 8000]
+    manager.save(7000, state(70))
+    assert loaded(manager, None) == 70
+
+
+def test_a_save_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
+    """What it replaces is not put back by a manager that begins meanwhile."""
+    went_back(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
+    manager.load({}, 6500)
+    seen: list[Any] = []
+
+    def look(real: Any, *names: Any) -> None:
+        real(*names)
+        seen.append(dc.CheckpointManager(tmp_path).steps())
+
+    with replaced("os.rename", look):
+        manager.save(7000, state(70))
+    assert seen == [[6000, 6500, 8000]]
+    assert loaded(manager, None) == 70
+
+
+@PLACES
+def test_two_runs_do_not_mix(tmp_path: Path, place: str) -> None:
+    root = root_at(place, tmp_path)
+    with dc.CheckpointManager(root) as first:
+        for step in (6000, 7000):
+            first.save(step, state(step))
+    second = dc.CheckpointManager(root)
+    ways = rf"(?s)at step 7000 already.*loaded nothing.*process {os.getpid()} on host"
+    ways += r".*load it first.*another folder.*fresh=True"
+    with pytest.raises(dc.CheckpointExistsError, match=ways):
+        second.save(7000, state(1))
+    with pytest.raises(dc.CheckpointingException, match=ways) as raised:
+        second.async_save(100, state(1))
+    assert type(raised.value) is dc.CheckpointingException
+    assert second.steps() == [6000, 7000]
+    fresh = dc.CheckpointManager(root, fresh=True)
+    for step in (100, 6000):
+        fresh.save(step, state(step + 1))
+    again = dc.CheckpointManager(root)
+    assert (again.latest(), again.steps()) == (6000, [100, 6000, 7000])
+    assert loaded(again, 6000) == 6001
+    again.delete(6000)
+    assert (again.latest(), loaded(again, None)) == (100, 101)
+
+
+@PLACES
+def test_a_second_writer_is_noticed(tmp_path: Path, place: str) -> None:
+    root = root_at(place, tmp_path)
+    one, other, reader = (dc.CheckpointManager(root) for _ in range(3))
+    one.save(4, state(4))
+    other.save(8, state(8))
+    for step in (6, 9):
+        with pytest.raises(dc.CheckpointExistsError) as raised:
+            one.save(step, state(step))
+        found = str(raised.value.findings[0].found)
+        assert f"process {os.getpid()} on host" in found
+        assert "the latest step is 8" in found
+    assert reader.latest_valid() == loaded(reader, None) == 8
+    reader.delete(4)
+    other.save(10, state(10))
+    assert (reader.steps(), reader.latest()) == ([8, 10], 10)
+
+
+def test_a_record_without_parents_and_writer(tmp_path: Path) -> None:
+    """As older versions wrote it."""
+    went_back(tmp_path)
+    path = tmp_path / "manager.json"
+    record = json.loads(path.read_text())
+    del record["writer"]
+    for known in record["steps"].values():
+        del known["parent"]
+    path.write_text(json.dumps(record))
+    manager = dc.CheckpointManager(tmp_path)
+    assert (manager.latest(), loaded(manager, None)) == (6500, 6500)
+    manager.save(7500, state(7500))
+    assert dc.CheckpointManager(tmp_path).latest_valid() == 7500
+    assert read_record(tmp_path).history([6000, 6500, 7000, 7500, 8000]) == [7500, 6500, 6000]
+
+
+@PLACES
+def test_a_deletion_that_was_begun_is_finished_or_does_not_count(
+    tmp_path: Path, place: str
+) -> None:
+    for nth in itertools.count(1, PACE):
+        root = root_at(place, tmp_path / str(nth))
+        manager = dc.CheckpointManager(root)
+        for step in (9, 10):
+            manager.save(step, {"step": step})
+        if place == "disk":
+            with failing(*CHANGES, nth=nth, error=SystemExit()) as calls, suppress(SystemExit):
+                manager.delete(10)
+            is_last = len(calls) < nth
+        else:
+            is_last = killed_at(nth, partial(manager.delete, 10)) is None
+        manager = dc.CheckpointManager(root, retention=dc.Retention(keep_last=2))
+        steps = manager.steps()
+        assert steps in ([9, 10], [9])
+        assert manager.latest() == manager.latest_valid() == manager.load({})["step"] == steps[-1]
+        manager.save(11, {"step": 11})
+        assert manager.steps() == [steps[-1], 11]
+        if is_last:
+            break
+    assert steps == [9]

@@ -19,6 +19,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import LOCK_NAME
 from dist_checkpointing.manager import RunRecord, StepRecord, checkpoint_manager, read_record
+from dist_checkpointing.manager.run_folder import NO_STEP
 from dist_checkpointing.testing import run_ranks
 from faults import LOOKS, ended_before_the_pointer, failing, path_of, replaced
 from states import BACKEND, BACKENDS, trained
@@ -26,9 +27,11 @@ from states import BACKEND, BACKENDS, trained
 state = partial(trained, shape=(200, 300))
 
 
-def killed_before_the_pointer(root: Path, step: int) -> None:
+def killed_before_the_pointer(root: Path, step: int, loaded: int | None = None) -> None:
     """Save a step; the process ends after the commit and before anything else."""
     manager = dc.CheckpointManager(root)
+    if loaded is not None:
+        manager.load({}, loaded)
     with ended_before_the_pointer(manager.folder(step)):
         manager.save(step, state(step))
 
@@ -46,7 +49,8 @@ def test_a_pointer_that_is_behind_is_brought_up_to_date(tmp_path: Path) -> None:
     assert latest == 2
     manager.save(latest + 1, state(latest + 1))
     assert manager.steps() == [3], "retention knows the step as its own"
-    assert read_record(tmp_path) == RunRecord(3, {3: read_record(tmp_path).steps[3]})
+    record = read_record(tmp_path)
+    assert (record.latest, [*record.steps]) == (3, [3])
 
 
 def test_it_is_written_down_when_the_next_save_begins(tmp_path: Path) -> None:
@@ -58,7 +62,7 @@ def test_it_is_written_down_when_the_next_save_begins(tmp_path: Path) -> None:
     with pytest.raises(dc.InvalidShardingError):
         manager.save(3, {"w": [*state(3).values()], "v": [*state(3).values()]})
     assert read_record(tmp_path).latest == 2
-    assert read_record(tmp_path).steps[2] == StepRecord(known.begun)
+    assert read_record(tmp_path).steps[2] == StepRecord(known.begun, parent=NO_STEP)
 
 
 def test_a_step_that_lies_behind_others_is_the_latest_if_it_was_saved_last(tmp_path: Path) -> None:
@@ -66,7 +70,7 @@ def test_a_step_that_lies_behind_others_is_the_latest_if_it_was_saved_last(tmp_p
     with dc.CheckpointManager(tmp_path) as manager:
         for step in (10, 20, 30):
             manager.save(step, state(step))
-    killed_before_the_pointer(tmp_path, 15)
+    killed_before_the_pointer(tmp_path, 15, loaded=10)
     assert dc.CheckpointManager(tmp_path).latest() == 15
 
 
@@ -224,7 +228,7 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
             except dc.RankFailedError as error:
                 text = str(error)
         assert found == 2 or (text is not None and os.strerror(code) in text), calls[-1]
-        assert not manager._damaged, calls[-1]
+        assert manager._run.position in (None, 2), calls[-1]
         raised += text is not None
         if len(calls) < last_call:
             assert found == 2
@@ -268,9 +272,8 @@ def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage
 
     monkeypatch.setattr(checkpoint_manager, "verify_checkpoint", verify)
 
-    def one(comm: Comm) -> tuple[int | None, set[int]]:
-        manager = dc.CheckpointManager(tmp_path, comm=comm)
-        return manager.latest_valid(), set(manager._damaged)
+    def one(comm: Comm) -> int | None:
+        return dc.CheckpointManager(tmp_path, comm=comm).latest_valid()
 
     def fails(comm: Comm) -> None:
         with pytest.raises(dc.RankFailedError, match=r"failed on rank 2 of 3(.|\n)*Input/output"):
@@ -279,12 +282,12 @@ def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage
     errors: list[Exception] = [OSError(errno.EIO, os.strerror(errno.EIO))]
     run_ranks(3, fails)
     errors = [dc.CorruptCheckpointError("flipped", [Finding("bits", "w")])]
-    assert run_ranks(3, one) == [(1, {2})] * 3
+    assert run_ranks(3, one) == [1] * 3
     # What one rank cannot read does not hide what another one has found.
     errors.append(dc.CheckpointingException("cannot be read here", [Finding("codec")]))
-    assert run_ranks(3, one) == [(1, {2})] * 3
+    assert run_ranks(3, one) == [1] * 3
     errors = [dc.CheckpointingException("cannot be read here", [Finding("codec")])]
-    assert run_ranks(3, one) == [(1, set())] * 3
+    assert run_ranks(3, one) == [1] * 3
 
 
 # Room for a step that was damaged.

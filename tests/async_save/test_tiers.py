@@ -62,7 +62,7 @@ def test_a_node_whose_disk_is_gone_goes_on_from_the_store(tmp_path: Path) -> Non
     with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
         assert (manager.steps(), manager.latest()) == ([1, 2], 2)
         assert manager.load(state(0))["value"] == 2
-        with pytest.raises(CheckpointExistsError, match="in the store already"):
+        with pytest.raises(CheckpointExistsError, match="the run is at step 2 already"):
             manager.save(2, state(7))
         manager.save(3, state(3))
     assert len(steps_in(root)) == 3
@@ -159,7 +159,7 @@ def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:
         manager.save(1, state(1))
         damage(tmp_path / "step-00000001")
         assert manager.load(state(0))["value"] == 1
-        manager.save(1, state(5))
+        manager.save(1, state(5), overwrite=True)
         assert manager.load(state(0))["value"] == 5
     with dc.CheckpointManager(root) as manager:
         assert manager.load(state(0))["value"] == 5

@@ -60,9 +60,7 @@ def test_nodes_whose_disks_are_gone_go_on_from_the_store(
 
     def go_on(comm: Comm) -> list[int]:
         with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
-            with pytest.raises(
-                CheckpointExistsError, match=r"step 2 is (in the store|there) already"
-            ):
+            with pytest.raises(CheckpointExistsError, match="the run is at step 2 already"):
                 manager.save(2, state(comm, 2))
             manager.save(3, state(comm, 3))
             return manager.steps()
@@ -291,6 +289,42 @@ def test_retention_holds_on_every_disk_and_in_the_store(tmp_path: Path) -> None:
     for place in (root, tmp_path / "node0", tmp_path / "node1"):
         assert steps_in(place) == [2, 5]
     assert deleted == [1, 3, 4]
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=["one disk", "two machines"])
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_run_goes_back(ranks: int, is_copied: bool, tmp_path: Path) -> None:
+    """Also before what it has saved since then is in the store."""
+    root = new_url()
+
+    def train(comm: Comm, steps: tuple[int, ...], loaded: int | None, down: ExitStack) -> None:
+        manager = CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm)
+        if loaded is not None:
+            check(comm, manager.load(state(comm, None), loaded), loaded)
+        comm.all_gather(None)
+        if comm.rank == 0 and not is_copied and loaded is not None:
+            for fault in (without_waiting(), short_waits(), store_down()):
+                down.enter_context(fault)
+        comm.all_gather(None)
+        for step in steps:
+            manager.save(step, state(comm, step))
+            assert manager.latest() == step
+        if is_copied or loaded is None:
+            manager.close()
+        else:
+            with pytest.raises(CheckpointingException, match=f"step {steps[-1]} is not in the"):
+                manager.close()
+
+    for steps, loaded in (((10, 20, 30), None), ((15, 20), 10)):
+        with ExitStack() as down:
+            run_ranks(ranks, lambda comm: train(comm, steps, loaded, down))  # noqa: B023 - now
+    with CheckpointManager(root) as stored:
+        assert stored.latest() == stored.latest_valid() == (20 if is_copied else 10)
+        assert stored.steps() == ([10, 15, 20, 30] if is_copied else [10, 20, 30])
+    with without_waiting():
+        check_newest(tmp_path, root, 20, ranks)
+    with CheckpointManager(root) as stored:
+        assert (stored.latest(), stored.steps()) == (20, [10, 15, 20, 30])
 
 
 def test_disks_keep_what_is_not_in_the_store(tmp_path: Path) -> None:

@@ -193,6 +193,23 @@ def test_what_the_manager_knows(tmp_path: Path, dckpt: Run) -> None:
     assert notes == {"1": ["without optimizer"], "2": ["verified"]}
 
 
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_the_steps_of_an_abandoned_branch(tmp_path: Path, dckpt: Run, place: str) -> None:
+    root: Any = tmp_path / "run" if place == "disk" else new_url()
+    with CheckpointManager(root) as manager:
+        for step in (6000, 7000, 8000, 6500):
+            if step == 6500:
+                manager.load({}, 6000)
+            manager.save(step, trained(step))
+    document = dckpt("ls", root, "--json").json
+    notes = {row["step"]: row["notes"] for row in document["steps"]}
+    assert document["latest"] == "6500"
+    assert notes == {"6000": [], "6500": [], "7000": ["abandoned"], "8000": ["abandoned"]}
+    assert dckpt("ls", root).out.count("  abandoned\n") == 2
+    for name, step in (("latest", 6500), ("8000", 8000)):
+        assert dckpt("show", f"{root}@{name}", "step", "--json").json["value"] == step
+
+
 def test_a_run_has_no_tensors(tmp_path: Path, dckpt: Run) -> None:
     root = managed(tmp_path / "run", 1)
     for option in (["w"], ["--tree"], ["--all"], ["--fingerprint"]):

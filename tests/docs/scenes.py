@@ -93,8 +93,13 @@ def asynchronous(number: int, names: Names) -> None:
         names |= {"manager": CheckpointManager("second"), "step": 10}
     if number == 2:
         names["manager"].close()
-        names["root"] = "third"
+        names["manager"] = CheckpointManager("went_back")
+        for step in (1000, 1500, 2000):
+            names["manager"].save(step, state)
     if number == 3:
+        assert names["manager"].latest() == 1200
+        names["root"] = "third"
+    if number == 4:
         names |= {"AsyncCallsQueue": AsyncCallsQueue, "state": state, "path": "ckpt/1"}
 
 
