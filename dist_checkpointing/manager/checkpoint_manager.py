@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsFloat
+from typing import Any, Literal, Self, SupportsFloat, get_origin, get_type_hints
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
@@ -31,7 +31,7 @@ from dist_checkpointing.manager.latest_valid import (
     judge,
 )
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import NO_STEP
+from dist_checkpointing.manager.run_folder import NO_STEP, fits
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
 from dist_checkpointing.manager.tier_copies import Drain
 from dist_checkpointing.manager.tiers import Run
@@ -128,12 +128,18 @@ class CheckpointManager:
         on_saved: Hooks = (),
         on_deleted: Callable[[int], object] = lambda _: None,
     ) -> None:
-        if on_error not in ("raise", "warn", "retry"):
-            raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
+        given = dict(locals())
         # Not relative to a working directory that may change between saves.
         self.root: Any = as_location(root).absolute()
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
+        for name, kind in get_type_hints(CheckpointManager.__init__).items():
+            if not fits(value := given.get(name), kind):
+                is_choice = get_origin(kind) is Literal and isinstance(value, str)
+                error = ValueError if is_choice else TypeError
+                raise error(f"{name} must be {kind}, not {value!r}")
+        if retries < 0:
+            raise ValueError(f"retries must be at least 0, not {retries}")
         kept = Retention() if retention is None else retention
         self._run = Run(
             self.root, kept, on_deleted, self._comm, fast, drain, incremental=incremental

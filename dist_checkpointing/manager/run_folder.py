@@ -11,12 +11,12 @@ import threading
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Final
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import SingleProcess
@@ -79,12 +79,7 @@ class StepRecord:
 
 NO_STEP: Final = -1
 """Number of the step that the first step grows from."""
-_KINDS: Final[dict[str, tuple[type, ...]]] = {
-    **dict.fromkeys(("attempt", "begun"), (str, NoneType)),
-    **dict.fromkeys(("verified", "stripped"), (bool,)),
-    **dict.fromkeys(("metric", "begun_metric"), (float, int, NoneType)),
-    **dict.fromkeys(("parent", "begun_parent"), (int, NoneType)),
-}
+_KINDS: Final = get_type_hints(StepRecord)
 
 
 @dataclass(slots=True)
@@ -200,9 +195,23 @@ def _parsed(content: Any) -> RunRecord:
     if type(latest) not in (int, NoneType):
         raise ValueError(f"latest is {latest!r}")
     for record in steps.values():
-        if any(type(getattr(record, name)) not in kinds for name, kinds in _KINDS.items()):
+        if not all(fits(getattr(record, name), kind) for name, kind in _KINDS.items()):
             raise ValueError(f"{record!r}")
     return RunRecord(latest, steps, str(content.get("writer", "")))
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value is of an annotated type; a bool is no number, and an int may be a float."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is Sequence:
+        return isinstance(value, Sequence) and all(fits(item, parts[0]) for item in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (float, int) if kind is float else origin or kind)
 
 
 _NO_PREFIX: Final = "\0no tensor\0"

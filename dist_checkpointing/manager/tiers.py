@@ -146,8 +146,6 @@ class Run:
         self._resume()
 
     def _use_disks(self, fast: Path, drain: Drain, *, incremental: bool) -> None:
-        if drain not in ("background", "wait"):
-            raise ValueError(f"drain must be 'background' or 'wait', not {drain!r}")
         if not isinstance(self.root, ObjectPath):
             finding = Finding("fast= needs a root in an object store", found=str(self.root))
             raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
