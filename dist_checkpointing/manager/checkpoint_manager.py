@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsFloat, get_origin, get_type_hints
+from typing import Any, Final, Literal, Self, SupportsFloat, get_origin, get_type_hints
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
@@ -50,6 +50,7 @@ from dist_checkpointing.strategies.selection import Selection
 logger: logging.Logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "warn", "retry"]
+_MOST_STEPS: Final = 20
 
 
 class CheckpointManager:
@@ -301,7 +302,7 @@ class CheckpointManager:
         """
         if check not in ("contents", "structure"):
             raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
-        for step in self._tries():
+        for step in self._tries("looking for a valid checkpoint"):
             try:
                 if check == "contents":
                     self.verify(step)
@@ -342,7 +343,8 @@ class CheckpointManager:
                 the checkpoint has checksums.
 
         Raises:
-            CheckpointNotFoundError: if no step can be loaded; with the reason for each.
+            CheckpointNotFoundError: if no step can be loaded, with the reason for each; for a step
+                that is not there, with those that are.
             StateMismatchError: if the template does not fit the newest of these steps.
             CheckpointingException: see ``load``.
             RankFailedError: if a rank has an I/O error, which does not mean damage.
@@ -351,8 +353,17 @@ class CheckpointManager:
         if step is None:
             return self._load_newest(template, options)
         options = {"trusted": self._trusted, **options}
-        folder = self._run.prepare_read(step)
-        loaded: StateDict = load(template, folder, comm=self._comm, **options)
+        try:
+            folder = self._run.prepare_read(step)
+            loaded: StateDict = load(template, folder, comm=self._comm, **options)
+        except CheckpointNotFoundError as error:
+            steps = self.steps()
+            if step in steps:
+                raise
+            known = ", ".join(map(str, steps[-_MOST_STEPS:]))
+            others = Finding(f"its last steps are {known or 'none'}", path=str(self.root))
+            findings = [*error.findings, others]
+            raise CheckpointNotFoundError(f"step {step} is not there", findings) from error
         self._run.position = step
         return loaded
 
@@ -385,7 +396,7 @@ class CheckpointManager:
         given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]
         # Of a strategy of the caller this says nothing about the checkpoint.
         unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
-        for step in self._tries():
+        for step in self._tries("looking for the newest checkpoint"):
             try:
                 folder = self._run.prepare_read(step)
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
@@ -414,8 +425,9 @@ class CheckpointManager:
             if is_valid:
                 self._run.verified(step)
 
-    def _tries(self) -> list[int]:
-        return self._comm.from_rank0("listing the checkpoints", self._run.tries)
+    def _tries(self, what: str) -> list[int]:
+        # Each caller has its own name for it, by which ranks that call different methods notice.
+        return self._comm.from_rank0(what, self._run.tries)
 
     def _skip(self, step: int, error: CheckpointingException) -> Finding:
         """Log why a step cannot be loaded."""

@@ -294,6 +294,9 @@ def test_a_rollback_stays_one(tmp_path: Path, place: str) -> None:
             assert manager.steps() == [6000, 6500, 7000, 8000]
             with pytest.raises(dc.CheckpointExistsError, match="the run is at step 6500 already"):
                 manager.save(6000, state(1, comm))
+            there = r"(?s)step 77 is not there.*its last steps are 6000, 6500, 7000, 8000"
+            with pytest.raises(dc.CheckpointNotFoundError, match=there):
+                manager.load(template(comm), 77)
             for step in (8000, 7000, 6500):
                 assert loaded(manager, step, comm) == step
             manager.async_save(7000, state(70, comm)).result(60)
@@ -500,3 +503,16 @@ def test_a_deletion_that_was_begun_is_finished_or_does_not_count(
         if is_last:
             break
     assert steps == [9]
+
+
+def test_ranks_that_call_different_methods(tmp_path: Path) -> None:
+    went_back(tmp_path)
+
+    def one(comm: Comm) -> None:
+        manager = dc.CheckpointManager(tmp_path, comm=comm)
+        with pytest.raises(dc.CheckpointingException, match="call different functions") as raised:
+            manager.steps() if comm.rank == 0 else manager.load(template(comm))
+        assert "calls CheckpointManager.steps" in str(raised.value)
+        assert "calls CheckpointManager.load" in str(raised.value)
+
+    run_ranks(2, one)
