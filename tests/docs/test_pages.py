@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import dist_checkpointing
-from dist_checkpointing import ShardedTensor
+from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.testing import run_ranks
 from scripts import run_fresh
 
 ROOT = Path(dist_checkpointing.__file__).parents[1]
@@ -90,6 +92,26 @@ def test_a_listing_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
         markdown_code.run(block, page, {})
     last = caught.traceback[-1]
     assert (last.path, last.lineno + 1) == (page, 5)
+
+
+def test_the_state_of_the_readme_is_loaded_by_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    describe, full = _run("README.md")["describe"], torch.arange(24.0).reshape(12, 2)
+
+    def described(comm: Comm, vocabulary: object, w: torch.Tensor) -> Any:
+        own = w.chunk(comm.world_size)[comm.rank]
+        return describe(own, vocabulary, comm.rank, comm.world_size, 0)
+
+    def loaded(world_size: int) -> torch.Tensor:
+        filled = torch.empty(12, 2)
+        given = run_ranks(world_size, lambda c: load(described(c, None, filled), "o", comm=c))
+        assert [own["vocabulary"] for own in given] == [["a"]] * world_size
+        return filled
+
+    run_ranks(2, lambda comm: save(described(comm, ["a"], full), "o", comm=comm))
+    assert all(loaded(world_size).equal(full) for world_size in (1, 3))
 
 
 def test_a_leaf_of_megatron_is_carried_over(
