@@ -16,6 +16,7 @@ import torch
 import dist_checkpointing
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.strategies import default_strategies
 from dist_checkpointing.testing import run_ranks
 from scripts import run_fresh
 
@@ -68,13 +69,14 @@ def _run(page: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def _signals() -> Iterator[None]:
+def _process() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+    default_strategies.clear()
 
 
-@pytest.mark.usefixtures("_signals")
+@pytest.mark.usefixtures("_process")
 @pytest.mark.parametrize("page", [page for page in _pages() if _listings(page)])
 def test_the_listings_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +114,13 @@ def test_the_state_of_the_readme_is_loaded_by_other_ranks(
 
     run_ranks(2, lambda comm: save(described(comm, ["a"], full), "o", comm=comm))
     assert all(loaded(world_size).equal(full) for world_size in (1, 3))
+
+
+def test_the_backend_of_the_page_passes_the_suite_that_it_recommends(tmp_path: Path) -> None:
+    listings = [block.code for block in _listings("docs/backend.md")]
+    (tmp_path / "test_npy.py").write_text("\n\n".join(listings))
+    done = run_fresh("-m", "pytest", "-q", timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_leaf_of_megatron_is_carried_over(
