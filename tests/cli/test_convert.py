@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dist_checkpointing import load_plain_tensors, save
+from dist_checkpointing.interop import TorchState
 from dist_checkpointing.tools import app
 from scripts import TELL_PEAK, run_forked, run_fresh, told_peak
 from states import shard
@@ -64,6 +65,26 @@ def test_a_summary(source: Path, tmp_path: Path) -> None:
     assert all(len(line) > 1 for line in text.splitlines())
 
 
+def test_the_weights_for_others(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    save(TorchState(model, optimizer, ema=model), tmp_path / "c")
+    run(tmp_path / "c", tmp_path / "model", "--to", "safetensors", "--weights")
+    found, own = load_file(tmp_path / "model" / "model.safetensors"), model.state_dict()
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[key], own[key]) for key in own)
+
+
+def test_something_is_shown_before_torch_is_imported(source: Path, tmp_path: Path) -> None:
+    code = """import sys; from dist_checkpointing.tools.convert import command as c
+real = c.progress_bar
+c.progress_bar = lambda *given: print(given[0], "torch" in sys.modules) or real(*given)"""
+    finished = run_fresh("-c", code + MAIN, "convert", source, tmp_path / "c", "--to", "zarr")
+    assert finished.stdout.splitlines()[:2] == ["starting False", "planning True"]
+
+
 def test_json_is_one_document(source: Path, tmp_path: Path) -> None:
     arguments = (source, tmp_path / "out", "--to", "safetensors", "--json")
     planned = json.loads(run(*arguments, "--dry-run"))
@@ -95,6 +116,7 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
         (["--to", "tensor_store"], "did you mean 'tensorstore'"),
         (["--to", "zarr:3"], "did you mean 'zarr:"),
         (["--to", "zarr", "--include", "("], "not a regular expression"),
+        (["--to", "zarr", "--weights", "--include", "w"], "leave --include out"),
         (["--to", "zarr", "--include", "nowhere"], "leave nothing to convert"),
         (["--to", "zarr", "--rename", r"\d="], "rename gives no valid names"),
         (["--to", "zarr", "--cast", "float16"], "--lossy"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
 
 Texts = list[str]
+_MODEL = r"^model\."  # as TorchState and others name the tensors of a model
 
 
 def convert(
@@ -86,6 +87,13 @@ def convert(
             "cut as they are.",
         ),
     ] = None,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights",
+            help="Only the model: --tensors-only --include '^model\\.' --rename '^model\\.='.",
+        ),
+    ] = False,
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out common state and sharded objects.")
     ] = False,
@@ -127,12 +135,18 @@ def convert(
     checksums of SOURCE, if it has any. DESTINATION appears when it is
     complete. After a kill, run the same command again.
 
-    Example: dckpt convert ckpt/1000 model --to safetensors --include ^model
+    Example: dckpt convert runs/gpt@latest model --to safetensors --weights
     """
-    # Imported here, because it imports torch.
-    from dist_checkpointing.planning.recipe import Recipe  # noqa: PLC0415
-    from dist_checkpointing.tools import convert  # noqa: PLC0415
+    if weights and include:
+        raise ValueError("--weights says what is included: leave --include out")
+    with progress_bar("starting", None):
+        # Imported here, because it imports torch.
+        from dist_checkpointing.planning.recipe import Recipe  # noqa: PLC0415
+        from dist_checkpointing.tools import convert  # noqa: PLC0415
 
+        convert.return_freed_memory()  # imports the rest
+    if weights:
+        include, rename, tensors_only = [_MODEL], [f"{_MODEL}=", *(rename or ())], True
     rules = convert.Rules.parse(
         include=include or (),
         exclude=exclude or (),
@@ -151,7 +165,6 @@ def convert(
         verify=verify,
         dry_run=dry_run,
     )
-    convert.return_freed_memory()
     place = located(source)
     try:
         with progress_bar("planning", None) as bar, explaining(place):
