@@ -1,4 +1,6 @@
-"""Names of files in a checkpoint: keys as file names, reserved names, keys of optimizers."""
+"""Names of files in a checkpoint: keys as file names, reserved names; patterns of keys, and keys of
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +89,34 @@ def check_raw_key(key: str) -> None:
     if problem is not None:
         finding = Finding(problem, key, remedy="Rename the key, or use a backend that encodes it.")
         raise InvalidShardingError("a key cannot be a file name", [finding])
+
+
+_SPECIAL = frozenset(r"\[](){}*+?^$|")
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
+NUMBER = "i"
+"""Name of the placeholder that stands for a number."""
+
+
+def key_pattern(text: str) -> re.Pattern[str]:
+    """A pattern of ``dckpt`` or of a recipe; ValueError if it is no regular expression.
+
+    It is a key (if dots are its only special characters), or a regular expression. In both, ``{i}``
+    stands for a number, any other ``{name}`` for a text without a dot, and ``{name*}`` for any.
+    """
+    is_exact = not _SPECIAL.intersection(PLACEHOLDER.sub("", text))
+    expression, begin, seen = "", 0, set[str]()
+    for found in (*PLACEHOLDER.finditer(text), None):
+        plain = text[begin : found.start() if found else None]
+        expression += re.escape(plain) if is_exact else plain
+        if found is not None:
+            name, begin = found[1], found.end()
+            kind = "[0-9]+" if name == NUMBER else ".+" if found[2] else "[^.]+"
+            expression += f"(?P={name})" if name in seen else f"(?P<{name}>{kind})"
+            seen.add(name)
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from error
 
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optim(?:izer)?s?(?:[^a-z]|$)")

@@ -149,7 +149,7 @@ def without_values(folder: Location) -> Iterator[Path]:
             "nothing can be removed from a checkpoint of this format in an object store",
             expected=f"a sealed one of {' or '.join(_BACKENDS)}",
             path=str(folder),
-            remedy="Convert it into a new one without them: dckpt convert --exclude REGEX.",
+            remedy="Convert it into a new one without them: dckpt convert --exclude PATTERN.",
         )
         raise UnsupportedFormatError("tensors cannot be removed from this checkpoint", [finding])
     holes = {file.name: file.num_bytes for file in seal.files.values() if file.digest is None}

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
+from dist_checkpointing.format.file_names import NUMBER, PLACEHOLDER, key_pattern
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.planning.derived_tensors import DerivedTensor, Fill, with_extent
 
@@ -27,12 +28,6 @@ Made = list[tuple[str, Any]]
 
 RULES: dict[str, Callable[..., Rule]] = {}
 """The rules by the names that they have in files."""
-
-_SPECIAL = frozenset(r"\[](){}*+?^$|")
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
-
-NUMBER = "i"
-"""Name of the placeholder that stands for a number."""
 
 
 class Misfit(Exception):
@@ -66,11 +61,9 @@ class Change:
 
 
 class Rule(ABC):
-    r"""One step of a recipe. A pattern must match the whole key.
+    r"""One step of a recipe. A pattern, see ``key_pattern``, must match the whole key.
 
-    A pattern is a key (if dots are its only special characters), or a regular expression. In both,
-    ``{i}`` stands for a number, any other ``{name}`` for a text without a dot, and ``{name*}`` for
-    any text. New names take them as ``{i}`` and ``{name}``, and groups of a regular expression as
+    New names take its placeholders as ``{i}`` and ``{name}``, and groups of a regular expression as
     ``\g<name>``, or ``\1`` (placeholders count too).
     """
 
@@ -120,25 +113,15 @@ class Rule(ABC):
             raise CheckpointingException(message, [Finding(problem)])
 
     def compiled(self, text: str) -> re.Pattern[str]:
-        is_exact = not _SPECIAL.intersection(_PLACEHOLDER.sub("", text))
-        expression, begin, seen = "", 0, set[str]()
-        for found in (*_PLACEHOLDER.finditer(text), None):
-            plain = text[begin : found.start() if found else None]
-            expression += re.escape(plain) if is_exact else plain
-            if found is not None:
-                name, begin = found[1], found.end()
-                kind = "[0-9]+" if name == NUMBER else ".+" if found[2] else "[^.]+"
-                expression += f"(?P={name})" if name in seen else f"(?P<{name}>{kind})"
-                seen.add(name)
         try:
-            return re.compile(expression)
-        except re.error as error:
-            self.require(False, f"{text!r} is not a regular expression: {error}")
+            return key_pattern(text)
+        except ValueError as error:
+            self.require(False, str(error))
             raise
 
     def expanded(self, match: re.Match[str], text: str) -> str:
         try:
-            return match.expand(_PLACEHOLDER.sub(r"\\g<\1>", text))
+            return match.expand(PLACEHOLDER.sub(r"\\g<\1>", text))
         except (re.error, IndexError) as error:
             raise Misfit(f"{text!r} names what is not matched: {error}") from error
 

@@ -19,7 +19,7 @@ from dist_checkpointing.byte_sizes import parse_bytes
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.errors import hint
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.format.file_names import is_of_optimizer
+from dist_checkpointing.format.file_names import is_of_optimizer, key_pattern
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
@@ -27,7 +27,7 @@ from dist_checkpointing.strategies.safetensors_folder import texts_of
 from dist_checkpointing.strategies.torch_file import loadable
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.convert.plan import budget_of
-from dist_checkpointing.tools.ls import Pattern, Regex, name_filter
+from dist_checkpointing.tools.ls import Pattern
 from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted, open_tensors
 from dist_checkpointing.tools.report import (
     AsJson,
@@ -60,7 +60,6 @@ def diff(
     ignore_dtype: Annotated[
         bool, Option("--ignore-dtype", help="Compare the values of different dtypes.")
     ] = False,
-    regex: Regex = False,
     memory: Memory = "2GiB",
     read_all: Annotated[
         bool, Option("--read-all", help="Read also tensors that have the same fingerprint in both.")
@@ -91,7 +90,7 @@ def diff(
 
     Example: dckpt diff ckpt/1000 converted --rtol 1e-3
     """
-    wanted = name_filter(pattern, regex=regex)
+    wanted = key_pattern(pattern or "").search
     tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
     a, b = (open_tensors(path, trusted=trusted) for path in (first, second))
     keys = (key for one in (a, b) for key in (*one, *one.objects, *values.entries(one.common)))
@@ -244,7 +243,7 @@ def compare_checkpoints(
     second: Checkpoint,
     *,
     tolerance: Tolerance = EXACT,
-    wanted: Callable[[str], bool] = lambda _: True,
+    wanted: Callable[[str], object] = lambda _: True,
     ignore_dtype: bool = False,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
@@ -379,7 +378,7 @@ def _compare_objects(
     first: Mapping[str, ObjectHandle],
     second: Mapping[str, ObjectHandle],
     tolerance: Tolerance,
-    wanted: Callable[[str], bool],
+    wanted: Callable[[str], object],
 ) -> Iterator[ValueComparison]:
     for key in filter(wanted, sorted({*first, *second})):
         a, b = first.get(key), second.get(key)

@@ -20,6 +20,7 @@ import torch
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.filesystem.ranged_reads import ReadLimits
+from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -86,16 +87,15 @@ class KeyCut(NamedTuple):
 
 
 def parse_rule(text: str) -> AxisRule:
-    """``REGEX=axis``, ``REGEX=none`` or ``REGEX=stored``."""
+    """``PATTERN=axis``, ``PATTERN=none`` or ``PATTERN=stored``."""
     pattern, _, axis = text.rpartition("=")
     if not pattern:
-        raise ValueError(f"{text!r} is not of the form REGEX=axis, such as 'lm_head=0'")
+        raise ValueError(f"{text!r} is not of the form PATTERN=axis, such as 'lm_head=0'")
     words: dict[str, Axis] = {"none": None, AS_STORED: AS_STORED}
     word = axis.strip().lower()
+    wanted = key_pattern(pattern)
     try:
-        return AxisRule(re.compile(pattern), words[word] if word in words else int(axis))
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return AxisRule(wanted, words[word] if word in words else int(axis))
     except ValueError:
         problem = "is no axis; write a number, 'none' or 'stored'"
         raise ValueError(f"{axis!r} in {text!r} {problem}") from None

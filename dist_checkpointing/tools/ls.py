@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +19,7 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import is_committed, read_config
+from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.threads import in_threads, paused_collector
 from dist_checkpointing.tools.opening import (
@@ -59,11 +58,8 @@ from dist_checkpointing.tools.report import (
 
 Pattern = Annotated[
     str | None,
-    Argument(
-        help="Only these keys: a glob for the whole key if it has *, ? or [, else part of it."
-    ),
+    Argument(help="Only keys in which this is found: a part of a key, or a regular expression."),
 ]
-Regex = Annotated[bool, Option("--regex", "-E", help="PATTERN is a regular expression.")]
 OBJECT = "object"
 COMMON = "common"
 _NARROW = 90
@@ -81,7 +77,6 @@ def ls(
     checkpoint: CheckpointArgument,
     pattern: Pattern = None,
     *,
-    regex: Regex = False,
     tree: Annotated[
         bool, Option("--tree", "-t", help="As a tree of the parts of the keys.")
     ] = False,
@@ -123,9 +118,9 @@ def ls(
 
     Example: dckpt ls runs/gpt --follow
 
-    Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
+    Example: dckpt ls ckpt/1000 ^optimizer --tree --depth 2
     """
-    wanted = name_filter(pattern, regex=regex)
+    wanted = key_pattern(pattern or "").search
     path = located(checkpoint)
     of_one = pattern is not None or everything or fingerprint or tree or depth is not None
     if follow and of_one:
@@ -183,27 +178,7 @@ class Entry(NamedTuple):
     parts: tuple[int, ...] | int | str
 
 
-def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], bool]:
-    """A function that tells whether a key matches a pattern; every key matches None.
-
-    The pattern is a glob for the whole key if it has ``*``, ``?`` or ``[``, else a part of the key;
-    or a regular expression, to be found anywhere in the key.
-    """
-    if pattern is None:
-        return lambda _: True
-    try:
-        if regex:
-            found = re.compile(pattern).search
-        elif any(sign in pattern for sign in "*?["):
-            found = re.compile(fnmatch.translate(pattern)).match
-        else:
-            return lambda key: pattern in key
-    except re.error as error:
-        raise ValueError(f"the regular expression {pattern!r} does not compile: {error}") from None
-    return lambda key: found(key) is not None
-
-
-def tensor_entries(index: Index, wanted: Callable[[str], bool]) -> Iterator[Entry]:
+def tensor_entries(index: Index, wanted: Callable[[str], object]) -> Iterator[Entry]:
     """The tensors of an index whose keys are wanted, in the order of the index."""
     itemsizes = {row.name: row.itemsize for row in dtypes.ELEMENT_TYPES}
     columns = index.dtype_column, index.global_shape_column, index.chunk_shape_column

@@ -62,8 +62,8 @@ def plan(
         list[str] | None,
         Option(
             "--shard",
-            metavar="REGEX=AXIS",
-            help="Cut the keys in which REGEX is found along this axis; 'none': not at all, "
+            metavar="PATTERN=AXIS",
+            help="Cut the keys in which PATTERN is found along this axis; 'none': not at all, "
             "'stored': as when saved. May be repeated; the first that matches counts.",
         ),
     ] = None,

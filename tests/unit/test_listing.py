@@ -2,36 +2,36 @@ import pytest
 
 from dist_checkpointing.checkpoint.key_tree import as_tree
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
-from dist_checkpointing.tools.ls import Entry, name_filter, sharding_text, subtotals, tensor_entries
+from dist_checkpointing.format.file_names import key_pattern
+from dist_checkpointing.planning import Keep
+from dist_checkpointing.tools.convert import Rules
+from dist_checkpointing.tools.load_forecast import parse_rule
+from dist_checkpointing.tools.ls import Entry, sharding_text, subtotals, tensor_entries
 from dist_checkpointing.tools.report import shape_text
 
 FLOAT = dtypes.from_name("float32")
 KEYS = ["model.layers.0.w", "model.layers.10.w", "optimizer.w", "a[0]/b"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "regex", "wanted"),
-    [
-        (None, False, KEYS),
-        ("layers.1", False, ["model.layers.10.w"]),
-        ("model.*", False, KEYS[:2]),
-        ("*.w", False, KEYS[:3]),
-        ("layers.*", False, []),
-        ("model.layers.?.w", False, KEYS[:1]),
-        ("optimizer.w", False, ["optimizer.w"]),
-        (r"layers\.\d+", True, KEYS[:2]),
-        ("^w", True, []),
-        ("w$", True, KEYS[:3]),
-        ("a[[]0]/b", False, ["a[0]/b"]),
-    ],
-)
-def test_patterns(pattern: str | None, wanted: list[str], *, regex: bool) -> None:
-    assert list(filter(name_filter(pattern, regex=regex), KEYS)) == wanted
+PATTERNS = [
+    ("layers.1", KEYS[1:2]),
+    ("model.w", []),  # a dot is a dot
+    ("model.layers.{i}", KEYS[:2]),
+    ("model.{name*}.w", KEYS[:2]),
+    ("^optimizer", KEYS[2:3]),
+    ("w$", KEYS[:3]),
+    (r"a\[0\]/{x}", KEYS[3:]),
+]
 
 
-def test_a_regular_expression_that_does_not_compile() -> None:
-    with pytest.raises(ValueError, match=r"'\(' does not compile: missing \)"):
-        name_filter("(", regex=True)
+@pytest.mark.parametrize(("pattern", "keys"), PATTERNS)
+def test_every_command_and_recipe_reads_a_pattern_alike(pattern: str, keys: list[str]) -> None:
+    assert list(filter(key_pattern(pattern).search, KEYS)) == keys
+    assert list(filter(Rules.parse(include=[pattern]).takes, KEYS)) == keys
+    assert list(filter(parse_rule(f"{pattern}=0").pattern.search, KEYS)) == keys
+    # A rule of a recipe takes whole keys.
+    whole = list(filter(key_pattern(pattern).fullmatch, KEYS))
+    assert [key for key, *_ in Keep(pattern).matches(KEYS)] == whole
 
 
 @pytest.mark.parametrize(

@@ -49,24 +49,25 @@ def convert(
     ],
     include: Annotated[
         Texts | None,
-        typer.Option(metavar="REGEX", help="Only keys in which this is found. May be repeated."),
+        typer.Option(metavar="PATTERN", help="Only keys in which this is found. May be repeated."),
     ] = None,
     exclude: Annotated[
         Texts | None,
-        typer.Option(metavar="REGEX", help="No keys in which this is found. May be repeated."),
+        typer.Option(metavar="PATTERN", help="No keys in which this is found. May be repeated."),
     ] = None,
     rename: Annotated[
         Texts | None,
         typer.Option(
-            metavar="REGEX=REPL",
-            help="Replace matches in keys; \\1 is a group. If repeated, applied in this order.",
+            metavar="PATTERN=REPL",
+            help="Replace matches in keys; \\1 is a group, {name} a placeholder. If repeated, "
+            "applied in this order.",
         ),
     ] = None,
     cast: Annotated[
         Texts | None,
         typer.Option(
-            metavar="[REGEX=]DTYPE",
-            help="Convert floating-point tensors. The first REGEX that is found in a key counts.",
+            metavar="[PATTERN=]DTYPE",
+            help="Convert floating-point tensors. The first PATTERN that is found in a key counts.",
         ),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
@@ -82,7 +83,7 @@ def convert(
     reshard: Annotated[
         Texts | None,
         typer.Option(
-            metavar="[REGEX:]axis=0,parts=8",
+            metavar="[PATTERN:]axis=0,parts=8",
             help="Cut tensors into parts; more axes follow after a semicolon. Otherwise they stay "
             "cut as they are.",
         ),

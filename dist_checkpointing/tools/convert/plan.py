@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
 from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
+from dist_checkpointing.format.file_names import PLACEHOLDER, key_pattern
 from dist_checkpointing.format.geometry import (
     Box,
     ChunkGrid,
@@ -110,11 +111,11 @@ class Rules:
         """The rules as texts say them.
 
         Args:
-            include: regular expressions, searched in keys.
+            include: patterns, see ``key_pattern``, to be found in keys.
             exclude: likewise.
-            rename: ``REGEX=REPLACEMENT``; the last ``=`` is the one between them.
-            cast: ``DTYPE`` or ``REGEX=DTYPE``.
-            reshard: ``axis=0,parts=8`` or ``REGEX:axis=0,parts=8``; more axes follow after ``;``.
+            rename: ``PATTERN=REPLACEMENT``; the last ``=`` is the one between them.
+            cast: ``DTYPE`` or ``PATTERN=DTYPE``.
+            reshard: ``axis=0,parts=8`` or ``PATTERN:axis=0,parts=8``; more axes follow after ``;``.
             lossy: see ``Rules``.
             tensors_only: see ``Rules``.
 
@@ -143,16 +144,16 @@ def _bad(what: str, text: str, error: object) -> CheckpointingException:
 
 def _pattern(what: str, text: str) -> Pattern:
     try:
-        return re.compile(text)
-    except re.error as error:
-        raise _bad(what, text, f"not a regular expression: {error}") from error
+        return key_pattern(text)
+    except ValueError as error:
+        raise CheckpointingException(f"{what} {error}") from error
 
 
 def _rename(text: str) -> tuple[Pattern, str]:
     pattern, _, replacement = text.rpartition("=")
     if not pattern:
-        raise _bad("rename", text, "expected REGEX=REPLACEMENT")
-    return _pattern("rename", pattern), replacement
+        raise _bad("rename", text, "expected PATTERN=REPLACEMENT")
+    return _pattern("rename", pattern), PLACEHOLDER.sub(r"\\g<\1>", replacement)
 
 
 def _cast(text: str) -> tuple[Pattern, DType]:
@@ -172,7 +173,7 @@ def _reshard(text: str) -> tuple[Pattern, Mapping[int, int]]:
     found = [_CUT.fullmatch(cut) for cut in cuts.split(";")]
     parts = {int(match[1]): int(match[2]) for match in found if match}
     if len(parts) < len(found) or min(parts.values()) < 1:
-        raise _bad("reshard", text, "expected [REGEX:]axis=0,parts=8[;axis=1,parts=2]")
+        raise _bad("reshard", text, "expected [PATTERN:]axis=0,parts=8[;axis=1,parts=2]")
     return _pattern("reshard", pattern), parts
 
 
