@@ -26,19 +26,12 @@ __all__ = [
     "verify_checkpoint",
 ]
 
-_MODULES = {
-    "Checkpoint": "checkpoint",
-    "ObjectHandle": "checkpoint",
-    "StoredChunk": "checkpoint",
-    "TensorHandle": "checkpoint",
-    "Examination": "verify_checkpoint",
-    "examine_checkpoint": "verify_checkpoint",
-    "verify_checkpoint": "verify_checkpoint",
-}
+_EXAMINING = {"Examination", "examine_checkpoint", "verify_checkpoint"}
 
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.Any:
-        if name not in _MODULES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        module = "verify_checkpoint" if name in _EXAMINING else "checkpoint"
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dist_checkpointing.checkpoint.key_tree import html_of
 from dist_checkpointing.checkpoint.slicing import select
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.local_folder import is_local
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
@@ -30,6 +32,7 @@ from dist_checkpointing.format.commit import (
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import Index, StoredTensor, large_objects, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
+from dist_checkpointing.threads import paused_collector
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -308,7 +311,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         root = as_location(path)
         folder = data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
-        stamp, save_number = _stamp(folder), number_of_save(folder)
+        stamp, save_number = _stamp(folder, opens=True), number_of_save(folder)
         config = read_config(folder)
         return cls(root, config, save_number, trusted=trusted, stamp=stamp, folder=folder)
 
@@ -325,13 +328,18 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @property
     def is_committed(self) -> bool:
         """Whether what was opened is still there: not deleted, not overwritten by another save."""
-        if self._stamp is not None and self._stamp == _stamp(self.folder):
+        if self._stamp is not None and self._stamp == _stamp(self.folder, opens=self._opens):
             return True
         return (
             data_folder(self._root) == self.folder
             and check_is_distributed_checkpoint(self.folder)
             and number_of_save(self.folder) == self._save_number
         )
+
+    @cached_property
+    def _opens(self) -> bool:
+        """Whether a file must be opened to find out whether it has changed."""
+        return not (isinstance(self.folder, Path) and is_local(self.folder))
 
     @cached_property
     def index(self) -> Index:
@@ -346,10 +354,11 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @cached_property
     def reads(self) -> PartialReads:
         """How values are read."""
-        # Not at the top: it imports torch.
-        from dist_checkpointing.checkpoint.partial_reads import PartialReads  # noqa: PLC0415
+        # Not at the top: it imports torch. A collection among all its objects would take longer.
+        with paused_collector():
+            from dist_checkpointing.checkpoint.partial_reads import PartialReads  # noqa: PLC0415
 
-        return PartialReads(self.folder, self._config, trusted=self.trusted)
+            return PartialReads(self.folder, self._config, trusted=self.trusted)
 
     @cached_property
     def objects(self) -> Mapping[str, ObjectHandle]:
@@ -494,12 +503,12 @@ class Checkpoint(Mapping[str, TensorHandle]):
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {len(self)} tensors>"
 
 
-def _stamp(folder: Location) -> object:
+def _stamp(folder: Location, *, opens: bool) -> object:
     """Equal as long as what commits a checkpoint, and names its save, are the same files; or None.
 
     It costs a tenth of reading them.
     """
-    return location.marks_of(folder, (CONFIG_FNAME, ATTEMPT_NAME), opens=True)
+    return location.marks_of(folder, (CONFIG_FNAME, ATTEMPT_NAME), opens=opens)
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:

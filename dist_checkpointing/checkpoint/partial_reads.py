@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,7 @@ from dist_checkpointing.strategies.base import (
     handles_objects,
 )
 from dist_checkpointing.strategies.selection import common_reader, open_checkpoint
+from dist_checkpointing.threads import paused_collector
 
 _FEW = 4
 """So few boxes are read one by one where the reader can do that: a plan costs more than a read."""
@@ -59,7 +61,8 @@ class PartialReads:
     def _reader(self) -> StorageReader:
         reader = self.sharded.make_reader(self._folder)
         reader.is_kept = True
-        _ = reader.files  # asked once for all of its copies
+        # Asked once for all of its copies. Files are mapped on local disks.
+        reader.files.keeps_open = reader.files.limits.maps_files
         return reader
 
     def make_reader(self) -> StorageReader:
@@ -78,7 +81,9 @@ class PartialReads:
     def boxes(self, index: Index, wanted: Sequence[tuple[StoredTensor, Box]]) -> list[torch.Tensor]:
         """One new tensor for each box, which must lie in its tensor; see ``Checkpoint.read``."""
         if len(wanted) <= _FEW:
-            found = [self._reader.read_box(stored, box) for stored, box in wanted]
+            # The first one imports the strategies, in many objects for the collector to look at.
+            with nullcontext() if "_reader" in vars(self) else paused_collector():
+                found = [self._reader.read_box(stored, box) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts

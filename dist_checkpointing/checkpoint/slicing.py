@@ -97,10 +97,7 @@ def positions(shape: Ints, slices: Any, key: str) -> tuple[int | range, ...]:
     place = dots[0] if dots else len(given)
     filling = (slice(None),) * (len(shape) - len(given) + len(dots))
     parts = given[:place] + filling + given[place + 1 :]
-    return tuple(
-        _along(axis, extent, part, key)
-        for axis, (extent, part) in enumerate(zip(shape, parts, strict=True))
-    )
+    return tuple([_along(axis, shape[axis], part, key) for axis, part in enumerate(parts)])
 
 
 def select(shape: Ints, slices: Any, key: str) -> Selected:

@@ -214,13 +214,22 @@ def fsync_tree(folder: Path) -> None:
 def file_system_type(path: Path) -> str:
     """The kernel's name for the type of the file system of ``path``; "" if it is unknown."""
     try:
-        mounts = Path("/proc/self/mountinfo").read_text()
-    except FileNotFoundError:
+        mounts, device = Path("/proc/self/mountinfo").read_text(), path.stat().st_dev
+    except OSError:
         return ""
-    device = path.stat().st_dev
     # Spaces in paths are escaped, so this is the field of the device.
     _, _, rest = mounts.partition(f" {os.major(device)}:{os.minor(device)} ")
     return rest.partition("\n")[0].partition(" - ")[2].partition(" ")[0]
+
+
+_LOCAL: Final = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+)
+
+
+def is_local(path: Path) -> bool:
+    """Whether a file system is known to be that of a disk of this machine."""
+    return file_system_type(path) in _LOCAL
 
 
 DCKPT_FOLDER: Final = ".dckpt"

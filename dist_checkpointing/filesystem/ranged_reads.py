@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from dist_checkpointing.threads import in_threads
 Array = npt.NDArray[Any]
 READ_WHOLE_BYTES: Final = 2**14
 """Reading so much of a chunk in vain costs less than reading the chunk by itself."""
+_MOST_OPEN: Final = 64
 _MOST_STORE_GAP_BYTES: Final = 2**20
 """Reading over so much takes a store as long as one more request."""
 
@@ -70,7 +72,7 @@ class LocalFile:
 
     most_gap: int | None = None
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, stays_open: bool = False) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(self.descriptor)
@@ -78,12 +80,14 @@ class LocalFile:
             os.close(self.descriptor)
             raise
         self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        self._close = weakref.finalize(self, os.close, self.descriptor) if stays_open else None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
+        if self._close is None:  # else when nobody knows it any more
+            os.close(self.descriptor)
 
     def require(self, num_bytes: int, *, is_all: bool) -> None:
         """Raise WrongSizeError unless the file is so long, and no longer if that ``is_all`` of it.
@@ -221,10 +225,14 @@ OpenFile = LocalFile | StoreFile
 class FolderReads:
     """Reads the files of one folder; ``slots`` and the known ``sizes`` are of objects."""
 
+    keeps_open = False
+    """Whether the last files stay open. Network file systems see changes where one is opened."""
+
     def __init__(self, folder: Location, limits: ReadLimits) -> None:
         self.folder, self.limits = folder, limits
         self.slots = threading.Semaphore(limits.threads)
         self.sizes: dict[str, int] = {}
+        self._open: dict[tuple[int, int, int], LocalFile] = {}
 
     def __reduce__(self) -> tuple[type[FolderReads], tuple[Location, ReadLimits]]:
         # A copy in another process has requests of its own.
@@ -232,9 +240,18 @@ class FolderReads:
 
     def open(self, name: str) -> OpenFile:
         """Open a file; FileNotFoundError if it is not there, in a store with the first read."""
-        if isinstance(self.folder, Path):
-            return LocalFile(f"{self.folder}/{name}")
-        return StoreFile(self.folder / name, name, self)
+        if not isinstance(self.folder, Path):
+            return StoreFile(self.folder / name, name, self)
+        path = f"{self.folder}/{name}"
+        if not self.keeps_open:
+            return LocalFile(path)
+        status = os.stat(path)  # noqa: PTH116 - for each slice
+        known = status.st_dev, status.st_ino, status.st_size
+        if (file := self._open.get(known)) is None:
+            if len(self._open) >= _MOST_OPEN:
+                self._open.clear()
+            file = self._open[known] = LocalFile(path, stays_open=True)
+        return file
 
     def size_of(self, name: str) -> int | None:
         """Size of a file; None if it is not there."""

@@ -6,10 +6,9 @@ import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Final
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.local_folder import Durability, file_system_type
+from dist_checkpointing.filesystem.local_folder import Durability, is_local
 
 __all__ = ["BaseCheck", "Checksum", "Durability", "ReadMode", "StorageOptions"]
 
@@ -42,11 +41,6 @@ class BaseCheck(Enum):
 
     CONTENTS = "contents"
     """Also the bytes of every part that is shared with their digest: they are read once more."""
-
-
-LOCAL_FILE_SYSTEMS: Final = frozenset(
-    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-)
 
 
 def _threads_of_a_rank() -> int:
@@ -106,5 +100,5 @@ class StorageOptions:
     def maps_files(self, folder: Path) -> bool:
         """Whether files in ``folder`` are read through a mapping."""
         if self.read_mode is ReadMode.AUTO:
-            return file_system_type(folder) in LOCAL_FILE_SYSTEMS
+            return is_local(folder)
         return self.read_mode is ReadMode.MEMMAP

@@ -1,9 +1,11 @@
 """The tree of a database is decoded once for a Checkpoint, and once for a load."""
 
 import gc
+import os
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,17 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.checkpoint import partial_reads
+from dist_checkpointing.filesystem import local_folder, ranged_reads
 from dist_checkpointing.format import Box
 from dist_checkpointing.storage import StorageOptions, driver
 from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
+from faults import replaced
 from states import shard
 
 COUNT = 3000
 SHAPE = (300,)  # too large to lie in the tree
+OPEN_FILES = Path("/proc/self/fd")
 
 
 def state(count: int = COUNT, *, first: float = 0.0) -> dict[str, dc.ShardedTensor]:
@@ -124,6 +129,22 @@ def test_a_removal_meanwhile_does_not_lead_astray(tmp_path: Path) -> None:
     assert checkpoint["layers.5.weight"][0] == 5
 
 
+@pytest.mark.parametrize(("kind", "opened_by_each"), [("ext4", 0), ("nfs4", 3)])
+def test_slices_of_a_local_disk_open_no_file_twice(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, kind: str, opened_by_each: int
+) -> None:
+    monkeypatch.setattr(local_folder, "file_system_type", lambda _: kind)
+    monkeypatch.setattr(ranged_reads, "_MOST_OPEN", 1)
+    before, opened = {*OPEN_FILES.iterdir()}, count()
+    checkpoint = dc.Checkpoint.open(saved)
+    _ = checkpoint["layers.0.weight"][0]
+    with replaced("os.open", lambda real, *given: (next(opened), real(*given))[1]):
+        assert [int(checkpoint["layers.0.weight"][i]) for i in range(20)] == [0] * 20
+    assert next(opened) == 20 * opened_by_each
+    del checkpoint
+    assert {*OPEN_FILES.iterdir()} == before
+
+
 def test_a_single_box_takes_no_plan(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in one small chunk is read at once, and the rest as ever."""
     planned: list[object] = []
@@ -150,6 +171,9 @@ def test_damage_is_found_where_no_plan_is_made(tmp_path: Path) -> None:
     assert checkpoint["layers.0.weight"][4] == 0
     with pytest.raises(dc.CorruptCheckpointError, match=r"layers\.2\.weight.*ends before it"):
         _ = checkpoint["layers.2.weight"][4]
+    os.truncate(data, 3)  # while it is open
+    with pytest.raises(dc.CorruptCheckpointError, match=r"layers\.0\.weight.*ends before it"):
+        _ = checkpoint["layers.0.weight"][4]
     data.unlink()
     with pytest.raises(dc.CorruptCheckpointError, match=r"layers\.0\.weight.*missing"):
         _ = checkpoint["layers.0.weight"][4]

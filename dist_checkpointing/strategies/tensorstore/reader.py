@@ -29,7 +29,6 @@ from dist_checkpointing.strategies.chunk_reads import (
     Extent,
     Filler,
     damaged,
-    opened_extent,
     read_chunks,
     read_extent,
     read_window,
@@ -129,24 +128,31 @@ class TensorStoreReader(StorageReader):
         chunk, shape = tensor.chunk_shape, box.shape
         if chunk is None or 0 in shape:
             return None
-        index = tuple(o // c for o, c in zip(box.offset, chunk, strict=True))
-        offset = tuple(o % c for o, c in zip(box.offset, chunk, strict=True))
-        window = Window(0, chunk, Box(offset, shape))
+        index, offset = [], []
+        for start, extent, length in zip(box.offset, shape, chunk, strict=True):
+            number, first = divmod(start, length)
+            if first + extent > length:
+                return None
+            index.append(number)
+            offset.append(first)
+        window = Window(0, chunk, Box(tuple(offset), shape))
         num_bytes = window.array_size * tensor.dtype.itemsize
-        if num_bytes > _MOST_SINGLE_BYTES or any(
-            o + n > c for o, n, c in zip(offset, shape, chunk, strict=True)
-        ):
+        if num_bytes > _MOST_SINGLE_BYTES:
             return None
-        key = f"{disk_name(tensor.key)}/{chunk_name(index)}".encode()
+        key = f"{disk_name(tensor.key)}/{chunk_name(tuple(index))}".encode()
         place = self._newest(keeps_nodes=self.is_kept).find_outside(key)
         if place is None or place[2] != num_bytes:
             return None
         part = torch.empty(shape, dtype=tensor.dtype.torch)
         target = tensor_memory.fillable(part, part.dtype)
         assert target is not None
-        extent = Extent(self.checkpoint_dir, place[0], place[1], num_bytes)
-        with opened_extent(extent, tensor.key) as file:
-            read_window(file, extent.offset, window, target, num_bytes)
+        name, begin, _ = place
+        try:
+            with self.files.open(name) as file:
+                file.require(begin + num_bytes, is_all=False)
+                read_window(file, begin, window, target, num_bytes)
+        except (FileNotFoundError, NotADirectoryError, EOFError):
+            return None  # the plan names what is wrong
         return part
 
     def location(self, chunk: MetadataIndex) -> str:
