@@ -371,7 +371,8 @@ def print_run(root: Location, *, as_json: bool) -> None:
     # A file that several steps share counts once.
     unshared = sum(step.files.num_bytes - step.files.num_bytes_shared for step in steps)
     size = bytes_text(unshared + sum(num_bytes for _, _, num_bytes in holders))
-    which = "none is committed" if latest is None else f"latest {latest}"
+    is_any = any(step.state.is_checkpoint for step in steps)
+    which = f"latest {latest}" if latest else "none is numbered" if is_any else "none is committed"
     report.paragraph(f"{counted(len(steps), 'step')}, {size}, {which}", "bold")
     if remark is not None:
         report.line(remark, "yellow")

@@ -61,6 +61,7 @@ MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
 LATEST: Final = "latest"
 _NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
 _OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
+_PLAIN: Final = re.compile(rf"\d+|{_OF_A_RUN.pattern}")
 _MAX_POINTER_BYTES: Final = 1 << 10
 Uses = Mapping[str, location.FileUse]
 """The files of a folder, by relative name."""
@@ -281,6 +282,11 @@ def step_folders(root: Location) -> dict[str, Location]:
     is_marked = not {MANAGER_RECORD, MEGATRON_POINTER}.isdisjoint(files)
     if not is_marked and not any(is_committed(step) or _is_begun(step) for step in found.values()):
         return {}
+    # Beside checkpoints with other names, the 4 of "again-4" may be the number of anything.
+    named = [root / name for name in folders if not (is_marked or _NUMBERED.fullmatch(name))]
+    if others := [step for step in named if is_committed(step)]:
+        plain = {key: step for key, step in found.items() if _PLAIN.fullmatch(step.name)}
+        found = plain or {step.name: step for step in (*found.values(), *others)}
     return dict(sorted(found.items(), key=lambda row: int(row[0]) if row[0].isdecimal() else -1))
 
 
@@ -306,7 +312,8 @@ def latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None,
         if named in folders and is_committed(folders[named]):
             return named, None
         remark = f"{MEGATRON_POINTER} names {named!r}, which is not a checkpoint here"
-    committed = (name for name in reversed(folders) if is_committed(folders[name]))
+    numbered = (name for name in reversed(folders) if name.isdecimal() or name == "release")
+    committed = (name for name in numbered if is_committed(folders[name]))
     return next(committed, None), remark
 
 

@@ -253,6 +253,14 @@ def test_folders_of_runs_and_of_checkpoints(tmp_path: Path, samples: Samples, dc
     assert "it holds checkpoints: model_fsdp" in dckpt("ls", tmp_path / "accelerate").err
 
 
+def test_numbers_of_something_else_are_no_steps(tmp_path: Path, dckpt: Run) -> None:
+    """As in the folder of the demo: "again-2" was saved by two ranks."""
+    for name in ("again-2", "again-4", "checkpoint"):
+        save(at_step(1), tmp_path / "demo" / name)
+    assert [*listed(dckpt, tmp_path / "demo")] == ["again-2", "again-4", "checkpoint"]
+    assert dckpt("ls", tmp_path / "demo").out.endswith(", none is numbered\n")
+
+
 def test_errors_are_json_where_json_is_asked_for(tmp_path: Path, dckpt: Run) -> None:
     finished = dckpt("stats", tmp_path, "--json", code=2)
     error = finished.json["error"]
