@@ -209,6 +209,20 @@ app.main()
     assert finished.stderr == "error: interrupted\n"
 
 
+@pytest.mark.parametrize("imported", ["typer", "torch"])
+def test_ctrl_c_is_one_line_while_modules_are_imported(imported: str) -> None:
+    code = f"""import signal, sys
+from dist_checkpointing.__main__ import main
+class Interrupted:
+    def find_spec(name, *_):
+        name == {imported!r} and signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupted)
+main()"""
+    finished = run_fresh("-c", code, "diff", GOLDEN, GOLDEN)
+    assert (finished.returncode, finished.stderr) == (EXIT_INTERRUPTED, "error: interrupted\n")
+
+
 def test_a_closed_pipe_is_no_failure() -> None:
     reading, writing = os.pipe()
     os.close(reading)
