@@ -245,10 +245,15 @@ def _info(meta: Any) -> ObjectInfo:
     return ObjectInfo(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
 
 
+_NO_CREDENTIALS: Final = (
+    "no credentials were found here: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what "
+    "the provider of the store reads"
+)
 _CAUSES: Final = {
     "NoSuchBucket": "there is no such bucket",
     "ContainerNotFound": "there is no such container",
-    "169.254.169.254": "no credentials were found here",
+    "169.254.169.254": _NO_CREDENTIALS,
+    "/latest/api/token": _NO_CREDENTIALS,  # where a machine of a cloud has some
     "MissingAccount": "the account is not known: set AZURE_STORAGE_ACCOUNT_NAME",
     "ExpiredToken": "the credentials have expired",
     "InvalidAccessKeyId": "the store does not know the access key",
@@ -265,6 +270,8 @@ def _last_answer(error: Exception) -> str:
     whole = str(error)
     answer = whole.split("\n\nDebug source", 1)[0]
     cause = next((cause for sign, cause in _CAUSES.items() if sign in whole), None)
+    if cause == _NO_CREDENTIALS:  # no store has answered
+        raise CheckpointingException(cause) from None
     return answer if cause is None else f"{cause}; the last answer was: {answer}"
 
 

@@ -4,14 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import GenericError
 
-from dist_checkpointing import load
+from dist_checkpointing import load, save
 from dist_checkpointing.errors import (
     CheckpointExistsError,
+    CheckpointingException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem import object_store
 from dist_checkpointing.tools import convert as conversions
 from samples import Run, Sample, Samples
 from stores import copied_up, damage, data_names, new_url, put
@@ -116,3 +119,14 @@ def test_the_map_of_a_checkpoint_in_a_store(samples: Samples, dckpt: Run, tmp_pa
     url = copied_up(samples("tensorstore").folder, new_url())
     assert dckpt("map", url, "-o", tmp_path / "map.html").code == 0
     assert "/".join(url.split("/")[-2:]) in (tmp_path / "map.html").read_text()
+
+
+def test_no_credentials_are_one_sentence(dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(*_: object) -> None:
+        raise GenericError("Error performing PUT http://169.254.169.254/latest/api/token")
+
+    monkeypatch.setattr(object_store, "_client", client)
+    finished = dckpt("ls", "s3://bucket/run", code=2, out="")
+    assert finished.err.startswith("error: no credentials were found here: set AWS_ACCESS_KEY_ID ")
+    with pytest.raises(CheckpointingException, match=r"^no credentials"):
+        save({"step": 1}, "s3://bucket/run/1")
