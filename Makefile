@@ -43,9 +43,11 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	  PYTHON=$(PYTHON) .ci/set-up demo
 	@touch $@
 
-# Apart, so that no other target waits for what only the site needs.
+# Apart, so that no other target waits for what only the site needs; and without the package itself, which
+# programs that run may be importing.
 $(DOCS_READY): $(READY)
-	@PYTHON=$(PYTHON) .ci/set-up dev,docs
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $$($(BIN)/python -c \
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 demo: $(DEMO_READY)

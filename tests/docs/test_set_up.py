@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="not a 
 PYTHON = """#!/bin/bash
 case "$*" in
   "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  -c*) exec {real} "$@" ;;
   *"pip install"*) echo "Collecting torch"; echo "WARNING: noise"; echo "$*" >> installed; {end} ;;
 esac
 """
@@ -31,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def run(checkout: Path, *command: str, end: str = "true") -> subprocess.CompletedProcess[str]:
     python = checkout / "python"
-    python.write_text(PYTHON.replace("{end}", end))
+    python.write_text(PYTHON.replace("{end}", end).replace("{real}", sys.executable))
     python.chmod(0o755)
     surroundings = {**os.environ, "PYTHON": str(python)}
     return subprocess.run(
@@ -49,6 +51,11 @@ def test_the_demo_installs_only_what_it_needs(checkout: Path) -> None:
     (checkout / "installed").unlink()
     assert run(checkout, "make", ".venv/demo-ready").returncode == 0
     assert not (checkout / "installed").exists()
+    # For the site the package, which programs that run may be importing, is not installed again.
+    assert run(checkout, "make", ".venv/docs-ready").returncode == 0
+    added = (checkout / "installed").read_text().split()
+    assert "mkdocs>=1.6,<2" in added
+    assert not {"-e", ".", ".[docs]"} & {*added}
 
 
 def test_the_set_up_says_how_long_and_no_more(checkout: Path) -> None:
