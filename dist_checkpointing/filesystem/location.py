@@ -258,13 +258,14 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
     return marks
 
 
-def folders_with(
-    root: Location, name: str, skipped: str, on_error: Callable[[OSError], None]
-) -> Iterator[str]:
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def folders_with(root: Location, name: str, skipped: str) -> Iterator[str]:
     """Folders below ``root`` that hold a file of this name, by relative name, from the top down.
 
-    Folders whose names end in ``skipped`` are left out; ``on_error`` is called for those that
-    cannot be listed.
+    Folders whose names end in ``skipped`` are left out; one that cannot be listed is an OSError.
     """
     if isinstance(root, ObjectPath):
         for path in files_below(root):
@@ -272,7 +273,7 @@ def folders_with(
             if last == name and not any(part.endswith(skipped) for part in above):
                 yield "/".join(above) or "."
         return
-    for folder, names, files in os.walk(root, onerror=on_error):
+    for folder, names, files in os.walk(root, onerror=_raise):
         names[:] = sorted(below for below in names if not below.endswith(skipped))
         if name in files:
             yield Path(folder).relative_to(root).as_posix()

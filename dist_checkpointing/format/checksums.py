@@ -25,6 +25,7 @@ import xxhash
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, FlatRange, Int64s, Ints
+from dist_checkpointing.format.seal import known_files
 
 CHECKSUMS_NAME = ".dckpt/checksums"
 _SUFFIX: Final = ".bin"
@@ -201,8 +202,9 @@ def make_tables(
 
 def checksum_files(folder: Location) -> list[Location]:
     """The tables of a checkpoint, in the order of their keys."""
-    names = location.names_in(folder / CHECKSUMS_NAME)
-    return [folder / CHECKSUMS_NAME / name for name in names if name.endswith(_SUFFIX)]
+    found = location.names_in(folder / CHECKSUMS_NAME)
+    names = [f"{CHECKSUMS_NAME}/{name}" for name in found if name.endswith(_SUFFIX)]
+    return [folder / name for name in filter(known_files(folder), names)]
 
 
 def read_tables(folder: Location, names: Iterable[str] | None = None) -> list[ChecksumColumns]:

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 import xxhash
@@ -150,6 +150,15 @@ def read_seal(folder: Location) -> Seal | None:
     return None
 
 
+def known_files(folder: Location) -> Callable[[str], bool]:
+    """Whether a file is part of a checkpoint, as far as a seal tells; for who lists folders."""
+    try:
+        seal = read_seal(folder)
+    except CorruptCheckpointError:
+        seal = None  # a load without ``verify`` does without it
+    return (lambda _: True) if seal is None else seal.files.__contains__
+
+
 def write_seal(
     folder: Location,
     config: CheckpointingConfig,
@@ -279,18 +288,10 @@ def check_config(seal: Seal, folder: Location) -> list[Finding]:
     ]
 
 
-def unnamed_files(seal: Seal, folder: Location) -> tuple[list[str], list[str]]:
-    """Files that the seal does not name: in folders of the save, and beside them."""
-    created = leftovers(folder)
-    inside: list[str] = []
-    beside: list[str] = []
-    for name in location.files_below(folder):
-        if name in seal.files or name == ATTEMPT_NAME or _is_unsealed(name):
-            continue
-        above = {name, *map(str, PurePosixPath(name).parents)}
-        ours = name.startswith(".dckpt/") or not created.isdisjoint(above)
-        (inside if ours else beside).append(name)
-    return sorted(inside), sorted(beside)
+def unnamed_files(seal: Seal, folder: Location) -> list[str]:
+    """Files that are no part of a checkpoint, because its seal does not name them."""
+    names = location.files_below(folder).keys() - seal.files.keys() - {ATTEMPT_NAME}
+    return sorted(name for name in names if not _is_unsealed(name))
 
 
 def _is_unsealed(name: str) -> bool:
@@ -312,6 +313,8 @@ def resealing(folder: Path) -> Iterator[None]:
         yield
         return
     before = {name: _identity(folder / name) for name in seal.files}
+    # What the seal does not name may be of a removal that was cut off, if there was one.
+    unknown = () if seal.is_open else unnamed_files(seal, folder)
     _replace(folder, replace(seal, is_open=True))
     yield
     files = {}
@@ -324,7 +327,8 @@ def resealing(folder: Path) -> Iterator[None]:
         is_touched = now != before[name] or (seal.is_open and file.digest is not None)
         files[name] = _digested(folder, name) if is_touched else file
     created = leftovers(folder) - {CONFIG_FNAME} | {ATTEMPT_NAME}
-    for name in location.sizes_in(folder, created, {}).keys() - seal.files.keys():
+    made = location.sizes_in(folder, created, {}).keys() - seal.files.keys()
+    for name in made.difference(unknown):
         if not _is_unsealed(name):
             files[name] = _digested(folder, name)
     tables = {name: keys for name, keys in seal.tables.items() if name in files}

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
@@ -21,7 +22,7 @@ from dist_checkpointing.format.commit import COMMON_STATE_FNAME, is_database
 from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import large_objects, require_backing
-from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format.seal import SealedFile, known_files
 from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning.load_plan import other_grid
@@ -49,6 +50,18 @@ def _object_file(leaf: ShardedObject, root: Location) -> Location | None:
     return older if location.is_file(older) and not location.is_file(further) else None
 
 
+def _object_files(leaves: Collection[ShardedObject], root: Location) -> list[Location | None]:
+    """The files of cells; one of another grid than others beside it may be of a late rank."""
+    files, grids = [_object_file(leaf, root) for leaf in leaves], Counter[str]()
+    for key in {leaf.key for leaf in leaves if isinstance(root, Path)}:
+        names = filter(_is_cell, location.names_in(root / key))
+        grids[key] = len({name.rpartition("_")[2] for name in names})
+    if max(grids.values(), default=0) < 2:
+        return files
+    is_known = known_files(root)
+    return [file if file and is_known(location.relative(file, root)) else None for file in files]
+
+
 def _cells(names: Iterable[str], root: Location) -> list[ShardedObject]:
     """The cells that the names of files stand for, also where old writers lost an extent."""
     found = [
@@ -69,10 +82,11 @@ def _cells(names: Iterable[str], root: Location) -> list[ShardedObject]:
 def _missing(leaves: Sequence[ShardedObject], root: Location) -> Iterator[Finding]:
     """The findings about cells that have no file: missing, or stored in another grid."""
     grids: dict[str, list[Ints]] = {}
+    is_known = known_files(root)
     for leaf in leaves:
         if leaf.key not in grids:
-            names = location.names_in(root / leaf.key)
-            cells = _cells((f"{leaf.key}/{name}" for name in names if _is_cell(name)), root)
+            names = filter(_is_cell, location.names_in(root / leaf.key))
+            cells = _cells(filter(is_known, (f"{leaf.key}/{name}" for name in names)), root)
             grids[leaf.key] = sorted({cell.global_shape for cell in cells})
         others = [grid for grid in grids[leaf.key] if grid != tuple(leaf.global_shape)]
         if others:
@@ -167,7 +181,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         self, leaves: Iterable[ShardedObject], checkpoint_dir: str | PathLike[str]
     ) -> Iterable[str]:
         root = as_location(checkpoint_dir)
-        found = (_object_file(leaf, root) for leaf in leaves)
+        found = _object_files([*leaves], root)
         return [COMMON_STATE_FNAME, *(location.relative(file, root) for file in found if file)]
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
@@ -188,9 +202,9 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     ) -> StateDict:
         leaves, skeleton = flatten(sharded_objects_state_dict)
         root = as_location(checkpoint_dir)
-        files = {path: _object_file(leaf, root) for path, leaf in leaves.items()}
+        files = dict(zip(leaves, _object_files(leaves.values(), root), strict=True))
         missing = [leaves[path] for path, file in files.items() if file is None]
-        findings = list(_missing(missing, root))
+        findings = list(_missing(missing, root)) if missing else []
         if findings:
             message = "Object shard not found" if len(findings) == 1 else "Object shards not found"
             raise StateMismatchError(message, findings)
@@ -200,7 +214,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
         root = as_location(checkpoint_dir)
-        names = location.files_below(root)
+        names = filter(known_files(root), location.files_below(root))
         found = _cells((n for n in names if _is_cell(n.rpartition("/")[2])), root)
         # A name may speak of a large grid where few cells have a file.
         cells = Counter((leaf.key, tuple(leaf.global_shape)) for leaf in found)

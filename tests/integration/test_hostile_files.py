@@ -211,6 +211,7 @@ def test_consolidated_metadata_cannot_ask_for_more_than_there_is(
 
 @pytest.mark.parametrize("backend", ["zarr 1", "zarr 2"])
 def test_the_name_of_an_object_cannot_ask_for_more_cells_than_there_are(victim: Victim) -> None:
+    shutil.rmtree(victim.folder / ".dckpt")  # a seal does not name them, and they are not read
     for name in ("shard_0_30000000.pt", f"shard_0_{1 << 70}.pt", "shard_0.0_65536.65536.pt"):
         path = victim.folder / "rng" / name
         path.parent.mkdir(exist_ok=True)

@@ -1,6 +1,5 @@
 """A checkpoint that is overwritten while it is loaded: an error, and never a mixture."""
 
-import errno
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import CheckpointExistsError, CorruptCheckpointError, load, save
+from dist_checkpointing import CorruptCheckpointError, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import FolderLock
 from dist_checkpointing.planning import LoadPlan, LoadPlanner
 from dist_checkpointing.strategies import (
     TorchCommonLoadStrategy,
@@ -19,7 +17,6 @@ from dist_checkpointing.strategies import (
     ZarrV3Reader,
 )
 from dist_checkpointing.testing import run_ranks
-from faults import failing
 from states import shard
 
 
@@ -68,15 +65,3 @@ def test_between_two_ranks(tmp_path: Path) -> None:
         assert (wanted["w"].data == 0).all()
 
     run_ranks(2, one)
-
-
-def test_a_folder_that_another_save_clears_is_being_written(tmp_path: Path) -> None:
-    """What goes while zarr 1 looks for arrays of others says no more than that."""
-    save(state(1.0), tmp_path, ("zarr", 1))
-    is_of_w: Any = lambda path: Path(path).name == "w"  # noqa: E731
-    with (
-        failing("os.scandir", code=errno.ENOENT, at=is_of_w),
-        FolderLock.acquire(tmp_path),
-        pytest.raises(CheckpointExistsError, match="is being written"),
-    ):
-        save(state(2.0), tmp_path, ("zarr", 1), overwrite=True)

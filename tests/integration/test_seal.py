@@ -29,7 +29,7 @@ from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 from faults import failing, path_of
 from samples import BACKENDS, Samples
-from states import rows, save_on, shard
+from states import at_step, rows, save_on, shard
 
 BACKEND = pytest.mark.parametrize("name", BACKENDS)
 PLAIN = pytest.mark.parametrize("name", [n for n in BACKENDS if n != "zarr-2-zstd"])
@@ -218,9 +218,49 @@ def test_files_that_no_save_made_are_named(samples: Samples, tmp_path: Path, nam
     found = examine_checkpoint(sample.folder)
     assert found.is_sound
     assert [Path(str(f.path)).name for f in found.remarks] == ["vocab.json"]
-    (sample.folder / ".dckpt" / "extra.json").write_text("{}")
-    with pytest.raises(dc.CorruptCheckpointError, match=r"extra\.json"):
-        dc.verify_checkpoint(sample.folder)
+
+
+@BACKEND
+def test_files_that_no_save_made_are_neither_damage_nor_read(
+    samples: Samples, tmp_path: Path, name: str
+) -> None:
+    """Such as a late rank of an earlier attempt leaves, also among those of the save."""
+    sample = samples(name).copied(tmp_path / "c")
+    names = {
+        *(".nfs0000a1", "data/model/1.0-bc93d159.0", "decoder.weight/c.9.0", "decoder.weight/9.0"),
+        *("other/.zarray", "other/zarr.json", "rng/shard_2_3.pt"),
+        *(".dckpt/extra.json", ".dckpt/checksums/00009.bin", ".dckpt/checksums/00009.upper"),
+    }
+    for path in (sample.folder / name for name in names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"else")
+    for _ in range(2):
+        found = examine_checkpoint(sample.folder)
+        assert found.is_sound
+        there = {str(sample.folder / name) for name in names if (sample.folder / name).exists()}
+        assert {finding.path for finding in found.remarks} - {None} == there
+        opened = dc.Checkpoint.open(sample.folder)
+        assert opened.index.keys() == sample.tensors.keys()
+        assert [handle.shape for handle in opened.objects.values()] == [(2,)]
+        for verify in (False, True):
+            sample.assert_is(dc.load(sample.template(), sample.folder, verify=verify))
+            unknown = dc.ShardedObject("rng", None, (3,), (2,))
+            with pytest.raises(dc.StateMismatchError, match=r"found \(2,\)"):
+                dc.load({"rng": unknown}, sample.folder, verify=verify)
+        # A removal does not seal them.
+        for key in [key for key in sample.tensors if key.startswith("optimizer")]:
+            del sample.tensors[key]
+        dc.remove_sharded_tensors(sample.folder, "optimizer")
+
+
+def test_an_unknown_file_costs_a_manager_no_step(tmp_path: Path) -> None:
+    with dc.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, at_step(step))
+    (tmp_path / "step-00000002" / "data" / "model" / "1.0-bc93d159.0").write_bytes(b"else")
+    with dc.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_valid() == 2
+        assert manager.load(at_step(0))["step"] == 2
 
 
 def test_a_checkpoint_without_a_seal_is_verified_and_says_so(

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dist_checkpointing.errors import (
-    CheckpointExistsError,
     CorruptCheckpointError,
     Finding,
     InvalidShardingError,
@@ -25,7 +24,8 @@ from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import ints_from_json
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.format.leftovers import leftovers, noted_removal
+from dist_checkpointing.format.leftovers import noted_removal
+from dist_checkpointing.format.seal import known_files
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage.interface import WriteResult
@@ -64,7 +64,10 @@ class ZarrV2Reader(ZarrFolderReader):
                 damaged.extend(error.findings)
                 return []
 
-        keys = [key for key in _array_folders(root) if key not in going]
+        is_known = known_files(root)
+        # Megatron leaves lock folders behind that look like arrays and are none.
+        found = location.folders_with(root, _METADATA_NAME, ".sync")
+        keys = [k for k in found if k not in going and is_known(f"{k}/{_METADATA_NAME}")]
         parsed = in_threads(parse, keys, self.files.limits.run_threads)
         if damaged:
             raise CorruptCheckpointError("arrays have no readable metadata", damaged)
@@ -91,23 +94,7 @@ class ZarrV2Writer(ZarrFolderWriter):
         for key in index:
             check_raw_key(key)
         _check_nested_keys(index)
-        self._refuse_foreign_arrays()
         return [CHECKSUMS_NAME, *index]
-
-    def _refuse_foreign_arrays(self) -> None:
-        # In this format the folders are the index: an array of somebody else would become ours.
-        if not self.checkpoint_dir.is_dir():
-            return
-        ours = leftovers(self.checkpoint_dir)
-        # A save that has the folder clears it, and the lock, which is asked for next, says so.
-        found = _array_folders(self.checkpoint_dir, local_folder.raise_unless_gone)
-        foreign = [key for key in found if key not in ours]
-        if foreign:
-            remedy = "Save into an empty folder."
-            raise CheckpointExistsError(
-                f"{self.checkpoint_dir} holds arrays that no save of ours made",
-                [Finding("array of another program", key, remedy=remedy) for key in foreign],
-            )
 
     def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
         for key in index.keys_column[rows]:
@@ -145,19 +132,6 @@ def _check_nested_keys(index: Index) -> None:
                 )
     if findings:
         raise InvalidShardingError("two keys want the same file", findings)
-
-
-def _array_folders(
-    root: Location, on_error: Callable[[OSError], None] | None = None
-) -> Iterator[str]:
-    """Keys of the folders that look like arrays. The arrays themselves are not read."""
-    # Megatron leaves lock folders behind that look like arrays and are none.
-    return location.folders_with(root, _METADATA_NAME, ".sync", on_error or _raise)
-
-
-def _raise(error: OSError) -> None:
-    # A folder that cannot be listed is no folder without arrays.
-    raise error
 
 
 def _parse(folder: Location, key: str) -> StoredTensor:

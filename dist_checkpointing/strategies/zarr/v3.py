@@ -27,7 +27,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, write_index
 from dist_checkpointing.format.leftovers import noted_removal
-from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format.seal import SealedFile, known_files
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult
@@ -164,7 +164,8 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
         }
-        names = location.names_in(checkpoint_dir)
+        is_known = known_files(checkpoint_dir)
+        names = [n for n in location.names_in(checkpoint_dir) if is_known(f"{n}/{METADATA_NAME}")]
         found = {name for name in names if location.is_file(checkpoint_dir / name / METADATA_NAME)}
         unlisted = sorted(found - going - nodes.keys())
         if unlisted:
