@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.filesystem.local_folder import file_system_type
+from dist_checkpointing.filesystem.local_folder import Durability, file_system_type
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.threads import fill
 
@@ -57,7 +57,7 @@ class _LocalFile:
     block_bytes = 2**26
     hashed_bytes = 2**21
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
         self.position = 0
@@ -93,16 +93,18 @@ class _LocalFile:
 
     def close(self, *, is_durable: bool) -> str | None:
         """End the file; its ETag if it is an object."""
+        descriptor, self._descriptor = self._descriptor, -1
         try:
             if is_durable:
-                os.fsync(self._descriptor)
+                os.fsync(descriptor)
         finally:
-            os.close(self._descriptor)
+            os.close(descriptor)
         return None
 
     def give_up(self) -> None:
         """Close a file that is not complete."""
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
 
 def _write_rest(descriptor: int, parts: Iterable[Any], written: int) -> None:
@@ -215,23 +217,21 @@ def create(path: Location) -> NewFile:
     return _LocalFile(path) if isinstance(path, Path) else _Upload(path)
 
 
-def put(folder: Location, name: str, data: Any, *, is_new: bool = True) -> str | None:
-    """Write a file, in a folder that exists, at once; its ETag if it is an object.
+def put(
+    folder: Location, name: str, data: Any, durability: Durability = Durability.PAGE_CACHE
+) -> str | None:
+    """Write a file at once, in a folder that exists; its ETag if it is an object.
 
-    If it ``is_new``, it must not exist, where that is known at no cost.
+    It must not exist, where that is known at no cost. A power cut takes it until its folder is
+    synced. What an error leaves stays: its name may be that of another save's file by then.
     """
     if isinstance(folder, ObjectPath):
-        file = _Upload(folder / name)
-        try:
-            file.write([data], len(data), stays=True)
-            return file.close(is_durable=True)
-        except BaseException:
-            file.give_up()
-            raise
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else os.O_TRUNC)
-    descriptor = os.open(f"{folder}/{name}", flags, 0o666)
+        file: NewFile = _Upload(folder / name)
+    else:
+        file = _LocalFile(f"{folder}/{name}")
     try:
-        _write_rest(descriptor, [data], 0)
-    finally:
-        os.close(descriptor)
-    return None
+        file.write([data], len(data), stays=True)
+        return file.close(is_durable=durability is Durability.FSYNC)
+    except BaseException:
+        file.give_up()
+        raise

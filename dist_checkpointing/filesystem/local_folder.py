@@ -95,13 +95,14 @@ class Durability(Enum):
 
 def write_atomic(path: Location, data: bytes, durability: Durability = Durability.FSYNC) -> None:
     """Write ``data`` to ``path`` such that readers, also after a crash, see all of it or none."""
-    write_content(path, data, durability)
+    write_content(path.parent, path.name, data, durability)
     if durability is Durability.FSYNC:
         fsync_folder(path.parent)
 
 
-def write_content(path: Location, data: bytes, durability: Durability) -> None:
+def write_content(folder: Location, name: str, data: bytes, durability: Durability) -> None:
     """Like ``write_atomic``, but a power cut takes the file until its folder is synced."""
+    path = folder / name
     if isinstance(path, ObjectPath):
         path.store.put(path.key, data)
         return
@@ -116,6 +117,20 @@ def write_content(path: Location, data: bytes, durability: Durability) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file; FileExistsError if the new name is taken."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        # A network file system may say that a link is there which it has just made.
+        if os.path.lexists(target) and not target.samefile(source):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+        if error.errno not in {*_NO_LINK, errno.EEXIST}:
+            raise
+        source.replace(target)
+    source.unlink(missing_ok=True)
 
 
 def fsync_folder(*paths: Location) -> None:
@@ -299,7 +314,8 @@ def _copy(source: Path, target: Path) -> bool:
         finally:
             os.close(write)
         if is_done:
-            temporary.replace(target)
+            with suppress(FileExistsError):  # as above
+                rename_new(temporary, target)
         return is_done
     finally:
         os.close(read)

@@ -430,7 +430,7 @@ def make_folder(path: Location) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-write, write_content = local_folder.write_atomic, local_folder.write_content
+write = local_folder.write_atomic
 fsync_file = fsync_folder = local_folder.fsync_folder
 
 

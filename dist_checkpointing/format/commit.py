@@ -55,6 +55,7 @@ from dist_checkpointing.format.leftovers import (
     attempt_json,
     attempt_of,
     clear,
+    is_in_attempt,
     leftovers,
     note_attempt,
     refuse_foreign,
@@ -284,6 +285,9 @@ class Attempt:
         Everything else must be durable by now, but for the names in the folder itself and in
         ``.dckpt``, where most of the last files are.
         """
+        if not is_in_attempt(self.folder, self.id):
+            finding = Finding("another save has taken over", path=str(self.folder / ATTEMPT_NAME))
+            raise CheckpointExistsError(f"{self.folder} is not committed", [finding])
         content = json.dumps(asdict(config)).encode()
         if self._durability is Durability.FSYNC:
             local_folder.fsync_folder(self.folder / DCKPT_FOLDER, self.folder)
@@ -297,6 +301,8 @@ class Attempt:
             return  # committed, or released: what is here is no longer this attempt's to judge
         with self._lock:
             try:
+                if not is_in_attempt(self.folder, self.id):
+                    return  # the lock was taken away, and another save has begun here
                 if self._may_be_committed or is_committed(self.folder):
                     end_commit(self.folder)
             except OSError as error:

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import (
@@ -460,11 +460,10 @@ def write_index(
     folder: Location,
     durability: local_folder.Durability = local_folder.Durability.FSYNC,
 ) -> SealedFile:
-    """Write the index file atomically; a power cut takes it until ``.dckpt`` is synced."""
-    path = folder / INDEX_NAME
-    location.make_folder(path.parent)
+    """Write a new index file; a power cut takes it until ``.dckpt`` is synced."""
+    location.make_folder((folder / INDEX_NAME).parent)
     data = index.to_json()
-    location.write_content(path, data, durability)
+    file_writer.put(folder, INDEX_NAME, data, durability)
     return SealedFile.of_bytes(INDEX_NAME, data)
 
 

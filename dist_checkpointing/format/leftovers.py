@@ -95,7 +95,7 @@ def attempt_json(attempt: str, names: Sequence[str]) -> bytes:
 
 def note_attempt(folder: Path, attempt: str, names: Sequence[str], durability: Durability) -> None:
     # As a whole: names that are lost would be files that nobody deletes.
-    local_folder.write_content(folder / ATTEMPT_NAME, attempt_json(attempt, names), durability)
+    local_folder.write_content(folder, ATTEMPT_NAME, attempt_json(attempt, names), durability)
 
 
 def leftovers(folder: Location) -> frozenset[str]:

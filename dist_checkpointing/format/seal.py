@@ -8,6 +8,7 @@ name is not part of the checkpoint.
 from __future__ import annotations
 
 import json
+import re
 import stat
 import time
 from bisect import bisect_left, bisect_right
@@ -20,7 +21,7 @@ from typing import Any, Final
 import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
@@ -33,6 +34,7 @@ from dist_checkpointing.format.leftovers import (
     is_in_attempt,
     leftovers,
 )
+from dist_checkpointing.threads import in_threads
 
 SEAL_NAME: Final = ".dckpt/seal.json"
 FORMAT: Final = "dist_checkpointing.seal"
@@ -45,6 +47,8 @@ MAX_SEAL_BYTES: Final = 1 << 31
 _MAX_DIGESTED_BYTES: Final = 1 << 26
 """A larger file that no rank reported is tensor data of somebody else's strategy."""
 _MOST_FINDINGS: Final = 1000
+_THREADS: Final = 16
+_SHARED_NAME: Final = re.compile(r"(.+)\.[0-9a-f]{32}\.tmp")
 _CHECKSUM_BYTES: Final = len('{"checksum":"0123456789abcdef0123456789abcdef",')
 
 
@@ -150,6 +154,11 @@ def read_seal(folder: Location) -> Seal | None:
     return None
 
 
+def shared_name(name: str, attempt: str) -> str:
+    """What a file that several ranks write is called until ``write_seal`` gives it its name."""
+    return f"{name}.{attempt}.tmp"
+
+
 def known_files(folder: Location) -> Callable[[str], bool]:
     """Whether a file is part of a checkpoint, as far as a seal tells; for who lists folders."""
     try:
@@ -173,15 +182,13 @@ def write_seal(
     """Check that all files of an attempt are there, and seal it. Called on rank 0, at the end.
 
     What the ranks ``reported`` must be here in its size, or CheckpointingException; unless
-    ``is_all_here``, what they wrote to other disks is believed. What is found in the files and
-    folders that the save has ``created`` (None: in all) and was not reported is sealed too. The
-    name of the seal is durable with the commit.
+    ``is_all_here``, what they wrote to other disks is believed. Files that several ranks wrote get
+    their names. What is found in the files and folders that the save has ``created`` (None: in all)
+    and was not reported is sealed too, but not beside what was: it may be of a late rank of an
+    earlier save. The name of the seal is durable with the commit.
     """
-    files: dict[str, SealedFile] = {}
-    for file in reported:
-        # Ranks that write into one file have seen it grow.
-        if file.name not in files or files[file.name].num_bytes < file.num_bytes:
-            files[file.name] = file
+    # Ranks that write into one file have seen it grow.
+    files = {file.name: file for file in sorted(reported, key=lambda file: file.num_bytes)}
     if ATTEMPT_NAME not in files:
         files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}
@@ -190,13 +197,24 @@ def write_seal(
     if not is_all_here:
         found = sizes | found
     _require_reported(folder, files, found)
+    folders = {name.rpartition("/")[0] for name in files} if created is not None else set()
     for name in found.keys() - files.keys():
-        if _is_unsealed(name):
+        is_beside = name.rpartition("/")[0] in folders and name not in (created or ())
+        if is_beside or _is_unsealed(name):
             continue
         is_large = found[name] > _MAX_DIGESTED_BYTES
         files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
+    root: Any = folder  # an object store has no such files
+    shared = {name: match[1] for name in files if (match := _SHARED_NAME.fullmatch(name))}
+    for name, own in shared.items():
+        files[own] = replace(files.pop(name), name=own)
+    renamed = [(root / name, root / own) for name, own in shared.items()]
+    in_threads(lambda pair: local_folder.rename_new(*pair), renamed, _THREADS)
+    if durability is local_folder.Durability.FSYNC:
+        parents = [*{path.parent for path, _ in renamed}]
+        in_threads(local_folder.fsync_folder, parents, _THREADS)
     content = Seal(attempt, asdict(config), files, tables).to_json()
-    location.write_content(folder / SEAL_NAME, content, durability)
+    file_writer.put(folder, SEAL_NAME, content, durability)
 
 
 def is_seen(look: Callable[[], bool]) -> bool:

@@ -376,6 +376,7 @@ class SaveJob:
         before = self.folder.data
         self.folder.claim(comm, self._planned, created_names, durable=durable)
         data: Any = self.folder.data
+        self.writer.attempt = self.folder.claimed.attempt
         if data != before:
             self.writer.checkpoint_dir = data
             self.writer.reset(data)

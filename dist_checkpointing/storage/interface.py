@@ -58,8 +58,8 @@ class WriteResult:
         size_in_bytes: Bytes stored.
         storage_data: Data for the writer's own ``finish``.
         checksum: Checksum of the item's values, see ``checksums``; None for none.
-        files: Files that the writer made for the item, with their final sizes. What is not
-            reported here rank 0 looks for itself before the commit.
+        files: Files that the writer made for the item, with their final sizes. In folders of which
+            no file is reported rank 0 looks for itself before the commit.
     """
 
     index: MetadataIndex
@@ -203,6 +203,7 @@ class StorageWriter(ABC):
             call.
         base: Folder of a checkpoint of the same format, whose files may be shared where they hold
             what this save would write; None for none.
+        attempt: Name of this save, see ``format.seal.shared_name``; "" if nobody commits it.
         rank: This rank.
         world_size: Number of ranks that write.
     """
@@ -216,6 +217,7 @@ class StorageWriter(ABC):
     finalize_fns: Sequence[Callable[[], None]] = ()
     takes_fingerprints: bool = False
     base: Path | None = None
+    attempt: str = ""
     rank: int = 0
     world_size: int = 1
     report: Callable[[int], None] = staticmethod(_ignore)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME, is_database
@@ -129,9 +129,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
         data = serialize(common_state_dict, "the common state")
-        location.write_content(
-            as_location(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability
-        )
+        file_writer.put(as_location(checkpoint_dir), COMMON_STATE_FNAME, data, self.durability)
         return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
 
     def save_sharded_objects(
@@ -145,7 +143,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 name = f"{leaf.unique_key}.pt"
                 location.make_folder((root / name).parent)
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
-                location.write_content(root / name, data, self.durability)
+                file_writer.put(root, name, data, self.durability)
                 sealed.append(SealedFile.of_bytes(name, data))
         if self.durability is local_folder.Durability.FSYNC:
             location.fsync_folders([root / file.name for file in sealed], root)

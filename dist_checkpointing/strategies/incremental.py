@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, groupby
@@ -26,7 +27,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.local_folder import share_file
+from dist_checkpointing.filesystem.local_folder import rename_new, share_file
 from dist_checkpointing.filesystem.location import require_local
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (
@@ -332,14 +333,10 @@ def share_parts(
         whole = sizes if is_alone else candidates.bytes_in_files()
         used = same.bytes_in_files()
         is_wanted = (used > 0) & (used >= writer.options.least_shared * whole)
-        numbers, files = _share_files(same.files, is_wanted, parts, writer)
+        suffix = f".{uuid.uuid4().hex[:8]}.tmp" if reuses_names else ""
+        numbers, files = _share_files(same.files, is_wanted, parts, writer, suffix)
     except (CheckpointingException, OSError) as error:
         logger.warning("nothing is shared with %s, which cannot be used: %s", base, error)
-        return nothing
-    if reuses_names and files and not parts.is_in_place():
-        for file in files:  # another save may have put other values in their places
-            (writer.checkpoint_dir / file.name).unlink()
-        logger.warning("nothing is shared with %s, which was deleted meanwhile", base)
         return nothing
     number = numbers[same.extents[:, 0]]
     kept = same.take(number >= 0)
@@ -405,20 +402,28 @@ def _are_same(
 
 
 def _share_files(
-    sealed: Sequence[SealedFile], is_wanted: Bools, base: BaseParts, writer: StorageWriter
+    sealed: Sequence[SealedFile],
+    is_wanted: Bools,
+    base: BaseParts,
+    writer: StorageWriter,
+    suffix: str,
 ) -> tuple[Int64s, tuple[SealedFile, ...]]:
-    """Share the wanted files: the new number of each, -1 for one that is not shared, and those."""
+    """Share the wanted files: the new number of each, -1 for one that is not shared, and those.
+
+    With a suffix they get their names when it is known that no other save was in their places.
+    """
     folder, wanted = writer.checkpoint_dir, np.flatnonzero(is_wanted).tolist()
     for parent in {(folder / sealed[number].name).parent for number in wanted}:
         parent.mkdir(parents=True, exist_ok=True)
 
     def share(number: int) -> int | None:
         file = sealed[number]
-        size = share_file(base.folder / file.name, folder / file.name)
+        target = folder / f"{file.name}{suffix}"
+        size = share_file(base.folder / file.name, target)
         if size is not None and size != file.num_bytes:
             problem = "%s/%s is not shared: it has another size than when it was saved"
             logger.warning(problem, base.folder, file.name)
-            (folder / file.name).unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
         return size
 
     sizes = [share(number) for number in wanted[:1]]
@@ -428,6 +433,15 @@ def _share_files(
         sizes += in_threads(share, wanted[1:], writer.options.threads)
     is_shared = (sealed[n].num_bytes == size for n, size in zip(wanted, sizes, strict=False))
     shared = list(compress(wanted, is_shared))
+    if suffix and shared:
+        names = [folder / sealed[number].name for number in shared]
+        links = [name.with_name(f"{name.name}{suffix}") for name in names]
+        if not base.is_in_place():
+            for link in links:
+                link.unlink()
+            raise FileNotFoundError("it was deleted meanwhile")
+        pairs = [*zip(links, names, strict=True)]
+        in_threads(lambda pair: rename_new(*pair), pairs, writer.options.threads)
     numbers = np.full(len(sealed), -1, dtype=np.int64)
     numbers[shared] = np.arange(len(shared))
     return numbers, tuple(sealed[number] for number in shared)

@@ -25,7 +25,7 @@ from states import BACKENDS, at_step
 def test_temporary_files_of_a_killed_save_are_cleared_away(
     tmp_path: Path, backend: tuple[str, int]
 ) -> None:
-    """Every file that is written in one piece has such a name for a moment."""
+    """Files that are replaced as a whole have such names for a moment."""
     left: list[Path] = []
 
     def leave(real: Any, source: Path, target: Path) -> None:
@@ -38,7 +38,7 @@ def test_temporary_files_of_a_killed_save_are_cleared_away(
     folder = tmp_path / "c"
     with replaced("os.replace", leave):
         dc.save(at_step(1), folder, backend)
-    assert {path.name.split(".0123")[0] for path in left} >= {"metadata.json", "common.pt"}
+    assert {path.name.split(".0123")[0] for path in left} >= {"metadata.json", "attempt.json"}
     foreign = [folder / "notes.0123abcd.tmp", folder / "common.pt.bak.tmp"]
     for path in foreign:
         path.write_text("mine")

@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,23 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
-from dist_checkpointing.comm import Comm, SingleProcess
+from damage import files_in
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
 from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, local_folder
-from dist_checkpointing.format import Attempt, remove_checkpoint
+from dist_checkpointing.format import Attempt, remove_checkpoint, seal
+from dist_checkpointing.serialization.save import save_with_hooks
+from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies import TorchDistSaveShardedStrategy
+from dist_checkpointing.strategies import (
+    StrategyAction,
+    TorchDistSaveShardedStrategy,
+    get_default_strategy,
+)
 from dist_checkpointing.testing import run_ranks
-from faults import before_first, failing, replaced, strange_flock
+from faults import before_first, failing, freezing, replaced, strange_flock
 from scripts import run_fresh
-from states import BACKEND, BACKENDS, assert_at_step, shard, trained
+from states import BACKEND, BACKENDS, assert_at_step, assert_holds, cell, flat, rows, shard, trained
+from tiers import share
 
 LOCAL_FOLDER = "dist_checkpointing.filesystem.local_folder"
 
@@ -443,3 +453,87 @@ def test_a_path_that_is_not_below_is_not_deleted(tmp_path: Path, outside: Path, 
     with pytest.raises(ValueError, match="not below"):
         local_folder.remove(folder / name, folder)
     assert_untouched(outside)
+
+
+# A rank of an attempt that was given up goes on: as the next one begins, or after its commit.
+
+
+NO_HOOKS = SaveHooks()
+
+
+def every_kind_at(step: int, comm: Comm) -> dict[str, Any]:
+    """Tensors on a grid, and flattened such that ranks share a chunk; an object."""
+    full, cut = torch.arange(8.0) + 100 * step, ((0, 3), (3, 8))[comm.rank]
+    return {
+        "even": rows("even", full, comm),
+        "same": rows("same", torch.ones(8), comm),
+        "flat": flat("flat", full.reshape(2, 4), *cut),
+        "o": cell("o", [step], comm),
+        "step": step,
+    }
+
+
+def save_every_kind(
+    step: int, folder: Path, backend: Any, comm: Comm, hooks: SaveHooks = NO_HOOKS
+) -> None:
+    kind = type(get_default_strategy(StrategyAction.SAVE_SHARDED, *backend))
+    options: Any = {"sharded_strategy": kind(options=StorageOptions(threads=1)), "comm": comm}
+    if backend[0] != "torch_dist" and step:
+        options["base"] = folder.parent / "0"
+    save_with_hooks(hooks, every_kind_at(step, comm), folder, **options)
+
+
+def freeze_rank_1(nth: int, folder: Path, backend: Any, *, wakes_early: bool) -> bool:
+    """Save twice; rank 1 of the first save stops before a call, if it makes so many."""
+    ranks = ThreadComm.Rendezvous(2, 60)
+    with freezing(nth) as frozen, ThreadPoolExecutor(2) as pool:
+
+        def save_rank(rank: int) -> None:
+            if rank == 1:
+                frozen.threads.add(threading.current_thread())
+            save_every_kind(1, folder, backend, ThreadComm(ranks, rank))
+
+        def wake(_: object = None) -> None:
+            frozen.go_on.set()
+            late.exception(60)
+
+        def save_again(hooks: SaveHooks) -> None:
+            run_ranks(2, lambda comm: save_every_kind(2, folder, backend, comm, hooks))
+
+        first, late = (pool.submit(save_rank, rank) for rank in range(2))
+        late.add_done_callback(lambda _: frozen.is_seen.set())
+        try:
+            assert frozen.is_seen.wait(60)
+            if late.done():
+                first.result(60)
+                return False
+            ranks.leave(1)
+            assert isinstance(first.exception(60), dc.RankFailedError)
+            if wakes_early:
+                # It may be in the way; but what is committed is right.
+                with suppress(FileExistsError, dc.RankFailedError):
+                    save_again(SaveHooks(after_claim=wake))
+            if not dc.check_is_distributed_checkpoint(folder):
+                save_again(NO_HOOKS)
+            before = files_in(folder)
+        finally:
+            wake()
+    after = files_in(folder)
+    assert {name: after.get(name) for name in before} == before
+    return True
+
+
+@pytest.mark.parametrize("wakes_early", [False, True])
+@BACKEND
+def test_a_rank_of_an_earlier_attempt_changes_no_byte_of_a_later_one(
+    tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch, *, wakes_early: bool
+) -> None:
+    monkeypatch.setattr(seal, "VISIBLE_SECONDS", 0.05)
+    run_ranks(2, lambda comm: save_every_kind(0, tmp_path / "0", backend, comm))
+    nth, step = 1, 100 // share(100)
+    while freeze_rank_1(nth, tmp_path / str(nth), backend, wakes_early=wakes_early):
+        folder, full = tmp_path / str(nth), torch.arange(8.0) + 200
+        assert_holds(folder, {"even": full, "flat": full.view(2, 4)})
+        assert dc.Checkpoint.open(folder).objects["o"].shape == (2,)
+        nth += step
+    assert nth > 2

@@ -105,6 +105,45 @@ def killed(name: str, nth: int = 1) -> Iterator[None]:
         yield
 
 
+class Frozen:
+    """Stops threads before the ``nth`` of their calls that change files, until they may ``go_on``.
+
+    Attributes:
+        threads: those threads, and all that they start.
+        is_seen: set when one has stopped.
+    """
+
+    def __init__(self, nth: int) -> None:
+        self.threads: set[threading.Thread] = set()
+        self.is_seen, self.go_on = threading.Event(), threading.Event()
+        self._left = nth
+
+    def start(self, real: Act, thread: threading.Thread) -> None:
+        if threading.current_thread() in self.threads:
+            self.threads.add(thread)
+        real(thread)
+
+    def act(self, real: Act, *arguments: Any, **options: Any) -> Any:
+        is_look = real.__name__ == "open" and not arguments[1] & os.O_CREAT
+        if threading.current_thread() in self.threads and not is_look:
+            self._left -= 1
+            if not self._left:
+                self.is_seen.set()
+                assert self.go_on.wait(60)
+        return real(*arguments, **options)
+
+
+@contextmanager
+def freezing(nth: int) -> Iterator[Frozen]:
+    """Let threads stop before their ``nth`` call that changes files."""
+    frozen = Frozen(nth)
+    with ExitStack() as stack:
+        stack.enter_context(replaced("threading.Thread.start", frozen.start))
+        for name in ("open", "mkdir", "link", "replace", "unlink", "ftruncate", "pwrite", "writev"):
+            stack.enter_context(replaced(f"os.{name}", frozen.act))
+        yield frozen
+
+
 @contextmanager
 def ended_before_the_pointer(step: Path) -> Iterator[None]:
     """End the process after the commit of a step, before the record of its run is replaced."""

@@ -319,6 +319,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         if self._writer is None:
             self._writer = self._strategy.make_writer(self.path)
             set_up_writer(self._writer, rank=rank_plan.rank, world_size=rank_plan.world_size)
+        self._writer.attempt = f"{rank_plan.save:032x}"
         data = _ResolvedData(plan.items, rank_plan.plan.items, planner)
         written = write_plan(rank_plan.plan, data, self._writer, rank_plan.rank).packed()
         for_finish = written.writer_results if self._writer.gathers_results else ()

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
-from dist_checkpointing.format.index import Index, write_index
+from dist_checkpointing.format.index import INDEX_NAME, Index
 from dist_checkpointing.format.leftovers import (
     PlannedRemoval,
     end_removal,
@@ -80,8 +79,7 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
             return
         note_removal(root, dict.fromkeys(gone, ()))
         # Once the index does not name them they are unreachable; what follows frees their space.
-        write_index(kept, root)
-        local_folder.fsync_folder(root / DCKPT_FOLDER)
+        local_folder.write_atomic(root / INDEX_NAME, kept.to_json())
         drop_all_but(root, kept)
         end_removal(root)
 

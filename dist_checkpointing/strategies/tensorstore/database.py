@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress, islice
@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.local_folder import copy_range
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name
@@ -90,6 +90,7 @@ def write_tree(
     keys: Sequence[bytes],
     values: Values,
     durability: Durability = Durability.FSYNC,
+    write: Callable[..., object] = file_writer.put,
 ) -> list[SealedFile]:
     """Make the database in ``folder`` hold these values, and no others; the files of the tree.
 
@@ -109,7 +110,7 @@ def write_tree(
     location.make_folder(folder / NODES_FOLDER)
     tree, top = b"".join([*values.inline, *nodes]), ocdbt_nodes.encode_manifest(root)
     location.write(folder / name, tree, durability)
-    location.write_content(folder / MANIFEST_NAME, top, durability)
+    write(folder, MANIFEST_NAME, top, durability)
     return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(MANIFEST_NAME, top)]
 
 
@@ -266,7 +267,7 @@ def drop_all_but(root: Path, kept: Index) -> None:
     """
     rest, unused, _ = _split(root, kept)
     if rest is not None:
-        write_tree(root, *rest)
+        write_tree(root, *rest, write=local_folder.write_content)
         local_folder.fsync_folder(root)
     local_folder.remove_all([root / name for name in unused], root)
 

@@ -28,7 +28,7 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, bytes_of, checksum_of_bytes
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, split_rows, values_of_part
@@ -366,6 +366,6 @@ class TorchDistWriter(StorageWriter):
                 chunks[key].append((offsets, sizes))
         tensors = {key: dcp_tensor(metadata[key], chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
-        path = self.checkpoint_dir / DCP_METADATA_NAME
-        location.write_content(path, content, self.options.durability)
+        durability = self.options.durability
+        file_writer.put(self.checkpoint_dir, DCP_METADATA_NAME, content, durability)
         return [SealedFile.of_bytes(DCP_METADATA_NAME, content)]

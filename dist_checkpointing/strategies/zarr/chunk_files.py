@@ -40,7 +40,7 @@ from dist_checkpointing.format.leftovers import (
     note_removal,
     noted_removal,
 )
-from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format.seal import SealedFile, shared_name
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     LoadPlan,
@@ -298,7 +298,7 @@ class ZarrFolderWriter(StorageWriter):
             self.report(int(sizes[row]))
             return written
 
-        put = partial(file_writer.put, self.checkpoint_dir, is_new=False)
+        put = partial(file_writer.put, self.checkpoint_dir)
         in_threads(lambda file: put(*file), described, options.threads)
         files = [*(SealedFile.of_bytes(*file) for file in described), *shared.files]
         rows = np.setdiff1d(np.arange(len(table)), shared.rows).tolist()
@@ -327,6 +327,8 @@ class ZarrFolderWriter(StorageWriter):
                     array = chunk_array(part, grid.chunk_shape)
                     files.append(write_chunk(self.checkpoint_dir, name, array, None))
                     continue
+                if self.attempt:
+                    name = shared_name(name, self.attempt)
                 path, array = f"{self.checkpoint_dir}/{name}", chunk_array(part, common.shape)
                 size = write_part(path, array, grid.chunk_shape, common.relative_to(own.offset))
                 files.append(SealedFile(name, size))

@@ -21,8 +21,7 @@ from zarr.core.dtype.npy.float import BaseFloat
 from zarr.dtype import data_type_registry
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, write_index
@@ -147,7 +146,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         metadata = replace(metadata, codec=self.codec_name)
         durability = self.options.durability
         root = _root_json(metadata)
-        location.write_content(self.checkpoint_dir / METADATA_NAME, root, durability)
+        file_writer.put(self.checkpoint_dir, METADATA_NAME, root, durability)
         index = write_index(metadata, self.checkpoint_dir, durability)
         return [SealedFile.of_bytes(METADATA_NAME, root), index]
 
@@ -241,6 +240,5 @@ class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
     def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
         del removed
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
-        write_index(kept, root)
-        local_folder.fsync_folder(root / DCKPT_FOLDER)
+        local_folder.write_atomic(root / INDEX_NAME, kept.to_json())
         local_folder.write_atomic(root / METADATA_NAME, _root_json(kept))
