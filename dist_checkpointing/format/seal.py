@@ -13,10 +13,11 @@ import stat
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import xxhash
 
@@ -36,6 +37,7 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.threads import in_threads
 
+T = TypeVar("T")
 SEAL_NAME: Final = ".dckpt/seal.json"
 FORMAT: Final = "dist_checkpointing.seal"
 FORMAT_MINOR: Final = 0
@@ -154,6 +156,19 @@ def read_seal(folder: Location) -> Seal | None:
     return None
 
 
+def when_visible(look: Callable[[], T]) -> T:
+    """What a look at files gives; a network file system may show them a little later."""
+    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.01
+    while True:
+        try:
+            return look()
+        except FileNotFoundError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+
+
 def shared_name(name: str, attempt: str) -> str:
     """What a file that several ranks write is called until ``write_seal`` gives it its name."""
     return f"{name}.{attempt}.tmp"
@@ -202,14 +217,14 @@ def write_seal(
         is_beside = name.rpartition("/")[0] in folders and name not in (created or ())
         if is_beside or _is_unsealed(name):
             continue
-        is_large = found[name] > _MAX_DIGESTED_BYTES
-        files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
+        is_large, digested = found[name] > _MAX_DIGESTED_BYTES, partial(_digested, folder, name)
+        files[name] = SealedFile(name, found[name]) if is_large else when_visible(digested)
     root: Any = folder  # an object store has no such files
     shared = {name: match[1] for name in files if (match := _SHARED_NAME.fullmatch(name))}
     for name, own in shared.items():
         files[own] = replace(files.pop(name), name=own)
     renamed = [(root / name, root / own) for name, own in shared.items()]
-    in_threads(lambda pair: local_folder.rename_new(*pair), renamed, _THREADS)
+    in_threads(lambda p: when_visible(lambda: local_folder.rename_new(*p)), renamed, _THREADS)
     if durability is local_folder.Durability.FSYNC:
         parents = [*{path.parent for path, _ in renamed}]
         in_threads(local_folder.fsync_folder, parents, _THREADS)
@@ -237,15 +252,15 @@ def _require_reported(
     late: list[tuple[SealedFile, int | None]] = [
         (file, None) for file in files.values() if found.get(file.name) != file.num_bytes
     ]
-    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.0
-    # A network file system may show what another machine has written a little later.
-    while late:
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause + 0.01)
+
+    def look() -> None:
         sizes = [(file, location.size_of(folder / file.name)) for file, _ in late]
-        late = [(file, size) for file, size in sizes if size != file.num_bytes]
-        if time.monotonic() >= deadline:
-            break
+        late[:] = [(file, size) for file, size in sizes if size != file.num_bytes]
+        if late:
+            raise FileNotFoundError
+
+    with suppress(FileNotFoundError):
+        when_visible(look)
     findings = [
         Finding(
             "a rank wrote this file, and rank 0 does not see it as it was written",

@@ -1,5 +1,6 @@
 """A checkpoint is sealed as a whole: nothing in it changes, goes or comes without being noticed."""
 
+import errno
 import json
 import random
 import shutil
@@ -29,7 +30,7 @@ from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 from faults import failing, path_of
 from samples import BACKENDS, Samples
-from states import at_step, rows, save_on, shard
+from states import at_step, flat, rows, save_on, shard
 
 BACKEND = pytest.mark.parametrize("name", BACKENDS)
 PLAIN = pytest.mark.parametrize("name", [n for n in BACKENDS if n != "zarr-2-zstd"])
@@ -251,6 +252,22 @@ def test_files_that_no_save_made_are_neither_damage_nor_read(
         for key in [key for key in sample.tensors if key.startswith("optimizer")]:
             del sample.tensors[key]
         dc.remove_sharded_tensors(sample.folder, "optimizer")
+
+
+def test_files_that_are_listed_before_they_are_found_are_waited_for(tmp_path: Path) -> None:
+    full = torch.arange(8.0)
+
+    def state(comm: Comm) -> dict[str, Any]:
+        return {"w": flat("w", full, *((0, 3), (3, 8))[comm.rank])}
+
+    def is_of_w(path: Any, *_: Any, **__: Any) -> bool:
+        return not isinstance(path, int) and Path(path).parent.name == "w"
+
+    with failing("os.link", code=errno.ENOENT, times=2, at=is_of_w) as links:
+        save_on(2, state, tmp_path / "c", ("zarr", 1))
+    with failing("os.stat", code=errno.ENOENT, times=2, at=is_of_w) as looks:
+        assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], full)
+    assert len(links) == 3 < len(looks)
 
 
 def test_an_unknown_file_costs_a_manager_no_step(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import ints_from_json
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import noted_removal
-from dist_checkpointing.format.seal import known_files
+from dist_checkpointing.format.seal import known_files, when_visible
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage.interface import WriteResult
@@ -137,7 +137,7 @@ def _check_nested_keys(index: Index) -> None:
 def _parse(folder: Location, key: str) -> StoredTensor:
     path = folder / _METADATA_NAME
     with local_folder.parsing("arrays have no readable metadata", path, key):
-        content = location.read_json(path, _MAX_METADATA_BYTES)
+        content = when_visible(lambda: location.read_json(path, _MAX_METADATA_BYTES))
         shape = tuple(ints_from_json(content["shape"]))
         chunks = tuple(ints_from_json(content["chunks"]))
         if len(shape) != len(chunks) or 0 in chunks:
