@@ -19,7 +19,7 @@ import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
 from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, local_folder
-from dist_checkpointing.format import Attempt, remove_checkpoint, seal
+from dist_checkpointing.format import Attempt, CheckpointingConfig, remove_checkpoint, seal
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.storage import StorageOptions
@@ -276,6 +276,16 @@ def test_a_record_that_is_written_anew_is_never_half(tmp_path: Path) -> None:
     assert all(names >= {"w", "x"} for names in seen)
     Attempt.begin(tmp_path, ["w"]).release()
     assert not (tmp_path / "w").exists()
+
+
+def test_a_save_whose_lock_was_taken_away_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    first = Attempt.begin(tmp_path, ["w", "common.pt"])
+    (tmp_path / LOCK_NAME).unlink()
+    dc.save(trained(1), tmp_path)
+    with pytest.raises(dc.CheckpointExistsError, match="another save has taken over"):
+        first.commit(CheckpointingConfig("zarr", 1))
+    first.abandon()
+    assert_sound(tmp_path, 1)
 
 
 # Data stays as long as metadata.json may be there.
