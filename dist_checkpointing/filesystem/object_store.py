@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+import random
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial, wraps
 from os import PathLike
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -28,6 +32,14 @@ if TYPE_CHECKING:
 Buffer = Any
 """Bytes, a memoryview or an array of bytes: contiguous and one-dimensional."""
 SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
+P = ParamSpec("P")
+T = TypeVar("T")
+_FIRST_PAUSE: Final = 0.2
+_LONGEST_PAUSE: Final = 5.0
+_FIRST_CONTACT_SECONDS: Final = 10.0
+"""How long a server is tried that this process has never heard of: its name may be wrong."""
+_answered: Final[set[tuple[str, str | None]]] = set()
+"""URL and endpoint of each store that has carried out a request of this process."""
 
 
 def check_size(size: int, path: object, max_bytes: int | None) -> None:
@@ -51,25 +63,28 @@ class ObjectStoreOptions:
         region: Region of the bucket.
         access_key_id: With ``secret_access_key``, the credentials of S3.
         secret_access_key: See ``access_key_id``.
-        max_retries: Tries after the first one of a request that met 429, 5xx or a lost connection.
-        retry_timeout: Seconds after which a request is given up, with all its retries.
+        max_retries: Tries after the first one of a request that met 429, 5xx, half an answer or a
+            lost connection; None for as many as there is time for.
+        retry_timeout: Seconds after which a request is not tried again.
         timeout: Seconds that one try may take.
+        connect_timeout: Seconds of them to reach the server.
         parallelism: Requests under way at a time for one rank.
         part_bytes: Size of the parts of an upload and of large reads.
 
     Example:
         >>> from dist_checkpointing import ObjectStoreOptions
-        >>> ObjectStoreOptions(endpoint="http://127.0.0.1:9000").max_retries
-        8
+        >>> ObjectStoreOptions(endpoint="http://127.0.0.1:9000").parallelism
+        16
     """
 
     endpoint: str | None = None
     region: str | None = None
     access_key_id: str | None = None
     secret_access_key: str | None = field(default=None, repr=False)
-    max_retries: int = 8
+    max_retries: int | None = None
     retry_timeout: float = 180.0
-    timeout: float = 120.0
+    timeout: float = 60.0
+    connect_timeout: float = 5.0
     parallelism: int = 16
     part_bytes: int = 8 * 2**20
 
@@ -88,13 +103,30 @@ class ObjectInfo:
     modified: float = field(default=0.0, compare=False)
 
 
+class StoreUnavailableError(OSError):
+    """The store gave no answer, half of one, or one that asks to try again."""
+
+
+def _repeating(
+    method: Callable[Concatenate[ObjectStore, P], T],
+) -> Callable[Concatenate[ObjectStore, P], T]:
+    """A method whose requests may be made twice, see ``ObjectStore.repeated``."""
+
+    @wraps(method)
+    def repeated(store: ObjectStore, /, *args: P.args, **options: P.kwargs) -> T:
+        return store.repeated(lambda: method(store, *args, **options))
+
+    return repeated
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
     """A bucket. Two of them are equal if they are reached in the same way.
 
     Every method raises ``FileNotFoundError`` if the object is not there, ``FileExistsError`` if a
     put that must create finds one, ``PermissionError`` if access is denied, and ``OSError`` with
-    the key and the last answer of the store for all else. The URL is ``s3://bucket`` or its like.
+    the key and the last answer of the store for all else; its errno is ENOTSUP for what the store
+    does not have. The URL is ``s3://bucket`` or its like.
     """
 
     url: str
@@ -110,10 +142,43 @@ class ObjectStore:
             raise UnsupportedFormatError("an object store cannot be handed on", [finding])
         return ObjectStore, (self.url, self.options)
 
-    def _call(self, function: str, key: str, *args: Any, **options: Any) -> Any:
-        """What a function of obstore returns; its errors as those of a file system."""
-        is_memory = self.url.startswith("memory:")  # of the process, however it is reached
-        chosen = ObjectStoreOptions() if is_memory else self.options
+    def repeated(self, request: Callable[[], T]) -> T:
+        """What a request returns, made again after each StoreUnavailableError while there is time.
+
+        Pauses grow, and are random, so that the ranks do not come back at the same time.
+        """
+        server = self.url, self.options.endpoint
+        begun, waited, tries = time.monotonic(), 0.0, 0
+        while True:
+            try:
+                answer = request()
+            except StoreUnavailableError as error:
+                limit = self.options.retry_timeout
+                if server not in _answered and "status code" not in str(error):
+                    limit = min(limit, _FIRST_CONTACT_SECONDS)
+                pause = min(_FIRST_PAUSE * 2.0 ** min(tries, 9), _LONGEST_PAUSE)
+                pause *= random.uniform(0.5, 1)  # noqa: S311 - jitter
+                # What this process slept is counted: it may have been stopped itself.
+                passed = max(waited, time.monotonic() - begun)
+                if passed + pause > limit or tries == self.options.max_retries:
+                    said = f"{error.strerror} ({tries + 1} tries in {passed:.0f} s)"
+                    raise OSError(error.errno, said, error.filename) from error
+                time.sleep(pause)
+                waited, tries = waited + pause, tries + 1
+            else:
+                _answered.add(server)
+                return answer
+
+    def _call(
+        self, function: str, key: str, *args: Any, max_retries: int | None = 0, **options: Any
+    ) -> Any:
+        """What a function of obstore returns; its errors as those of a file system.
+
+        obstore repeats requests itself ``max_retries`` times, but does not read an answer again.
+        """
+        chosen = replace(self.options, max_retries=max_retries)
+        if self.url.startswith("memory:"):  # of the process, however it is reached
+            chosen = ObjectStoreOptions()
         with self._errors(key):
             client = _client(self.url, chosen, os.getpid())
             return getattr(importlib.import_module("obstore"), function)(client, *args, **options)
@@ -125,15 +190,20 @@ class ObjectStore:
         path = f"{self.url}/{key}"
         try:
             yield
-        except FileNotFoundError as error:
-            raise FileNotFoundError(2, "no such object", path) from error
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             raise FileExistsError(17, "the object exists", path) from error
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise PermissionError(13, _last_answer(error), path) from error
-        except exceptions.BaseError as error:
-            raise OSError(5, _last_answer(error), path) from error
+        except (exceptions.BaseError, FileNotFoundError, NotImplementedError) as error:
+            whole, answer = str(error), _last_answer(error)
+            if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(whole):
+                raise FileNotFoundError(2, "no such object", path) from error
+            if isinstance(error, NotImplementedError) or "status code: 501" in whole:
+                raise OSError(errno.ENOTSUP, answer, path) from error
+            may_pass = isinstance(error, exceptions.GenericError) and not _LASTING.search(whole)
+            raise (StoreUnavailableError if may_pass else OSError)(5, answer, path) from error
 
+    @_repeating
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
         """The content of an object, which is not read if larger than ``max_bytes``."""
         answer = self._call("get", key, key)
@@ -143,7 +213,8 @@ class ObjectStore:
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         """The content of an object of any size, block by block."""
-        left = iter(self._call("get", key, key).stream(min_chunk_size=self.options.part_bytes))
+        answer = self._call("get", key, key, max_retries=self.options.max_retries)
+        left = iter(answer.stream(min_chunk_size=self.options.part_bytes))
         while (block := self._next(key, left)) is not None:
             yield memoryview(block)
 
@@ -151,12 +222,14 @@ class ObjectStore:
         with self._errors(key):
             return next(answers, None)
 
+    @_repeating
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
         """A part of an object, which is shorter where the object ends, and the object's size."""
         answer = self._call("get", key, key, options={"range": (offset, offset + num_bytes)})
         with self._errors(key):
             return memoryview(answer.bytes()), answer.meta["size"]
 
+    @_repeating
     def head(self, key: str) -> ObjectInfo | None:
         """What an object is; None if there is none."""
         try:
@@ -167,42 +240,61 @@ class ObjectStore:
     def put(self, key: str, data: Buffer, *, create: bool = False) -> str | None:
         """Write an object in one request; the ETag that it has then.
 
-        ``create`` refuses to replace an object. A time-out leaves open whether it was written.
+        ``create`` refuses to replace an object. It is not repeated: after an answer that was lost
+        the object might be that of the first try.
         """
         mode = "create" if create else "overwrite"
-        return self._put(key, data, mode=mode, use_multipart=False)
+        put = partial(self._put, key, data, mode=mode, use_multipart=False)
+        return put() if create else self.repeated(put)
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
         """Write an object of any size, part by part; the ETag that it has then.
 
         The parts are not copied before they are sent. The upload is aborted if one cannot be made.
         """
-        # Two objects are under way at a time, and parts may be copies of turned tensors.
-        at_a_time = max(1, self.options.parallelism // 3)
-        chunk_size = self.options.part_bytes
-        return self._put(key, iter(parts), chunk_size=chunk_size, max_concurrency=at_a_time)
+        return self._put(
+            key,
+            iter(parts),
+            chunk_size=self.options.part_bytes,
+            # Two objects are under way at a time, and parts may be copies of turned tensors.
+            max_concurrency=max(1, self.options.parallelism // 3),
+            max_retries=self.options.max_retries,
+        )
 
     def _put(self, key: str, data: Any, **options: Any) -> str | None:
         etag: str | None = self._call("put", key, key, data, **options)["e_tag"]
         return etag
 
+    @_repeating
     def copy(self, key: str, to: str) -> None:
         """Let the store copy an object, of at most 5 GiB on S3."""
         self._call("copy", key, key, to)
 
     def list_below(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object below a prefix that ends at a ``/``, in order of the keys."""
-        pages = self._call("list", prefix, prefix=prefix)
-        while page := self._next(prefix, pages):
+        pages: Any = None
+        last: str | None = None
+
+        def next_page() -> Any:
+            nonlocal pages
+            # After an error the list begins anew, behind the last key that is known.
+            left, pages = pages or self._call("list", prefix, prefix=prefix, offset=last), None
+            page, pages = self._next(prefix, left), left
+            return page
+
+        while page := self.repeated(next_page):
+            last = page[-1]["path"]
             yield from map(_info, page)
 
+    @_repeating
     def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
         """The names of the folders in a folder, and its objects; each sorted."""
         answer = self._call("list_with_delimiter", prefix, prefix=prefix)
         folders = sorted(PurePosixPath(name).name for name in answer["common_prefixes"])
         return folders, sorted(map(_info, answer["objects"]), key=lambda info: info.key)
 
-    def delete(self, keys: Iterable[str]) -> None:
+    @_repeating
+    def delete(self, keys: Collection[str]) -> None:
         """Delete objects, many in a request; those that are not there are no error."""
         if not (names := list(keys)):
             return
@@ -232,11 +324,13 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
         config=config,
         client_options={
             "timeout": timedelta(seconds=options.timeout),
+            "connect_timeout": timedelta(seconds=options.connect_timeout),
             "allow_http": endpoint.startswith("http://"),
         },
         retry_config={
-            "max_retries": options.max_retries,
+            "max_retries": 10**6 if options.max_retries is None else options.max_retries,
             "retry_timeout": timedelta(seconds=options.retry_timeout),
+            "backoff": {"max_backoff": timedelta(seconds=_LONGEST_PAUSE), "base": 3},
         },
     )
 
@@ -263,6 +357,9 @@ _CAUSES: Final = {
     "error sending request": "the server cannot be reached",
 }
 """What stands in an answer of a store, and what that means."""
+_NO_BUCKET: Final = re.compile("NoSuchBucket|ContainerNotFound")
+_LASTING: Final = re.compile("MissingAccount|InMemory|status code: 4(?!08|29)")
+"""In answers that are the same the next time."""
 
 
 def _last_answer(error: Exception) -> str:

@@ -8,14 +8,15 @@ are compared: a process that was stopped for an hour finds its claim ended, and 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
-import random
 import time
 import uuid
 import weakref
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from threading import Event, Thread
 from typing import Any, Final
 
@@ -28,7 +29,11 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.location import read_regular
 from dist_checkpointing.filesystem.locks import Holder, Kind
-from dist_checkpointing.filesystem.object_store import ObjectPath, ObjectStore
+from dist_checkpointing.filesystem.object_store import (
+    ObjectPath,
+    ObjectStore,
+    StoreUnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 CLAIMS: Final = ".dckpt/claims"
@@ -43,44 +48,65 @@ _given_up: Final[set[str]] = set()
 """Attempts of this process that go on no more, although it lives on."""
 _SILENT_PERIODS: Final = 3
 _LOOKS_PER_PERIOD: Final = 4
-_TRIES: Final = 5
+_BRIEF_SECONDS: Final = 5.0
 _MAX_BYTES: Final = 1 << 20
 _probed: Final[set[ObjectStore]] = set()
 """Buckets that refuse a second put-if-absent of a name."""
 
 
 def put_surely(path: ObjectPath, data: bytes, *, create: bool = False) -> bytes:
-    """Put an object, tried again for a while; its content then.
+    """Put an object; its content then.
 
     An answer that is lost, or says that the server failed, leaves open whether the object was put.
     An object that must ``create`` one of its name is read then, so ``data`` must be no other
     caller's: if there was one before, its content is returned. CheckpointingException if the store
     does not answer, PermissionError if access is denied.
     """
-    answer: OSError
-    for wait in range(_TRIES):
+
+    def put() -> bytes:
         try:
-            return _put(path, data, create=create)
+            path.store.put(path.key, data, create=create)
         except PermissionError:
             raise
         except OSError as error:
-            answer = error
-        time.sleep(random.uniform(0.5, 1) * 0.1 * 2**wait)  # noqa: S311 - jitter
-    finding = Finding(f"the last answer was: {answer.strerror}", path=str(path))
-    raise CheckpointingException("an object cannot be put into the store", [finding]) from answer
+            with suppress(OSError):  # the first error says more
+                stored = read_regular(path, _MAX_BYTES) if create else None
+                if stored is not None:
+                    return stored
+            if isinstance(error, FileExistsError):  # of S3: another put was under way
+                raise StoreUnavailableError(error.errno, error.strerror, str(path)) from error
+            raise
+        return data
 
-
-def _put(path: ObjectPath, data: bytes, *, create: bool) -> bytes:
     try:
-        path.store.put(path.key, data, create=create)
+        return path.store.repeated(put)
     except PermissionError:
         raise
-    except OSError:
-        stored = read_regular(path, _MAX_BYTES) if create else None
-        if stored is None:
-            raise
-        return stored
-    return data
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            raise _without_conditions(path.store, str(error.strerror)) from error
+        finding = Finding(f"the last answer was: {error.strerror}", path=str(path))
+        message = "an object cannot be put into the store"
+        raise CheckpointingException(message, [finding]) from error
+
+
+def _without_conditions(store: ObjectStore, problem: str) -> UnsupportedFormatError:
+    finding = Finding(
+        problem,
+        expected="status 412 to If-None-Match: *",
+        path=store.url,
+        remedy="Save to S3, GCS, Azure, Ceph or another store with conditional puts: in this one, "
+        "two saves could mix into one checkpoint.",
+    )
+    return UnsupportedFormatError("the store has no conditional puts", [finding])
+
+
+def brief(place: ObjectPath) -> ObjectPath:
+    """The same place, for what the next save can do as well: no request there takes long."""
+    options = place.store.options
+    seconds = min(_BRIEF_SECONDS, options.retry_timeout)
+    options = replace(options, retry_timeout=seconds, timeout=min(seconds, options.timeout))
+    return replace(place, store=replace(place.store, options=options))
 
 
 def require_conditions(folder: ObjectPath) -> None:
@@ -91,21 +117,13 @@ def require_conditions(folder: ObjectPath) -> None:
     if folder.store in _probed:
         return
     probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
-    try:
-        put_surely(probe, b"first", create=True)
-        answer = put_surely(probe, b"second", create=True)
-        has_conditions = answer == read_regular(probe, _MAX_BYTES) == b"first"
-    finally:
-        probe.store.delete([probe.key])
+    put_surely(probe, b"first", create=True)
+    has_conditions = put_surely(probe, b"second", create=True) == b"first"
+    with suppress(OSError):
+        brief(probe).store.delete([probe.key])
     if not has_conditions:
-        finding = Finding(
-            "a second conditional put of one name was not refused",
-            expected="status 412 to If-None-Match: *",
-            path=folder.store.url,
-            remedy="Save to S3, GCS, Azure, Ceph or another store with conditional puts: in this "
-            "one, two saves could mix into one checkpoint.",
-        )
-        raise UnsupportedFormatError("the store ignores conditional puts", [finding])
+        problem = "a second conditional put of one name was not refused"
+        raise _without_conditions(folder.store, problem)
     _probed.add(folder.store)
 
 
@@ -266,7 +284,7 @@ class HeldClaim(Claim):
     def end(self) -> dict[str, Any]:
         """Give the claim up unless it is decided; what has become of it."""
         try:
-            outcome = decide(self.folder, self.number, {"ended_by": self.attempt})
+            outcome = decide(brief(self.folder), self.number, {"ended_by": self.attempt})
         except BaseException:
             self.stop()  # the next save finds it dead
             raise
@@ -278,7 +296,7 @@ class HeldClaim(Claim):
         self.stop()
         _given_up.discard(self.attempt)  # it is decided
         self._thread.join(self.period)  # it may be about to put one more
-        self.folder.store.delete([self.beats.key])
+        brief(self.folder).store.delete([self.beats.key])
 
 
 def fence_numbers(folder: ObjectPath) -> set[int]:
@@ -344,7 +362,7 @@ def start_heartbeats(path: ObjectPath, period: float, thread_name: str) -> tuple
     def beat() -> None:
         try:
             # Another content each time: the ETag of S3 is a digest of it.
-            path.store.put(path.key, b"%d" % next(counts))
+            brief(path).store.put(path.key, b"%d" % next(counts))
         except OSError as error:
             logger.warning("%s: no heartbeat (%s)", path, error.strerror)
 

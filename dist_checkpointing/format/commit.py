@@ -45,6 +45,7 @@ from dist_checkpointing.filesystem.object_store_locks import (
     COMMITS,
     PERIOD,
     HeldClaim,
+    brief,
     put_surely,
     require_conditions,
 )
@@ -520,7 +521,7 @@ class StoreAttempt:
             return
         with tolerant("what a failed save wrote was not deleted"):
             if self._claim.end().get("attempt") != self.id:
-                object_store_locks.delete_below(self.folder)
+                object_store_locks.delete_below(brief(self.folder))
             else:
                 logger.warning("%s: the failed save is a checkpoint after all", self._claim.folder)
 

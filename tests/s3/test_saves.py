@@ -1,6 +1,8 @@
 """Whole saves over HTTP: by processes that race or are killed, and on a server that is not well."""
 
 import signal
+from collections import Counter
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -8,10 +10,18 @@ import pytest
 import torch
 
 from dist_checkpointing import ObjectPath, load, save, verify_checkpoint
-from dist_checkpointing.errors import CheckpointExistsError, CheckpointNotFoundError
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.filesystem import ObjectStoreOptions, object_store
+from dist_checkpointing.format import remove_checkpoint
+from faults import without_waiting
 from real_ranks import processes
-from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy
-from s3_servers import Server
+from s3_proxy import HALF_ANSWER, LOST_ANSWER, LOST_REQUEST, Fault, Proxy
+from s3_servers import Server, free_port
 from store_saves import numbered
 
 SAVER = Path(__file__).with_name("saver.py")
@@ -104,3 +114,90 @@ def test_a_server_that_is_not_well(server: Server, proxy: Proxy) -> None:
     proxy.fault = lambda _method, _path: None
     verify_checkpoint(place)
     assert len(place.store.list_folder((place / "data").prefix)[0]) == 1
+
+
+def default_retries(place: ObjectPath) -> ObjectPath:
+    """The same place, with as many tries as a user's."""
+    defaults = ObjectStoreOptions()
+    options = replace(
+        place.store.options, max_retries=defaults.max_retries, retry_timeout=defaults.retry_timeout
+    )
+    return replace(place, store=replace(place.store, options=options))
+
+
+def test_a_server_that_is_down_for_a_while(server: Server, proxy: Proxy) -> None:
+    """Some requests are answered at the twelfth try."""
+    tries = Counter[tuple[str, str]]()
+
+    def fault(method: str, path: str) -> Fault | None:
+        tries[method, path] += 1
+        is_down = any(part in path for part in ("claims/", "/index.json", "metadata.json"))
+        return Fault(status=503) if is_down and tries[method, path] < 12 else None
+
+    proxy.fault = fault
+    place = default_retries(server.place(proxy.url))
+    with without_waiting():
+        save(numbered(1), place)
+        assert number_in(place) == 1
+
+
+def test_a_server_that_stays_down_is_given_up(server: Server, proxy: Proxy) -> None:
+    place = default_retries(server.place(proxy.url))
+    proxy.fault = lambda _method, _path: Fault(status=503)
+    with (
+        without_waiting(),
+        pytest.raises(CheckpointingException, match=r"503.* tries in 1[78]\d s"),
+    ):
+        save(numbered(1), place)
+
+
+def test_a_server_that_never_answers_is_given_up(server: Server, proxy: Proxy) -> None:
+    place = default_retries(server.place(proxy.url))
+    proxy.fault = lambda _method, _path: Fault(seconds=2.0)
+    options = replace(place.store.options, timeout=0.1, retry_timeout=0.5)
+    place = replace(place, store=replace(place.store, options=options))
+    with pytest.raises(CheckpointingException, match=r"tries in \d s"):
+        save(numbered(1), place)
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
+def test_answers_that_are_cut_off(server: Server, proxy: Proxy, backend: str) -> None:
+    """The first one to each request that returns more than headers."""
+    seen = set[tuple[str, str]]()
+
+    def fault(method: str, path: str) -> Fault | None:
+        is_first = (method, path) not in seen
+        seen.add((method, path))
+        return HALF_ANSWER if is_first and method in ("GET", "POST") else None
+
+    proxy.fault = fault
+    place = server.place(proxy.url)
+    save(numbered(1), place, backend)
+    save(numbered(2), place, backend, overwrite=True)
+    assert number_in(place) == 2
+    remove_checkpoint(place)
+    assert [*place.store.list_below(place.prefix)] == []
+    assert any(method == "POST" and "delete" in path for method, path in seen)
+
+
+def test_a_store_without_conditional_puts_is_refused_at_once(server: Server, proxy: Proxy) -> None:
+    proxy.fault = lambda method, _path: Fault(status=501) if method == "PUT" else None
+    with pytest.raises(UnsupportedFormatError, match="has no conditional puts"):
+        save(numbered(1), default_retries(server.place(proxy.url)))
+    assert [method for method, _ in proxy.requests].count("PUT") == 1
+    assert not any(method == "POST" for method, _ in proxy.requests)
+
+
+def test_a_bucket_that_is_missing_is_named_by_save_and_load(server: Server) -> None:
+    place = ObjectPath.of("s3://no-such-bucket/run", server.place().store.options)
+    for work in (lambda: save(numbered(1), place), lambda: load({}, place)):
+        with pytest.raises((CheckpointingException, OSError), match="there is no such bucket"):
+            work()
+
+
+def test_a_server_that_is_not_there(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up soon, and what is said is what failed first."""
+    place = default_retries(server.place(f"http://127.0.0.1:{free_port()}"))
+    monkeypatch.setattr(object_store, "_FIRST_CONTACT_SECONDS", 0.5)
+    with pytest.raises(CheckpointingException, match=r"(?s)cannot be reached.*performing PUT"):
+        save(numbered(1), place)

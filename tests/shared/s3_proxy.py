@@ -22,15 +22,18 @@ class Fault:
         forwards: whether the server gets it.
         status: answer to it in place of the server's; 0 closes the connection without any.
         seconds: wait before that.
+        is_cut: whether the connection is closed in the middle of the server's answer.
     """
 
     forwards: bool = False
     status: int = 0
     seconds: float = 0.0
+    is_cut: bool = False
 
 
 LOST_ANSWER = Fault(forwards=True)
 LOST_REQUEST = Fault()
+HALF_ANSWER = Fault(forwards=True, is_cut=True)
 
 
 @dataclass(slots=True)
@@ -64,7 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers: list[tuple[str, str]] = []
         if fault is None or fault.forwards:
             status, headers, content = self._forwarded(body)
-        if fault is not None and (fault.status or not fault.seconds):
+        is_cut = fault is not None and fault.is_cut
+        if fault is not None and not is_cut and (fault.status or not fault.seconds):
             status, headers, content = fault.status, [("Content-Length", "0")], b""
         if not status:
             self.close_connection = True
@@ -74,7 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers:
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        self.wfile.write(content[: len(content) // 2] if is_cut else content)
+        self.close_connection |= is_cut
 
     def _forwarded(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection(self.target, timeout=60)
