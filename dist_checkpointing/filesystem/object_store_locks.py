@@ -49,6 +49,9 @@ _given_up: Final[set[str]] = set()
 _SILENT_PERIODS: Final = 3
 _LOOKS_PER_PERIOD: Final = 4
 _BRIEF_SECONDS: Final = 5.0
+_PRUNED_EVERY: Final = 8
+_KEPT: Final = 3
+"""So many decided claims stay when the others are deleted."""
 _MAX_BYTES: Final = 1 << 20
 _probed: Final[set[ObjectStore]] = set()
 """Buckets that refuse a second put-if-absent of a name."""
@@ -215,7 +218,12 @@ class Claim:
 
 
 class HeldClaim(Claim):
-    """A claim of this process, and the heartbeats that tell others that it is alive."""
+    """A claim of this process, and the heartbeats that tell others that it is alive.
+
+    ``decided`` are the numbers of the claims before it that are decided.
+    """
+
+    decided: list[int]
 
     def __init__(self, claim: Claim) -> None:
         super().__init__(claim.folder, claim.number, claim.holder, claim.period)
@@ -244,8 +252,8 @@ class HeldClaim(Claim):
             raise _in_use(Claim.read(folder, number) or claim)
         held = cls(claim)
         # A removal between the list and the put may have made the numbers begin again.
-        numbers, decided = numbers_in(folder)
-        below = [other for other in numbers if other < number and other not in decided]
+        numbers, held.decided = numbers_in(folder)
+        below = [other for other in numbers if other < number and other not in held.decided]
         if below:
             held.end()
             raise _in_use(Claim.read(folder, below[-1]) or claim)
@@ -281,6 +289,15 @@ class HeldClaim(Claim):
         message = f"another process has taken over {self.folder}"
         return CheckpointExistsError(message, [finding])
 
+    def prune(self, kept: int | None) -> None:
+        """Delete the oldest claims, and what became of them, but for ``kept`` and fences."""
+        if self.number % _PRUNED_EVERY == 0:
+            old = {*self.decided[:-_KEPT]} - {kept} - fence_numbers(self.folder)
+            # In this order: what a crash leaves is a claim that the next save ends.
+            for kind in (COMMITS, CLAIMS):
+                keys = [(self.folder / f"{kind}/{number}.json").key for number in sorted(old)]
+                self.folder.store.delete(keys)
+
     def end(self) -> dict[str, Any]:
         """Give the claim up unless it is decided; what has become of it."""
         try:
@@ -305,7 +322,9 @@ def fence_numbers(folder: ObjectPath) -> set[int]:
     These are claims that another process has ended, whose holder may yet wake up.
     """
     numbers, decided = numbers_in(folder)
-    fences = {*decided} - {*numbers}  # those of an earlier removal
+    # Those of an earlier removal, and no late commit of a save whose claim was pruned.
+    left = {*decided} - {*numbers}
+    fences = {number for number in left if "ended_by" in read_outcome(folder, number)}
     for number in numbers:
         by = read_outcome(folder, number).get("ended_by")
         claim = None if by is None else Claim.read(folder, number)

@@ -483,6 +483,8 @@ class StoreAttempt:
             location.write(attempt.folder / ATTEMPT_NAME, attempt_json(attempt.id, names))
             attempt._replaces = commit
             clear_saves(root, {*found} - {commit.attempt if commit else ""})
+            with tolerant("old claims were not deleted"):
+                claim.prune(commit.number if commit else None)
         except Exception:
             attempt.release()
             raise

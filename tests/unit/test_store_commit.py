@@ -203,6 +203,31 @@ def test_a_removal_killed_at_any_step(folders: Iterator[ObjectPath], then: str) 
             assert read_commit(at) is None, point
 
 
+def test_a_save_killed_while_it_deletes_old_claims(
+    folders: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store_locks, "_PRUNED_EVERY", 4)
+    monkeypatch.setattr(object_store_locks, "_KEPT", 1)
+    state: dict[str, ObjectPath] = {}
+
+    def prepare() -> None:
+        state["at"] = next(folders)
+        for _ in range(3):
+            save(state["at"], overwrite=True)
+
+    points: list[str] = []
+    for point in kill_points(lambda: save(state["at"], OTHER_CONFIG, overwrite=True), prepare):
+        points.append(point)
+        at = state["at"]
+        assert loaded(at) is not None
+        again = save(at, overwrite=True)
+        assert loaded(at) == again
+        assert at.store.list_folder((at / "data").prefix)[0] == [again], point
+        remove_from_store(at, PERIOD)
+        assert read_commit(at) is None, point
+    assert any(point.startswith("delete") and "claims/1" in point for point in points)
+
+
 def test_a_removal_leaves_nothing(location: ObjectPath) -> None:
     save(location)
     put(location.parent / "1001/metadata.json", b"of another checkpoint")
@@ -511,6 +536,29 @@ def test_a_store_without_an_answer_is_an_error_with_the_last_one(location: Objec
         attempt.abandon()
     assert loaded(location) is None
     assert save(location) == loaded(location)
+
+
+def numbers_of(location: ObjectPath, kind: str) -> list[int]:
+    """The numbers of the claims or the commits of a checkpoint."""
+    folder = location / f".dckpt/{kind}"
+    return sorted(int(name.removesuffix(".json")) for name in names(folder))
+
+
+def test_of_many_saves_the_last_few_claims_are_kept(location: ObjectPath) -> None:
+    stopped = begin(location)  # on another machine: nobody knows that it has ended
+    stopped._claim.stop()
+    object_store_locks.decide(location, 1, {"ended_by": "another"})
+    for _ in range(30):
+        last = save(location, overwrite=True)
+    for kind in ("claims", "commits"):
+        numbers = numbers_of(location, kind)
+        assert {1, 29, 30, 31} <= {*numbers}, "it might be given again"
+        assert len(numbers) < 13
+    with pytest.raises(CheckpointExistsError, match="taken over"):
+        stopped.commit(CONFIG)
+    assert loaded(location) == last
+    remove_from_store(location, PERIOD)
+    assert names(location) == [".dckpt/commits/1.json"]
 
 
 def test_a_forgotten_save_does_not_look_alive(location: ObjectPath) -> None:
