@@ -28,8 +28,19 @@ from dist_checkpointing.format.commit import (
     check_distinct,
 )
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.leftovers import ATTEMPT_NAME, PARTS_NAME, is_in_attempt
-from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, is_seen, write_seal
+from dist_checkpointing.format.leftovers import (
+    ATTEMPT_NAME,
+    PARTS_NAME,
+    attempt_json,
+    is_in_attempt,
+)
+from dist_checkpointing.format.seal import (
+    MAX_SEAL_BYTES,
+    SEAL_NAME,
+    SealedFile,
+    is_seen,
+    write_seal,
+)
 from dist_checkpointing.storage.driver import Finished
 from dist_checkpointing.storage.options import Durability
 
@@ -205,10 +216,12 @@ class SaveFolder:
         with comm.agreed("committing"):
             files, tables = describe()
             if attempt is not None and comm.rank == 0:
+                # Not read again: of a save that another one has ended it may be gone.
+                noted = attempt_json(attempt.id, attempt.creates)
                 write_seal(
                     self.data,
                     self.config,
-                    files,
+                    [*files, SealedFile.of_bytes(ATTEMPT_NAME, noted)],
                     attempt=attempt.id,
                     tables=tables,
                     created=None if is_opaque else attempt.creates,

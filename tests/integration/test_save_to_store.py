@@ -19,6 +19,7 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import ObjectPath, file_writer
+from dist_checkpointing.filesystem.object_store_locks import decide, delete_below
 from dist_checkpointing.format import SealedFile, data_folder, read_seal
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import DataFiles, TensorStoreSaveShardedStrategy
@@ -138,6 +139,22 @@ def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
         return rows
 
     assert torch.equal(torch.cat(run_ranks(loading, read)), BIG[:2048])
+
+
+def test_a_save_that_was_ended_says_so(s3_place: ObjectPath) -> None:
+    """Another process has ended it, and deleted what it had written until then."""
+
+    def meanwhile(name: str, key: str, go: Callable[[], Any]) -> Any:
+        if name == "put" and key.endswith("common.pt"):
+            decide(s3_place, 1, {"ended_by": "another"})
+            delete_below(s3_place / "data")
+        return go()
+
+    with (
+        store_requests(meanwhile),
+        pytest.raises(dc.CheckpointExistsError, match="another process has taken over"),
+    ):
+        dc.save(big_state(), s3_place)
 
 
 def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:
