@@ -69,13 +69,17 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     raise CheckpointingException("not a path of a checkpoint", [finding])
 
 
-def require_local(path: Location, what: str) -> None:
+def require_local(
+    path: Location,
+    what: str,
+    remedy: str = "Leave base= and incremental= out, or save to a local or a shared disk.",
+) -> None:
     """Refuse, by UnsupportedFormatError, what works on a mounted file system only."""
     if isinstance(path, ObjectPath):
         finding = Finding(
             f"{what} works on a mounted file system only",
             found=str(path),
-            remedy="Use the backend tensorstore, or a folder of a local or a shared disk.",
+            remedy=remedy,
         )
         raise UnsupportedFormatError("not for an object store", [finding])
 

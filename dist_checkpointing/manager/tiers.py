@@ -415,3 +415,5 @@ class Run:
         """End the thread that copies the part of this disk, once all ranks have closed the run."""
         if self._parts is not None:
             self._parts.stop()
+        if self._copier is not None:
+            self._copier.end_orders()

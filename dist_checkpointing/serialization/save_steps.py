@@ -300,7 +300,8 @@ class SaveJob:
         )
         self._destination, is_shared = (folder.destination, form), folder.disks is None
         if not writer.uses_object_stores:
-            require_local(folder.path, f"the backend {form}")
+            remedy = "Use the backend tensorstore, or a folder of a local or a shared disk."
+            require_local(folder.path, f"the backend {form}", remedy)
             if not is_shared:
                 finding = Finding(
                     f"the backend {form} writes into a folder that all ranks see",

@@ -54,6 +54,8 @@ def test_nodes_whose_disks_are_gone_go_on_from_the_store(
 ) -> None:
     root = new_url()
     save_steps(tmp_path, root, [1, 2])
+    order = ObjectPath.of(root) / ".dckpt/drain.json"
+    assert order.store.head(order.key) is None
     for name in lost:
         shutil.rmtree(tmp_path / name)
     check_newest(tmp_path, root, 2, ranks)

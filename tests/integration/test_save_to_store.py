@@ -323,8 +323,9 @@ def test_what_is_for_disks_only_is_refused(tmp_path: Path) -> None:
     with pytest.raises(dc.UnsupportedFormatError, match="mounted file system only"):
         dc.save(big_state(), url, ("zarr", 1))
     assert keys_below(ObjectPath.of(url)) == []
-    with pytest.raises(dc.UnsupportedFormatError, match="an incremental save works on a mounted"):
+    with pytest.raises(dc.UnsupportedFormatError, match="an incremental save works") as caught:
         dc.save(big_state(), url, base=tmp_path / "base")
+    assert "backend tensorstore" not in str(caught.value)
     dc.save(big_state(), url)
     with pytest.raises(dc.UnsupportedFormatError, match="object store"):
         dc.save(big_state(), tmp_path / "next", base=url)
