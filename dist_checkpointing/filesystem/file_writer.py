@@ -43,6 +43,13 @@ def file_bytes(folder: Location, most_bytes: int) -> int:
     return most_bytes if isinstance(folder, Path) else min(most_bytes, _OBJECT_BYTES)
 
 
+def files_at_a_time(folder: Location, threads: int, file_bytes: int, buffer_bytes: int) -> int:
+    """How many files are best written at a time; to put an object is mostly to wait."""
+    if isinstance(folder, Path):
+        return threads
+    return max(threads, min(folder.store.options.parallelism, buffer_bytes // max(1, file_bytes)))
+
+
 class _LocalFile:
     """A file of a mounted file system.
 

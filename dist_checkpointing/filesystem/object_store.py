@@ -256,8 +256,7 @@ class ObjectStore:
             key,
             iter(parts),
             chunk_size=self.options.part_bytes,
-            # Two objects are under way at a time, and parts may be copies of turned tensors.
-            max_concurrency=max(1, self.options.parallelism // 3),
+            max_concurrency=max(1, self.options.parallelism // 2),  # two objects at a time
             max_retries=self.options.max_retries,
         )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 from urllib.request import urlopen
 
@@ -18,7 +19,7 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import ObjectPath, file_writer
+from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions, file_writer
 from dist_checkpointing.filesystem.object_store_locks import decide, delete_below
 from dist_checkpointing.format import SealedFile, data_folder, read_seal
 from dist_checkpointing.storage import StorageOptions
@@ -155,6 +156,25 @@ def test_a_save_that_was_ended_says_so(s3_place: ObjectPath) -> None:
         pytest.raises(dc.CheckpointExistsError, match="another process has taken over"),
     ):
         dc.save(big_state(), s3_place)
+
+
+def test_as_many_chunks_are_put_at_a_time_as_the_store_allows() -> None:
+    """Each waits for fifteen others."""
+    options = ObjectStoreOptions(parallelism=16)
+    place, others = ObjectPath.of(new_url(), options), Barrier(16, timeout=30)
+
+    def wait(name: str, key: str, go: Callable[[], Any]) -> Any:
+        if name == "put" and key.endswith("/c.0.0"):
+            others.wait()
+        return go()
+
+    tensors = {f"w{n}": torch.full((4, 4), float(n)) for n in range(32)}
+    state = {key: dc.ShardedTensor.from_rank_offsets(key, w) for key, w in tensors.items()}
+    with store_requests(wait):
+        dc.save(state, place, "zarr")
+    template = {key: dc.ShardedTensor.from_rank_offsets(key, torch.empty(4, 4)) for key in tensors}
+    loaded = dc.load(template, place, verify=True)
+    assert all(torch.equal(loaded[key], w) for key, w in tensors.items())
 
 
 def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:

@@ -271,7 +271,13 @@ class ZarrFolderWriter(StorageWriter):
             reuses_names=True,
             unpack=None if codec is None else partial(read_decoded, codec),
         )
-        most_bytes, of_thread = options.buffer_bytes // options.threads, threading.local()
+        # A chunk at an edge is stored at full size.
+        chunks = index.chunk_shapes.prod(axis=1) * index.itemsizes_of(index)
+        largest = max(int(sizes.max(initial=1)), int(chunks.max(initial=1)))
+        threads = file_writer.files_at_a_time(
+            self.checkpoint_dir, options.threads, largest, options.buffer_bytes
+        )
+        most_bytes, of_thread = options.buffer_bytes // threads, threading.local()
 
         def on_cpu(data: torch.Tensor) -> torch.Tensor:
             if data.nbytes > most_bytes:
@@ -299,10 +305,10 @@ class ZarrFolderWriter(StorageWriter):
             return written
 
         put = partial(file_writer.put, self.checkpoint_dir)
-        in_threads(lambda file: put(*file), described, options.threads)
+        in_threads(lambda file: put(*file), described, threads)
         files = [*(SealedFile.of_bytes(*file) for file in described), *shared.files]
         rows = np.setdiff1d(np.arange(len(table)), shared.rows).tolist()
-        files += itertools.chain.from_iterable(in_threads(write, rows, options.threads))
+        files += itertools.chain.from_iterable(in_threads(write, rows, threads))
         if options.durability is Durability.FSYNC:
             made = [self.checkpoint_dir / file.name for file in files]
             in_threads(location.fsync_file, made, options.threads)
