@@ -471,14 +471,16 @@ class StoreAttempt:
         """
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         require_conditions(root)
-        refuse_committed(root, overwrite=overwrite)
+        there = {*location.names_in(root)}
+        if there & {CONFIG_FNAME, DCP_METADATA_NAME}:
+            refuse_committed(root, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
-        found = root.store.list_folder((root / DATA).prefix)[0]
+        found = location.names_in(root / DATA) if DATA in there else []
         claim = HeldClaim.acquire(root, period)
         attempt = cls(claim.attempt, root / DATA / claim.attempt, names, claim)
         try:
             commit = _completed_commit(root, claim)
-            if (commit and not overwrite) or (not commit and is_file(root / CONFIG_FNAME)):
+            if (commit and not overwrite) or (not commit and CONFIG_FNAME in there):
                 refuse_committed(root, overwrite=overwrite)
             location.write(attempt.folder / ATTEMPT_NAME, attempt_json(attempt.id, names))
             attempt._replaces = commit
