@@ -57,23 +57,22 @@ _probed: Final[set[ObjectStore]] = set()
 """Buckets that refuse a second put-if-absent of a name."""
 
 
-def put_surely(path: ObjectPath, data: bytes, *, create: bool = False) -> bytes:
-    """Put an object; its content then.
+def put_surely(path: ObjectPath, data: bytes) -> bytes:
+    """Put an object unless there is one of its name; the content of the one that is there then.
 
-    An answer that is lost, or says that the server failed, leaves open whether the object was put.
-    An object that must ``create`` one of its name is read then, so ``data`` must be no other
-    caller's: if there was one before, its content is returned. CheckpointingException if the store
-    does not answer, PermissionError if access is denied.
+    An answer that is lost, or says that the server failed, leaves open whether the object was put:
+    it is read then, so ``data`` must be no other caller's. CheckpointingException if the store does
+    not answer, PermissionError if access is denied.
     """
 
     def put() -> bytes:
         try:
-            path.store.put(path.key, data, create=create)
+            path.store.put(path.key, data, create=True)
         except PermissionError:
             raise
         except OSError as error:
             with suppress(OSError):  # the first error says more
-                stored = read_regular(path, _MAX_BYTES) if create else None
+                stored = read_regular(path, _MAX_BYTES)
                 if stored is not None:
                     return stored
             if isinstance(error, FileExistsError):  # of S3: another put was under way
@@ -104,10 +103,10 @@ def _without_conditions(store: ObjectStore, problem: str) -> UnsupportedFormatEr
     return UnsupportedFormatError("the store has no conditional puts", [finding])
 
 
-def brief(place: ObjectPath) -> ObjectPath:
-    """The same place, for what the next save can do as well: no request there takes long."""
+def brief(place: ObjectPath, seconds: float = _BRIEF_SECONDS) -> ObjectPath:
+    """The same place, for what can be left out: no request there takes long."""
     options = place.store.options
-    seconds = min(_BRIEF_SECONDS, options.retry_timeout)
+    seconds = min(seconds, options.retry_timeout)
     options = replace(options, retry_timeout=seconds, timeout=min(seconds, options.timeout))
     return replace(place, store=replace(place.store, options=options))
 
@@ -120,8 +119,8 @@ def require_conditions(folder: ObjectPath) -> None:
     if folder.store in _probed:
         return
     probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
-    put_surely(probe, b"first", create=True)
-    has_conditions = put_surely(probe, b"second", create=True) == b"first"
+    put_surely(probe, b"first")
+    has_conditions = put_surely(probe, b"second") == b"first"
     with suppress(OSError):
         brief(probe).store.delete([probe.key])
     if not has_conditions:
@@ -152,7 +151,7 @@ def decide(folder: ObjectPath, number: int, outcome: dict[str, Any]) -> dict[str
     CorruptCheckpointError if what was said before cannot be read.
     """
     path = folder / f"{COMMITS}/{number}.json"
-    return parsed_object(put_surely(path, json.dumps(outcome).encode(), create=True), path)
+    return parsed_object(put_surely(path, json.dumps(outcome).encode()), path)
 
 
 def read_outcome(folder: ObjectPath, number: int) -> dict[str, Any]:
@@ -248,7 +247,7 @@ class HeldClaim(Claim):
         for earlier in undecided:
             decide(folder, earlier, {"ended_by": claim.attempt})
         mine = claim.to_json()
-        if put_surely(claim.path, mine, create=True) != mine:
+        if put_surely(claim.path, mine) != mine:
             raise _in_use(Claim.read(folder, number) or claim)
         held = cls(claim)
         # A removal between the list and the put may have made the numbers begin again.
@@ -377,11 +376,12 @@ def start_heartbeats(path: ObjectPath, period: float, thread_name: str) -> tuple
     It is put once before this returns. The event ends the thread.
     """
     stop, counts = Event(), itertools.count()
+    store = brief(path, max(period, _BRIEF_SECONDS)).store
 
     def beat() -> None:
         try:
             # Another content each time: the ETag of S3 is a digest of it.
-            brief(path).store.put(path.key, b"%d" % next(counts))
+            store.put(path.key, b"%d" % next(counts))
         except OSError as error:
             logger.warning("%s: no heartbeat (%s)", path, error.strerror)
 

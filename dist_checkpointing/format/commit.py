@@ -46,7 +46,6 @@ from dist_checkpointing.filesystem.object_store_locks import (
     PERIOD,
     HeldClaim,
     brief,
-    put_surely,
     require_conditions,
 )
 from dist_checkpointing.format.leftovers import (
@@ -581,7 +580,7 @@ def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
 def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
     # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
     for folder in (root / DATA / attempt, root):
-        put_surely(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
+        location.write(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
 
 
 def clear_saves(root: ObjectPath, attempts: Iterable[str]) -> None:
