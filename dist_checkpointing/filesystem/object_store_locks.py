@@ -72,7 +72,7 @@ def put_surely(path: ObjectPath, data: bytes) -> bytes:
             raise
         except OSError as error:
             with suppress(OSError):  # the first error says more
-                stored = read_regular(path, _MAX_BYTES)
+                stored = read_regular(brief(path), _MAX_BYTES)
                 if stored is not None:
                     return stored
             if isinstance(error, FileExistsError):  # of S3: another put was under way
