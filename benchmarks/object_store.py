@@ -189,7 +189,7 @@ class StoreWay(Way):
                 values[f"{what}, CPU a GiB s"] = (time.process_time() - before) / gib
         finally:
             folder = ObjectPath.of(url)
-            folder.store.delete(info.key for info in folder.store.list_below(folder.prefix))
+            folder.store.delete([info.key for info in folder.store.list_below(folder.prefix)])
         if not self._work.target_is_right:
             raise WayFailedError("what it loaded is not what was saved")
         return values

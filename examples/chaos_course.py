@@ -178,7 +178,7 @@ def remove_run(folder: Path | str) -> None:
         shutil.rmtree(folder)
         return
     place = ObjectPath.of(folder)
-    place.store.delete(info.key for info in place.store.list_below(place.prefix))
+    place.store.delete([info.key for info in place.store.list_below(place.prefix)])
 
 
 def _check_story(

@@ -154,12 +154,12 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_load_between_forward_and_backward(tmp_path: Path, backend: Any) -> None:
     weight, part = torch.ones(3, requires_grad=True), torch.ones(6)[:3].requires_grad_()
     dc.save({"w": shard("w", torch.zeros(3)), "plain": torch.zeros(3)}, tmp_path, backend)
-    templates = ({"w": shard("w", weight)}, {"w": shard("w", part)}, {"plain": weight})
+    templates: list[Any] = [{"w": shard("w", weight)}, {"w": shard("w", part)}, {"plain": weight}]
     for template, filled in zip(templates, (weight, part, weight), strict=True):
         loss = filled.square().sum()
         dc.load(template, tmp_path)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+            torch.autograd.backward(loss)
 
 
 def test_saved_plain_and_loaded_wrapped(tmp_path: Path) -> None:

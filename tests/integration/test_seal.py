@@ -349,7 +349,8 @@ def test_a_seal_that_names_no_file_is_damaged(tmp_path: Path, name: str, place: 
     dc.save({"step": 1}, tmp_path)
     sound = Seal.from_json((tmp_path / SEAL_NAME).read_bytes())
     named = SealedFile(name, 0) if place == "files" else ("a", "z")
-    forged = replace(sound, **{place: {**getattr(sound, place), name: named}})
+    changed: dict[str, Any] = {place: {**getattr(sound, place), name: named}}
+    forged = replace(sound, **changed)
     (tmp_path / SEAL_NAME).write_bytes(forged.to_json())
     refuses(tmp_path, {}, "the seal of the checkpoint is damaged")
 

@@ -218,7 +218,7 @@ def test_plain_tensors_are_filled_in_place_on_all_ranks(tmp_path: Path) -> None:
         model, count, one = Tied(), torch.tensor(0), torch.zeros(2, requires_grad=True)
         memory = torch.zeros(3, 4)
         columns = memory[:, :2].T
-        template = {
+        template: dict[str, Any] = {
             "model": model.state_dict(),
             "nest": [{"wide": columns}, (count, 0), (shard("s", torch.empty(2, 3)), one)],
             "none": torch.zeros(1),
