@@ -141,7 +141,8 @@ def test_the_next_block_is_copied_before_one_is_written(
     own = os.writev
 
     def writev(descriptor: int, parts: Any) -> int:
-        device.done.append("write")
+        if sum(memoryview(part).nbytes for part in parts) == 2**20:  # not one of the small files
+            device.done.append("write")
         return own(descriptor, parts)
 
     monkeypatch.setattr(os, "writev", writev)
