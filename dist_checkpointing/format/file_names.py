@@ -116,7 +116,8 @@ def key_pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except re.error as error:
-        raise ValueError(f"{text!r} is not a regular expression: {error}") from error
+        problem = f"{text!r} is not a regular expression: {error}; .* stands for any text"
+        raise ValueError(problem) from error
 
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optim(?:izer)?s?(?:[^a-z]|$)")
