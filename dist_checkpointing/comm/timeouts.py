@@ -56,6 +56,7 @@ class StoreSilentError(Exception):
 
 _HEARTBEATS: Final = "dist_checkpointing/heartbeats"
 _BEAT_SECONDS: Final = 2.5
+_MOST_FAILURES: Final = 3
 _DEAD_AFTER: Final = 5
 """So many heartbeats in a row a dead rank has missed, once a collective has failed."""
 _GONE_AFTER: Final = 75
@@ -76,13 +77,18 @@ def start_heartbeat(shared: Any) -> None:
     rank = str(dist.get_rank())
 
     def beat() -> None:
-        try:
-            store = dist.distributed_c10d.PrefixStore(_HEARTBEATS, shared.clone())
-            while not stop.is_set():
-                store.set(rank, str(time.time_ns()))
+        failures = 0  # in a row: one lost connection is no death
+        while not stop.is_set() and failures < _MOST_FAILURES:
+            try:
+                store = dist.distributed_c10d.PrefixStore(_HEARTBEATS, shared.clone())
+                while not stop.is_set():
+                    store.set(rank, str(time.time_ns()))
+                    failures = 0
+                    stop.wait(_BEAT_SECONDS)
+            except RuntimeError as error:
+                failures += 1
+                logger.debug("a heartbeat failed: %s", error)
                 stop.wait(_BEAT_SECONDS)
-        except RuntimeError as error:
-            logger.debug("no more heartbeats: %s", error)
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 

@@ -21,7 +21,9 @@ from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
-TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__lock)")
+TEMPORARY_NAME = re.compile(
+    r"(.+?)(?:\.[0-9a-f]{8}(?:[0-9a-f]{24})?\.tmp|(?:_[0-9a-f]{16})?\.__lock)"
+)
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 
 

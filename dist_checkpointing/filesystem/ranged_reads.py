@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -21,7 +22,7 @@ from dist_checkpointing.threads import in_threads
 Array = npt.NDArray[Any]
 READ_WHOLE_BYTES: Final = 2**14
 """Reading so much of a chunk in vain costs less than reading the chunk by itself."""
-_MOST_OPEN: Final = 64
+_MOST_OPEN: Final = 8
 _MOST_STORE_GAP_BYTES: Final = 2**20
 """Reading over so much takes a store as long as one more request."""
 
@@ -250,7 +251,13 @@ class FolderReads:
         if (file := self._open.get(known)) is None:
             if len(self._open) >= _MOST_OPEN:
                 self._open.clear()
-            file = self._open[known] = LocalFile(path, stays_open=True)
+            try:
+                file = self._open[known] = LocalFile(path, stays_open=True)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                self._open.clear()
+                return LocalFile(path)
         return file
 
     def size_of(self, name: str) -> int | None:

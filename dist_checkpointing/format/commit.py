@@ -121,10 +121,17 @@ def is_database(folder: Location) -> bool:
         return True
     places = (folder, *(folder / name for name in location.names_in(folder)))
     nodes = (place / "zarr.json" for place in places)
-    node = next(filter(is_file, nodes), folder)
+    node = next(filter(_is_readable_file, nodes), folder)
     text = location.read_regular(node, _MAX_BYTES, is_start=True) or b""
     is_whole = node.parent == folder or b'"array"' in text
     return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
+
+
+def _is_readable_file(path: Location) -> bool:
+    try:
+        return is_file(path)
+    except OSError:  # nothing says that what cannot be looked at belongs to a database
+        return False
 
 
 def is_committed(folder: Location) -> bool:

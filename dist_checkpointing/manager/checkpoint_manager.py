@@ -23,6 +23,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.manager.latest_valid import (
     asks_for_all,
     check_sealed_files,
@@ -193,18 +194,21 @@ class CheckpointManager:
             CheckpointingException: see ``save``; also if the disk is too full.
         """
         hooks, options, committed = self._begin(step, metric, Stopwatch(), options)
-        save_with_hooks(
-            hooks,
-            state,
-            self._run.near.folder(step),
-            comm=self._comm,
-            sharded_strategy=self._strategy,
-            plan_cache=self._plan_cache,
-            **options,
-        )
-        with self._comm.agreed("moving the pointer"):
-            if self._comm.rank == 0:
-                committed()
+        try:
+            save_with_hooks(
+                hooks,
+                state,
+                self._run.near.folder(step),
+                comm=self._comm,
+                sharded_strategy=self._strategy,
+                plan_cache=self._plan_cache,
+                **options,
+            )
+            with self._comm.agreed("moving the pointer"):
+                if self._comm.rank == 0:
+                    committed()
+        finally:
+            self._run.near.end_replacing()
 
     def async_save(
         self,
@@ -399,6 +403,8 @@ class CheckpointManager:
         for step in self._tries("looking for the newest checkpoint"):
             try:
                 folder = self._run.prepare_read(step)
+                # Else the other ranks would wait for what rank 0 does not see either.
+                comm.from_rank0(f"finding step {step}", partial(read_config, folder))
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
                 what = f"looking for checksums of step {step}"
                 verify = comm.from_rank0(what, partial(is_verifiable, folder, given[0]))

@@ -104,7 +104,7 @@ class Retention:
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
         if self.keep_best is not None:
-            known = {step: metrics[step] for step in steps if step in metrics}
+            known = {step: metrics[step] for step in newest_first if step in metrics}
             kept |= set(self.best_steps(known)[: self.keep_best])
         kept |= set(steps) & set(protected)
         complete = newest(self.drop_optimizer_after) | set(protected)

@@ -154,10 +154,17 @@ class RunRecord:
         steps = (s for s in self.history(known) if known[s].verified and not known[s].stripped)
         return next(steps, None)
 
-    def commit(self, step: int, known: StepRecord) -> None:
-        """Make a step the latest one; what has grown from another save of it stays with that."""
+    def commit(self, step: int, known: StepRecord, *, is_latest: bool = True) -> None:
+        """Make a step the latest one, or put it in its place in the history; what has grown from
+        another save of it stays with that.
+        """
         self.forget(step)
-        self.steps[step], self.latest = known, step
+        newer = [] if is_latest else [s for s in self.history(self.steps) if s > step]
+        if newer:
+            self.steps[newer[-1]] = replace(self.steps[newer[-1]], parent=step)
+        else:
+            self.latest = step
+        self.steps[step] = known
 
     def forget(self, step: int) -> None:
         """Remove a step; what has grown from it has now grown from what it has grown from."""
@@ -268,8 +275,14 @@ class RunFolder:
         with self._lock:
             folder = self.folder(step)
             if is_committed(folder):
-                self._set_aside = FolderLock.acquire(folder)
-                folder.rename(folder.with_name(f"{folder.name}{_REPLACED}"))
+                self.finish_replacing()
+                lock = FolderLock.acquire(folder)
+                try:
+                    folder.rename(folder.with_name(f"{folder.name}{_REPLACED}"))
+                except BaseException:
+                    lock.release()
+                    raise
+                self._set_aside = lock
 
     def end_replacing(self) -> None:
         """Do what is left of a save of this manager that has set something aside, and has ended."""
@@ -380,12 +393,15 @@ class RunFolder:
             )
             self._sign(record)
 
-    def committed(self, step: int, metric: float | None, parent: int) -> None:
+    def committed(
+        self, step: int, metric: float | None, parent: int, *, is_latest: bool = True
+    ) -> None:
         """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
             attempt = attempt_of(data_folder(self.folder(step)))
             with self._changing(Durability.FSYNC) as record:
-                record.commit(step, StepRecord(attempt, metric=metric, parent=parent))
+                known = StepRecord(attempt, metric=metric, parent=parent)
+                record.commit(step, known, is_latest=is_latest)
                 self._sign(record)
             self.end_replacing()
             self.apply_retention()
@@ -409,7 +425,10 @@ class RunFolder:
             work = [
                 (self.remove, step)
                 for step in record.steps
-                if step < latest and step not in protected and is_leftover(self.folder(step))
+                if self._set_aside is None
+                and step < latest
+                and step not in protected
+                and is_leftover(self.folder(step))
             ]
             work += [(self._delete, step) for step in due.delete]
             done = {s for s in due.strip if record.steps[s].stripped} | self._without_optimizer

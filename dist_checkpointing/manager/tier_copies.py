@@ -370,8 +370,11 @@ class StoreCopier:
             finding = Finding("the checkpoint has no seal", path=str(source))
             raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
         config = CheckpointingConfig(**seal.config)
-        parent, _ = self._home.begin(step, self._home.latest())
-        metric = self._near.record().metrics.get(step)
+        newest, record = self._home.latest(), self._near.record()
+        parent, _ = self._home.begin(step, newest)
+        metric = record.metrics.get(step)
+        # What could not be copied at first comes after newer steps.
+        is_latest = newest is None or newest < step or newest in record.abandoned
         names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
         # What is there now is the copy of a save that was damaged, and that this one replaces.
         attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
@@ -390,7 +393,7 @@ class StoreCopier:
         except BaseException:
             attempt.abandon()
             raise
-        self._home.committed(step, metric, parent)
+        self._home.committed(step, metric, parent, is_latest=is_latest)
 
 
 class PartCopier:

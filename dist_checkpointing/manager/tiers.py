@@ -267,9 +267,9 @@ class Run:
         return max((step for step in steps if step is not None), default=None)
 
     def best(self) -> int | None:
-        """The committed step with the best metric."""
+        """The committed step of the history with the best metric."""
         metrics = ChainMap(*(folder.record().metrics for folder in self._folders))
-        steps = set(self.committed_steps())
+        steps = set(self.committed_steps()) - self.near.record().abandoned
         return next((s for s in self._retention.best_steps(metrics) if s in steps), None)
 
     def hooks(

@@ -108,6 +108,8 @@ def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] 
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_MOST_COMPARED = 32
+"""More tensors than this that lie between each other are not compared one by one."""
 
 
 def is_plain_memory(tensor: Any) -> TypeGuard[torch.Tensor]:
@@ -154,19 +156,24 @@ def sharing_memory(tensors: Sequence[torch.Tensor | None], spans: npt.ArrayLike)
     """Positions of the tensors that have an element in memory of another one.
 
     ``spans`` are what ``memory_of`` gives for them. Columns of one tensor lie between each other,
-    and do not share memory.
+    and do not share memory; but where very many do, they count as if they did.
     """
     begins, sizes = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
     order = np.argsort(begins, kind="stable")
     order = order[sizes[order] > 0]
     stops = np.searchsorted(begins[order], (begins + sizes)[order])
-    shared: set[int] = set()
+    is_shared = np.zeros(len(begins), np.bool_)
     for place in np.flatnonzero(stops > np.arange(1, len(order) + 1)).tolist():
-        row, *others = order[place : stops[place]].tolist()
+        rows = order[place : stops[place]]
+        if len(rows) > _MOST_COMPARED:
+            is_shared[rows] = True
+            continue
+        first, *others = rows.tolist()
+        own = _places(tensors[first])
         for other in others:
-            if np.shares_memory(_places(tensors[row]), _places(tensors[other])):
-                shared |= {row, other}
-    return sorted(shared)
+            if np.shares_memory(own, _places(tensors[other])):
+                is_shared[[first, other]] = True
+    return np.flatnonzero(is_shared).tolist()
 
 
 def _places(tensor: Any) -> npt.NDArray[Any]:

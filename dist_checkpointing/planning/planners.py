@@ -378,6 +378,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
         table, leaves = plan.table, self._leaves
+        rows = SavePlan(table)  # of a plan whose items were asked for, they are compared each time
         if overrides(self, DefaultSavePlanner, "get_data") or (table.sources < 0).any():
             return super().data_of(plan)
         sources, sizes = table.sources.tolist(), table.num_elements.tolist()
@@ -393,7 +394,7 @@ class DefaultSavePlanner(SavePlanner):
                 or leaf.data.numel() != sizes[row]
                 or (leaf.flattened_range is not None and not is_flat[row])
             ):
-                return self.get_data(plan.item(row))
+                return self.get_data(rows.item(row))
             return whole
 
         return data
@@ -541,8 +542,8 @@ class _OwnMemory(Destinations):
     def __init__(self, planner: DefaultLoadPlanner, plan: LoadPlan, wanted: WantedTable) -> None:
         super().__init__(planner, plan)
         self._wanted = wanted
-        self._sources = plan.table.sources
-        self._sizes = plan.table.num_elements
+        self._table = table = plan.table
+        self._sources, self._sizes = table.sources, table.num_elements
 
     def acquire(self, row: int) -> torch.Tensor:
         leaf: Any = self._wanted.rows[int(self._sources[row])]
@@ -550,14 +551,14 @@ class _OwnMemory(Destinations):
         # What has as many elements as the whole is the whole; a flattened one has another shape.
         is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
         if not is_whole or leaf.prepend_axis_num:
-            return self.planner.acquire_tensor(self.plan.table.item(row))
+            return self.planner.acquire_tensor(self._table.item(row))
         return data.detach() if data.requires_grad else data
 
     def filled(self, row: int, destination: torch.Tensor) -> None:
         """Nothing is left to do: the destination is the leaf's own memory."""
 
     def addresses(self, dtypes: Sequence[torch.dtype | None], numbers: Int64s) -> Int64s | None:
-        table, own = self.plan.table, self._wanted
+        table, own = self._table, self._wanted
         if table.given is not None or not len(own):
             return None  # a planner of a user may have changed what the rows mean
         number = {dtype: i for i, dtype in enumerate(dtypes)}

@@ -386,6 +386,8 @@ class SaveJob:
         """Refuse a disk that is too full, where nothing makes room and nothing takes less of it."""
         folder, is_packed = self.folder.path, getattr(self.writer, "codec_name", None) is not None
         is_all = self.folder.disks is None and self._options.get("base") is None and not is_packed
+        # Nobody knows what else a writer of others makes of the values, or where.
+        is_all &= self.writer.shares_files
         if isinstance(folder, Path) and is_all and not is_there(folder):
             counts = index.global_shapes.astype(float).prod(axis=1)
             check_room(folder, int(counts @ index.itemsizes_of(index.keys_column)))

@@ -296,7 +296,7 @@ class SummingPlanner(PlannedData):
 
     def __init__(self, planner: SavePlanner, plan: SavePlan) -> None:
         super().__init__(plan, ())
-        self._planner, table = planner, plan.table
+        self._planner, table = planner, self._table
         self._sums = np.zeros((len(table), 2), dtype=np.uint64)
         self._is_object, self._is_summed = table.is_object, [False] * len(table)
         columns = (table.ndim, table.global_shapes, table.offsets, table.shapes, table.flat)
@@ -304,7 +304,7 @@ class SummingPlanner(PlannedData):
 
     def packed(self) -> bytes:
         """The sums of each tensor, with its row in the index."""
-        index, table = self._plan.index, self._plan.table
+        index, table = self._index, self._table
         assert index is not None
         numbers = index.rows_of(table.names)[table.keys]
         known = np.flatnonzero(numbers >= 0)
@@ -316,7 +316,7 @@ class SummingPlanner(PlannedData):
         return packed.tobytes()
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
-        if plan is not self._plan:
+        if plan.table is not self._table:
             return SavePlanner.data_of(self, plan)
         give = self._planner.data_of(plan)
         return lambda row: self._summed(row, give(row))

@@ -257,18 +257,19 @@ class PlannedData(SavePlanner):
     """Answers for the data of a plan that is already made: ``data`` of its rows, in order."""
 
     def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
-        self._plan, self._data = plan, data
+        # A storage may change the items of the plan: the data is that of the rows of now.
+        self._index, self._table, self._data = plan.index, plan.table, data
 
     @cached_property
     def _row_of(self) -> dict[WriteItem, int]:
-        return {item: row for row, item in enumerate(self._plan.items)}
+        return {item: row for row, item in enumerate(SavePlan(self._table).items)}
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         data: object = self._data[self._row_of[item]]
         return data
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
-        return self._data.__getitem__ if plan is self._plan else super().data_of(plan)
+        return self._data.__getitem__ if plan.table is self._table else super().data_of(plan)
 
     def _is_made(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("the plan is already made")

@@ -17,6 +17,7 @@ from dist_checkpointing.format.commit import (
     CheckpointingConfig,
     data_folder,
     is_committed,
+    is_database,
     read_config,
 )
 from dist_checkpointing.format.geometry import Ints
@@ -214,7 +215,7 @@ class OpenedCheckpoint:
                 raise
         root = as_location(checkpoint_dir)
         with comm.agreed(step):
-            if comm.rank and not is_seen(lambda: is_committed(root)):
+            if comm.rank and not is_seen(lambda: is_committed(root) or is_database(root)):
                 problem = "rank 0 sees a checkpoint here, and this rank does not"
                 remedy = "Load from a file system that all ranks share, under the same path."
                 finding = Finding(problem, path=str(root / CONFIG_FNAME), remedy=remedy)

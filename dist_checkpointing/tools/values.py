@@ -310,6 +310,9 @@ class _Unknown:
         made.text = f"{cls.__module__}.{cls.__qualname__}({', '.join(map(repr, args))})"
         return made
 
+    def __setstate__(self, state: object) -> None:
+        """Keep the name alone."""
+
     def __repr__(self) -> str:
         return self.text
 

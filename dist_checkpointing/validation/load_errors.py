@@ -382,10 +382,19 @@ def plain_tensors(
             )
             own = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             absent.append(Finding(problem, key, found=own, remedy=_WRAP_REMEDY))
-        elif isinstance(value := value_at(result, path), torch.Tensor):
-            leaf = ShardedTensor.from_rank_offsets(key, tensor)
-            findings += _misfits(leaf, tuple(value.shape), value.dtype, cast)
+            continue
+        value = value_at(result, path)
+        if not isinstance(value, torch.Tensor) or value.layout is not tensor.layout:
+            found = getattr(value, "layout", type(value).__name__)
+            problem = "what is stored here cannot fill this tensor of the template"
+            findings.append(Finding(problem, key, tensor.layout, found, remedy="Put None there."))
+            continue
+        leaf = ShardedTensor.from_rank_offsets(key, tensor)
+        if tensor.is_meta:  # it has no memory: the state dict gets what is stored
+            leaf = leaf.without_data()
+        else:
             plain.append(StagedTensor(key, tensor, value, path))
+        findings += _misfits(leaf, tuple(value.shape), value.dtype, cast)
     if flag in _DEMANDING:
         findings += absent
     elif absent:

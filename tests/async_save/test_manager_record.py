@@ -344,3 +344,12 @@ def test_options_of_the_caller_are_heard(tmp_path: Path) -> None:
     manager.async_save(1, state(3), overwrite=True).result(60)
     manager.close()
     assert dc.load_plain_tensors(manager.folder(1))["step"] == 3
+
+
+def test_a_step_that_is_copied_late_takes_its_place_in_the_history() -> None:
+    record = RunRecord()
+    for step, parent in ((50, NO_STEP), (200, 50)):
+        record.commit(step, StepRecord(f"save {step}", parent=parent))
+    record.commit(100, StepRecord("save 100", parent=50), is_latest=False)
+    assert (record.latest, record.history(record.steps)) == (200, [200, 100, 50])
+    assert record.abandoned == set()

@@ -445,6 +445,14 @@ def test_a_damaged_database_of_another_program(tmp_path: Path, kind: str) -> Non
 
 
 def test_half_of_a_copy_of_a_checkpoint_is_not_taken_for_a_database(tmp_path: Path) -> None:
+    state = {"w": shard("w", torch.ones(4)), "step": 1}
+    save(state, tmp_path / "other", ("tensorstore", 1))
+    shutil.rmtree(tmp_path / "other" / ".dckpt")
+    for name in ("metadata.json", "common.pt"):
+        (tmp_path / "other" / name).unlink()
+    with pytest.raises(dc.CheckpointNotFoundError):
+        dc.load(state, tmp_path / "other")
+    tmp_path /= "c"
     save({"w": shard("w", torch.ones(4))}, tmp_path, ("zarr", 2))
     (tmp_path / "w" / "c.0").unlink()
     shutil.rmtree(tmp_path / ".dckpt")

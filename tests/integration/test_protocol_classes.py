@@ -43,6 +43,8 @@ from dist_checkpointing.strategies import (
     StrategyAction,
     get_default_strategy,
 )
+from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
 from dist_checkpointing.testing import run_ranks
 from states import BACKEND, between, rows, shard
 
@@ -404,3 +406,29 @@ def copy_of(strategy: Any) -> Any:
     own = type(strategy)()
     own.planner = type(strategy.planner)()
     return own
+
+
+class LargestFirst(TensorStoreWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        plan.items.sort(key=lambda item: -(item.tensor_storage_size() or 0))
+        return super().write_data(plan, planner)
+
+
+class LargestFirstStrategy(TensorStoreSaveShardedStrategy):
+    writer_type = LargestFirst
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_writer_may_sort_the_items_of_a_plan(tmp_path: Path, is_async: bool) -> None:
+    full = {key: torch.full((size,), float(size)) for key, size in (("a", 2), ("b", 5), ("c", 3))}
+    state = {key: shard(key, tensor) for key, tensor in full.items()}
+    options: Any = {"fingerprints": True}
+    if is_async:
+        async_save(state, tmp_path, LargestFirstStrategy(), **options).wait()
+    else:
+        save(state, tmp_path, LargestFirstStrategy(), **options)
+    wanted = {key: shard(key, torch.zeros(len(tensor))) for key, tensor in full.items()}
+    loaded = load(wanted, tmp_path, verify=True)
+    assert {key: tensor.tolist() for key, tensor in loaded.items()} == {
+        key: tensor.tolist() for key, tensor in full.items()
+    }

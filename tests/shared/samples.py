@@ -72,7 +72,7 @@ class Sample:
     def copied(self, folder: Path) -> "Sample":
         """The same in another place, to be broken."""
         shutil.copytree(self.folder, folder)
-        return Sample(self.name, folder, self.tensors, self.objects)
+        return Sample(self.name, folder, {**self.tensors}, self.objects)
 
 
 def full_tensors() -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.errors import Finding, UnsupportedFormatError
+from dist_checkpointing.errors import CheckpointNotFoundError, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import bytes_of, columns_of, digest_of_array
@@ -545,6 +545,11 @@ class DatabaseReader(StorageReader):
         key = name.removesuffix("zarr.json")[:-1] or self.checkpoint_dir.absolute().name
         if node["node_type"] != "array":
             return None
+        if node["chunk_key_encoding"].get("configuration", {}).get("separator") == ".":
+            problem = "its arrays are named as ours: a save or a copy of it has not come to its end"
+            finding = Finding(problem, key, path=str(self.checkpoint_dir))
+            message = f"{self.checkpoint_dir} is not a distributed checkpoint"
+            raise CheckpointNotFoundError(message, [finding])
         try:
             dtype, shape = tensor_memory.from_name(str(node["data_type"])), tuple(node["shape"])
         except UnsupportedFormatError:
