@@ -383,7 +383,8 @@ def plain_tensors(
             own = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             absent.append(Finding(problem, key, found=own, remedy=_WRAP_REMEDY))
             continue
-        value = value_at(result, path)
+        if (value := value_at(result, path)) is None:
+            continue  # as stored: there was no tensor when this was saved
         if not isinstance(value, torch.Tensor) or value.layout is not tensor.layout:
             found = getattr(value, "layout", type(value).__name__)
             problem = "what is stored here cannot fill this tensor of the template"
