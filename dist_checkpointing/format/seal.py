@@ -156,17 +156,27 @@ def read_seal(folder: Location) -> Seal | None:
     return None
 
 
-def when_visible(look: Callable[[], T]) -> T:
-    """What a look at files gives; a network file system may show them a little later."""
-    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.01
-    while True:
-        try:
-            return look()
-        except FileNotFoundError:
-            if time.monotonic() >= deadline:
-                raise
+def _moments() -> Iterator[None]:
+    """When to look for what another machine has written, which may be seen a little later."""
+    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.001
+    yield
+    while time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(1.0, 2 * pause)
+        yield
+
+
+def is_seen(look: Callable[[], bool]) -> bool:
+    """Whether a look finds something, if need be after a while."""
+    return any(look() for _ in _moments())
+
+
+def when_visible(look: Callable[[], T]) -> T:
+    """What a look at files gives, if need be after a while; FileNotFoundError at last."""
+    for _ in _moments():
+        with suppress(FileNotFoundError):
+            return look()
+    return look()
 
 
 def shared_name(name: str, attempt: str) -> str:
@@ -230,20 +240,6 @@ def write_seal(
         in_threads(local_folder.fsync_folder, parents, _THREADS)
     content = Seal(attempt, asdict(config), files, tables).to_json()
     file_writer.put(folder, SEAL_NAME, content, durability)
-
-
-def is_seen(look: Callable[[], bool]) -> bool:
-    """Whether a look finds something, if need be after a while.
-
-    A network file system may show what another machine has written a little later.
-    """
-    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.001
-    while not look():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause)
-    return True
 
 
 def _require_reported(

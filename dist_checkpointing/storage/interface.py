@@ -194,7 +194,7 @@ class StorageWriter(ABC):
         shares_files: Whether it can share files of a base. Such a writer makes a checkpoint that
             is whole without the base, and reports 128-bit digests.
         uses_object_stores: Whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
-            through ``filesystem.store`` and ``filesystem.new_files``.
+            through ``filesystem.location`` and ``filesystem.file_writer``.
         is_opaque: Whether it neither names nor reports what it writes, so that everything in the
             folder is sealed. ``write_data`` may talk to the other ranks, which are all there.
         finalize_fns: Functions to call on every rank, in order, when all ranks have written.

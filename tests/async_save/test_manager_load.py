@@ -350,7 +350,7 @@ def test_the_old_step_is_there_until_the_new_one_is_committed(tmp_path: Path) ->
         shutil.rmtree(run)
         if len(calls) < nth:
             break
-    assert nth > 10
+    assert nth >= 20
 
 
 def test_the_old_step_is_there_until_the_new_one_is_committed_in_a_store() -> None:

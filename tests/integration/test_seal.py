@@ -546,7 +546,7 @@ def test_no_damaged_copy_is_silently_wrong(samples: Samples, tmp_path: Path, nam
             verified += 1
             assert damage not in (cut, grown, gone) or content == whole, path
         path.write_bytes(whole)
-    assert refused > COPIES // 3  # without its index a checkpoint can be read
+    assert refused >= COPIES // 2
     assert verified < COPIES // 4
     verify_checkpoint(sample.folder)
     sample.assert_is(load(sample.template(), sample.folder, verify=True))
