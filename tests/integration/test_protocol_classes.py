@@ -418,11 +418,14 @@ class LargestFirstStrategy(TensorStoreSaveShardedStrategy):
     writer_type = LargestFirst
 
 
+@pytest.mark.parametrize("fingerprints", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_writer_may_sort_the_items_of_a_plan(tmp_path: Path, is_async: bool) -> None:
+def test_a_writer_may_sort_the_items_of_a_plan(
+    tmp_path: Path, is_async: bool, fingerprints: bool
+) -> None:
     full = {key: torch.full((size,), float(size)) for key, size in (("a", 2), ("b", 5), ("c", 3))}
     state = {key: shard(key, tensor) for key, tensor in full.items()}
-    options: Any = {"fingerprints": True}
+    options: Any = {"fingerprints": fingerprints}
     if is_async:
         async_save(state, tmp_path, LargestFirstStrategy(), **options).wait()
     else:
