@@ -49,7 +49,7 @@ _BUILT_IN = {
     "load_sharded.zarr.1": f"{_PACKAGE}.zarr:ZarrLoadShardedStrategy",
     "save_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3SaveShardedStrategy",
     "load_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3LoadShardedStrategy",
-    "load_sharded.database.1": f"{_PACKAGE}.zarr.chunk_files:DatabaseLoadShardedStrategy",
+    "load_sharded.database.1": f"{_PACKAGE}.zarr.foreign_arrays:DatabaseLoadShardedStrategy",
 }
 _REFUSED = {
     "load_sharded.dcp.1": (
