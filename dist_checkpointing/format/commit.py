@@ -55,6 +55,7 @@ from dist_checkpointing.format.leftovers import (
     attempt_json,
     attempt_of,
     clear,
+    clear_temporaries,
     is_in_attempt,
     leftovers,
     note_attempt,
@@ -91,6 +92,11 @@ class CheckpointingConfig:
 
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
 _DATABASE = CheckpointingConfig("database")
+_MODEL = CheckpointingConfig("safetensors", 1, "safetensors", 1)
+MODEL_SUFFIX: Final = ".safetensors"
+MODEL_INDEX_SUFFIX: Final = ".safetensors.index.json"
+MODEL_INDEX_NAME: Final = f"model{MODEL_INDEX_SUFFIX}"
+"""The commit of a save as safetensors. Without it Hugging Face finds no model in a folder."""
 _MARKS: Final = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
 _MARKS_OF_OTHERS: Final = (DCP_METADATA_NAME, "_METADATA", "_CHECKPOINT_METADATA")
 _ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
@@ -127,6 +133,17 @@ def is_database(folder: Location) -> bool:
     return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
 
 
+def _is_model(path: Location) -> bool:
+    """Whether a path is a file of safetensors or an index of them, or a folder that holds any."""
+    suffixes = (MODEL_SUFFIX, MODEL_INDEX_SUFFIX)
+    if path.name.endswith(suffixes) and is_file(path):
+        return True
+    names = location.names_in(path)
+    # What a save is about to commit has no index yet.
+    is_ours = DCKPT_FOLDER in names
+    return any(name.endswith(MODEL_INDEX_SUFFIX if is_ours else suffixes) for name in names)
+
+
 def _is_readable_file(path: Location) -> bool:
     try:
         return is_file(path)
@@ -141,7 +158,8 @@ def is_committed(folder: Location) -> bool:
     """
     # What is in the way of the file on a disk may be anything.
     is_here = is_file if isinstance(folder, ObjectPath) else is_there
-    return is_here(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
+    names = (CONFIG_FNAME, MODEL_INDEX_NAME)
+    return any(is_here(folder / name) for name in names) or _is_plain_dcp(folder)
 
 
 def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
@@ -162,6 +180,8 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         return _PLAIN_DCP
     if is_database(folder):
         return _DATABASE
+    if _is_model(folder):
+        return _MODEL
     if location.is_folder(folder):
         raise _not_committed(folder) from missing
     message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
@@ -286,8 +306,10 @@ class Attempt:
                 with suppress(PermissionError):
                     local_folder.fsync_folder(folder.parent)
 
-    def commit(self, config: CheckpointingConfig) -> None:
-        """Make the folder a checkpoint.
+    def commit(
+        self, config: CheckpointingConfig, commit_file: tuple[str, bytes] | None = None
+    ) -> None:
+        """Make the folder a checkpoint; by a ``commit_file`` of another program, one of its own.
 
         Everything else must be durable by now, but for the names in the folder itself and in
         ``.dckpt``, where most of the last files are.
@@ -295,11 +317,14 @@ class Attempt:
         if not is_in_attempt(self.folder, self.id):
             finding = Finding("another save has taken over", path=str(self.folder / ATTEMPT_NAME))
             raise CheckpointExistsError(f"{self.folder} is not committed", [finding])
-        content = json.dumps(asdict(config)).encode()
+        name, content = commit_file or (CONFIG_FNAME, json.dumps(asdict(config)).encode())
         if self._durability is Durability.FSYNC:
             local_folder.fsync_folder(self.folder / DCKPT_FOLDER, self.folder)
         self._may_be_committed = True
-        local_folder.write_atomic(self.folder / CONFIG_FNAME, content, self._durability)
+        local_folder.write_atomic(self.folder / name, content, self._durability)
+        if commit_file is not None:
+            with tolerant(f"{self.folder / DCKPT_FOLDER} is of no use any more"):
+                local_folder.remove(self.folder / DCKPT_FOLDER, self.folder)
         self._lock.release()
 
     def abandon(self) -> None:
@@ -319,6 +344,7 @@ class Attempt:
                     error,
                 )
                 return
+            clear_temporaries(self.folder)
             names, left = [self.folder / name for name in self.creates], []
             for name in reversed(self.creates):
                 try:
@@ -386,7 +412,8 @@ def end_commit(folder: Path) -> None:
 
     OSError if that is not certain: nothing that it commits may be deleted then.
     """
-    (folder / CONFIG_FNAME).unlink(missing_ok=True)
+    for name in (CONFIG_FNAME, MODEL_INDEX_NAME):
+        (folder / name).unlink(missing_ok=True)
     local_folder.fsync_folder(folder)
 
 
@@ -504,12 +531,15 @@ class StoreAttempt:
     def make_durable(self) -> None:
         """Do nothing: what was put is durable."""
 
-    def commit(self, config: CheckpointingConfig) -> None:
+    def commit(
+        self, config: CheckpointingConfig, commit_file: tuple[str, bytes] | None = None
+    ) -> None:
         """Turn what was written into the checkpoint. Everything else must have been put by now.
 
         CheckpointExistsError if another save has taken over, because no heartbeat was seen;
         CheckpointingException if it cannot be found out whether the save has committed.
         """
+        assert commit_file is None
         root = self._claim.folder
         self._claim.require_held()
         seal = self.folder / DCKPT_FOLDER / "seal.json"

@@ -201,6 +201,14 @@ class TorchState:
         """What ``load`` asks for, and what restores it. Collective."""
         record = stored.common.get(_RECORD, _NO_RECORD)
         nests = record.get("nests")  # older checkpoints have none
+        # What holds a model and nothing else, as folders of Hugging Face do, has its names alone.
+        is_alone = (
+            record is _NO_RECORD
+            and [*self._modules] == ["model"]
+            and not any(
+                f"model.{name}" in stored.tensors for name in self._modules["model"].state_dict()
+            )
+        )
 
         def tensor(key: str, own: object) -> torch.Tensor:
             shape, dtype = stored.tensors.get(key, ((), torch.float32))
@@ -215,7 +223,7 @@ class TorchState:
         with comm.agreed("asking for the state"):
             state: StateDict = {}
             for name, module in self._modules.items():
-                prefix, keys = f"{name}.", stored.tensors
+                prefix, keys = "" if is_alone else f"{name}.", stored.tensors
                 known = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
                 tensors = ModuleTensors(module, record["ties"].get(name, {}), known)
                 if nests is not None:
@@ -240,12 +248,14 @@ class TorchState:
                         state[name] = tensors_to_fill(nests[name], self._state_of(name), tensor)
                 elif _has(own := self._state_of(name), _is_tensor):
                     state[name] = own
+        if is_alone:
+            state |= state.pop("model")
         sharded = shard_state_dict(state, comm=comm)
 
         def restore(loaded: StateDict) -> None:
             loaded = unshard_state_dict(loaded, state)
             for name, tensors in modules.items():
-                tensors.restore(loaded.get(name, {}))
+                tensors.restore(loaded if is_alone else loaded.get(name, {}))
             if optimizer is not None:
                 optimizer.restore(loaded["optimizer"])
             for name in restored:

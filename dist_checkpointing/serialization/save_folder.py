@@ -42,6 +42,7 @@ from dist_checkpointing.format.seal import (
     write_seal,
 )
 from dist_checkpointing.storage.driver import Finished
+from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.options import Durability
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -199,11 +200,11 @@ class SaveFolder:
             )
             raise CheckpointingException("the ranks do not save into one folder", [finding])
 
-    def commit(self, comm: Comm, describe: Callable[[], Finished], *, is_opaque: bool) -> None:
+    def commit(self, comm: Comm, describe: Callable[[], Finished], writer: StorageWriter) -> None:
         """Seal what all ranks have written, and turn it into a checkpoint. Collective.
 
-        ``describe`` is called on all ranks, and must say on rank 0 what the files are. In a folder
-        that ``is_opaque``, files that it does not name belong to the checkpoint too.
+        ``describe`` is called on all ranks, and must say on rank 0 what the files are. Of a
+        ``writer`` that is opaque, files that it does not name belong to the checkpoint too.
         """
         attempt, is_durable = self._attempt, self.durability is Durability.FSYNC
         if self.disks is not None:
@@ -224,11 +225,11 @@ class SaveFolder:
                     [*files, SealedFile.of_bytes(ATTEMPT_NAME, noted)],
                     attempt=attempt.id,
                     tables=tables,
-                    created=None if is_opaque else attempt.creates,
+                    created=None if writer.is_opaque else attempt.creates,
                     durability=self.durability,
                     is_all_here=self.disks is None,
                 )
-                attempt.commit(self.config)
+                attempt.commit(self.config, writer.commit_file)
         if self.disks is not None:
             self._attempt = None  # nothing is removed from here on
             self._note_commit(attempt, self.disks, comm)

@@ -286,12 +286,12 @@ class SaveJob:
             nested = self._parts.nested(self.leaves)
             strategy = ForeignSaveStrategy(strategy, nested, validates=validates)
         self.strategy: PlannedSaveStrategy = strategy
-        common: SaveCommonStrategy = select_strategy(
-            StrategyAction.SAVE_COMMON, options.get("common_strategy")
-        )
+        self.writer = writer = strategy.make_writer(folder.path)
+        common = strategy.common_strategy(writer, self.common)
+        if common is None:
+            common = select_strategy(StrategyAction.SAVE_COMMON, options.get("common_strategy"))
         if self.objects and not has_method(common, "save_sharded_objects"):
             raise lacks(common, "save_sharded_objects", "writes ShardedObjects")
-        self.writer = writer = strategy.make_writer(folder.path)
         writer.report, folder.durability = self.meter.add, writer.options.durability
         self._common_writer = common.lasting(folder.durability)
         form = f"{strategy.backend} {strategy.version}"
@@ -565,7 +565,7 @@ class SaveJob:
     def commit(self, comm: Comm) -> None:
         """Write what describes the whole, and turn it into a checkpoint. Collective."""
         with self.meter.phase("committing"):
-            self.folder.commit(comm, self._describe_whole, is_opaque=self.writer.is_opaque)
+            self.folder.commit(comm, self._describe_whole, self.writer)
         self.meter.log()
 
     def _describe_whole(self) -> driver.Finished:

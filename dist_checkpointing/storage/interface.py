@@ -204,6 +204,8 @@ class StorageWriter(ABC):
         base: Folder of a checkpoint of the same format, whose files may be shared where they hold
             what this save would write; None for none.
         attempt: Name of this save, see ``format.seal.shared_name``; "" if nobody commits it.
+        commit_file: Name and content of the file that makes the folder one of another program,
+            instead of ``metadata.json``; set by ``finish``.
         rank: This rank.
         world_size: Number of ranks that write.
     """
@@ -218,6 +220,7 @@ class StorageWriter(ABC):
     takes_fingerprints: bool = False
     base: Path | None = None
     attempt: str = ""
+    commit_file: tuple[str, bytes] | None = None
     rank: int = 0
     world_size: int = 1
     report: Callable[[int], None] = staticmethod(_ignore)

@@ -51,6 +51,10 @@ if typing.TYPE_CHECKING:
         get_default_strategy as get_default_strategy,
         register_default_strategy as register_default_strategy,
     )
+    from dist_checkpointing.strategies.safetensors import (
+        SafetensorsLoadShardedStrategy as SafetensorsLoadShardedStrategy,
+        SafetensorsSaveShardedStrategy as SafetensorsSaveShardedStrategy,
+    )
     from dist_checkpointing.strategies.tensorstore import (
         TensorStoreLoadShardedStrategy as TensorStoreLoadShardedStrategy,
         TensorStoreSaveShardedStrategy as TensorStoreSaveShardedStrategy,
@@ -106,6 +110,7 @@ _NAMES_BY_MODULE = {
         "get_default_strategy",
         "register_default_strategy",
     ),
+    "safetensors": ("SafetensorsLoadShardedStrategy", "SafetensorsSaveShardedStrategy"),
     "tensorstore": ("TensorStoreLoadShardedStrategy", "TensorStoreSaveShardedStrategy"),
     "tensorstore.reader": ("TensorStoreReader",),
     "tensorstore.writer": ("TensorStoreWriter",),

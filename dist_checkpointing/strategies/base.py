@@ -381,6 +381,13 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         writer.reset(checkpoint_dir)
         return writer
 
+    def common_strategy(
+        self, writer: StorageWriter, common_state_dict: StateDict
+    ) -> SaveCommonStrategy | None:
+        """What saves the common state in a format that has a place of its own for it, or None."""
+        del writer, common_state_dict
+        return None
+
     def plan(
         self, leaves: Leaves, writer: StorageWriter, comm: Comm
     ) -> tuple[SavePlan, Index, SavePlanner]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,11 @@ import numpy.typing as npt
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import Digest, bytes_of
+from dist_checkpointing.format.geometry import Window
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import Durability, StorageOptions
+from dist_checkpointing.strategies.chunk_reads import axes_apart, run_positions
 
 MOST_PENDING_BYTES: Final = 2**22
 
@@ -173,6 +176,21 @@ class DataFiles:
             etag = file.close(is_durable=self._is_durable)
             self.sealed.append(SealedFile(self.names[-1], self.end, etag=etag))
         return self.sealed
+
+
+def write_window(descriptor: int, start: int, window: Window, values: Array) -> None:
+    """Write a window of an array that begins at byte ``start`` of a file; others write the rest.
+
+    Byte ranges of different writers never overlap, so no lock is needed.
+    """
+    parts = values[..., np.newaxis]
+    axes = axes_apart(window, values.itemsize, maps_files=False, most_gap=0)
+    positions = (start + run_positions(window, axes, values.itemsize)).tolist()
+    for index, position in zip(np.ndindex(*values.shape[:axes]), positions, strict=True):
+        data = bytes_of(parts[index])
+        while data:
+            written = os.pwrite(descriptor, data, position)
+            data, position = data[written:], position + written  # noqa: PLW2901
 
 
 def balanced(rows: Int64s, sizes: Int64s, count: int) -> list[Int64s]:

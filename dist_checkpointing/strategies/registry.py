@@ -49,6 +49,9 @@ _BUILT_IN = {
     "load_sharded.zarr.1": f"{_PACKAGE}.zarr:ZarrLoadShardedStrategy",
     "save_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3SaveShardedStrategy",
     "load_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3LoadShardedStrategy",
+    "save_sharded.safetensors.1": f"{_PACKAGE}.safetensors:SafetensorsSaveShardedStrategy",
+    "load_sharded.safetensors.1": f"{_PACKAGE}.safetensors:SafetensorsLoadShardedStrategy",
+    "load_common.safetensors.1": f"{_PACKAGE}.safetensors:SafetensorsCommonLoadStrategy",
     "load_sharded.database.1": f"{_PACKAGE}.zarr.foreign_arrays:DatabaseLoadShardedStrategy",
 }
 _REFUSED = {

@@ -63,11 +63,10 @@ from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Filler,
-    axes_apart,
     damaged,
     read_chunks,
-    run_positions,
 )
+from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.incremental import (
     BaseParts,
     Candidates,
@@ -184,21 +183,14 @@ def write_chunk(folder: Location, name: str, array: Array, codec: Codec | None) 
 def write_part(path: str, array: Array, chunk_shape: Ints, box: Box) -> int:
     """Write a part of an uncompressed chunk into its place; others write the rest of the file.
 
-    Returns the size of the file. Byte ranges of different writers never overlap, so no lock is
-    needed.
+    Returns the size of the file.
     """
-    window, parts = Window(0, chunk_shape, box), array[..., np.newaxis]
+    window = Window(0, chunk_shape, box)
     num_bytes = window.array_size * array.itemsize
-    axes = axes_apart(window, array.itemsize, maps_files=False, most_gap=0)
-    positions = run_positions(window, axes, array.itemsize).tolist()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         os.ftruncate(descriptor, num_bytes)
-        for index, position in zip(np.ndindex(*box.shape[:axes]), positions, strict=True):
-            data = bytes_of(parts[index])
-            while data:
-                written = os.pwrite(descriptor, data, position)
-                data, position = data[written:], position + written  # noqa: PLW2901
+        write_window(descriptor, 0, window, array)
     finally:
         os.close(descriptor)
     return num_bytes

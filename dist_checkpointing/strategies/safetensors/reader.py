@@ -1,0 +1,134 @@
+"""Reads boxes of tensors out of the files of a model, straight into the destination."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dist_checkpointing.errors import (
+    CorruptCheckpointError,
+    Finding,
+)
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex
+from dist_checkpointing.planning.load_plan import stored_bytes
+from dist_checkpointing.storage.interface import (
+    ChunkPlace,
+    StorageReader,
+    done,
+)
+from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, read_chunks
+from dist_checkpointing.strategies.safetensors.model_files import (
+    MAX_HEADER_BYTES,
+    ModelFolder,
+    StoredValue,
+    parse_header,
+)
+from dist_checkpointing.threads import in_threads
+
+
+class SafetensorsReader(StorageReader):
+    """Reads safetensors files: each tensor is one chunk, read as that of any backend."""
+
+    _index: Index = Index.of([])
+
+    def reset(self, checkpoint_id: Any) -> None:
+        self._source = checkpoint_id
+        self.checkpoint_dir = checkpoint_id
+        if not location.is_folder(checkpoint_id):
+            self.checkpoint_dir = checkpoint_id.parent
+
+    def set_up_storage_reader(self, metadata: Index, **_: object) -> None:
+        self._index = metadata
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """The texts in the headers, but for what says which program wrote the file."""
+        texts = {name: text for found, _ in self._headers.values() for name, text in found.items()}
+        texts.pop("format", None)
+        return texts
+
+    @cached_property
+    def _headers(self) -> dict[str, tuple[dict[str, str], dict[str, StoredValue]]]:
+        """What the header of each file says."""
+        model = ModelFolder.of(self._source)
+        found = in_threads(self._header, model.names, self.files.limits.run_threads)
+        headers = dict(zip(model.names, found, strict=True))
+        files: dict[str, str] = {}
+        findings = []
+        for name, (_, tensors) in headers.items():
+            for key in tensors:
+                if key in files:
+                    findings.append(Finding("is in two files", key, path=f"{model.folder}/{name}"))
+                files[key] = name
+        findings += [
+            Finding("is not in the file that the index names", key, path=name)
+            for key, name in model.weight_map.items()
+            if files.get(key) != name
+        ]
+        if findings:
+            raise CorruptCheckpointError("the files do not fit together", findings)
+        return headers
+
+    def _header(self, name: str) -> tuple[dict[str, str], dict[str, StoredValue]]:
+        path = f"{self.checkpoint_dir}/{name}"
+        damage = local_folder.parsing("not a safetensors file", path, remedy="Fetch it again.")
+        with damage, self.files.open(name) as file:
+            num_bytes = self.files.size_of(name) or 0
+            try:
+                (length,) = struct.unpack("<Q", file.view(0, 8).tobytes())
+                if length > min(MAX_HEADER_BYTES, num_bytes - 8):
+                    raise ValueError(f"its header cannot have {length} bytes")
+                return parse_header(file.view(8, length).tobytes(), 8 + length, num_bytes)
+            except EOFError as error:
+                raise ValueError("the file is cut off") from error
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """The number of the file of each key, and where its values begin."""
+        return {
+            key: (number, value.start)
+            for number, (_, tensors) in enumerate(self._headers.values())
+            for key, value in tensors.items()
+        }
+
+    def read_metadata(self) -> Index:
+        tensors = (tensor for _, tensors in self._headers.values() for tensor in tensors.items())
+        rows = (StoredTensor.undivided(key, v.dtype, v.shape) for key, v in sorted(tensors))
+        return Index.of(rows)
+
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        del wanted
+        return []
+
+    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
+        """Nothing: the headers have been compared with the sizes of the files."""
+
+    def location(self, chunk: MetadataIndex) -> str:
+        number, start = self._places[chunk.fqn]
+        stored = self._index[chunk.fqn]
+        name = [*self._headers][number]
+        return f"{self.checkpoint_dir}/{name}, {stored.num_bytes} bytes from {start}"
+
+    def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
+        names = [*self._headers]
+        return [
+            ChunkPlace(names[self._places[chunk.fqn][0]], self._index[chunk.fqn].num_bytes)
+            for chunk in chunks
+        ]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        table = plan.table
+        places = np.array([self._places.get(name, (0, 0)) for name in table.names]).reshape(-1, 2)
+        files, starts = places[table.keys].T
+        filler = Filler(plan, planner, self._index, self.files.limits)
+        sizes = stored_bytes(table, self._index)
+        reads = ChunkReads(np.arange(len(table)), [*self._headers], files, starts, sizes)
+        read_chunks(reads, filler, self.files, report=self.report)
+        return done(None)

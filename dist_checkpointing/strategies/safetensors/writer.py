@@ -1,0 +1,172 @@
+"""Every rank writes what it has to its place in the files of a model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import ClassVar, Final
+
+import numpy as np
+import torch
+
+from dist_checkpointing.errors import (
+    Finding,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.filesystem import file_writer
+from dist_checkpointing.format.commit import (
+    MODEL_INDEX_NAME,
+)
+from dist_checkpointing.format.dtypes import FLOATING, DType
+from dist_checkpointing.format.file_names import is_of_optimizer
+from dist_checkpointing.format.geometry import Box, Window, values_of_part
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.seal import SealedFile, shared_name
+from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.storage.interface import (
+    StorageWriter,
+    WriteResult,
+    WriteResults,
+    done,
+)
+from dist_checkpointing.storage.options import Durability
+from dist_checkpointing.strategies.data_files import write_window
+from dist_checkpointing.strategies.safetensors.model_files import (
+    CODE_OF_DTYPE,
+    METADATA_KEY,
+    TensorRow,
+    is_model_file,
+    plan_files,
+)
+from dist_checkpointing.threads import in_threads
+
+_TEXT_BYTES: Final = 2**16
+"""Room in a header for texts that rank 0 alone knows, while the others write behind it."""
+
+TENSORS_ONLY: Final = (
+    "Save the model alone: interop.shard_state_dict(model.state_dict()); the rest of a training "
+    "belongs into a checkpoint of another backend."
+)
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes the parts of this rank to their places in the files of a model.
+
+    Attributes:
+        dtype: To which floating-point values are cast; None for their own.
+        max_file_bytes: Most bytes of values in a file.
+        extra_files: Other files of the model, by name.
+        texts: What the common state adds to the headers.
+    """
+
+    layout: RowBlockLayout = RowBlockLayout(keeps_ranges=False)
+    gathers_results: ClassVar[bool] = False
+    keeps_fingerprints: ClassVar[bool] = False
+    dtype: torch.dtype | None = None
+    max_file_bytes: int = 5 * 10**9
+    extra_files: Mapping[str, bytes] = {}
+    texts: Mapping[str, str] = {}
+
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
+        del world_size
+        self._require_storable(index)
+        files = plan_files(self._rows(index), {}, self.max_file_bytes)
+        # A save that gives up takes the last of them first.
+        return [*(file.name for file in files), *self.extra_files, MODEL_INDEX_NAME]
+
+    def _require_storable(self, index: Index) -> None:
+        findings = [
+            Finding("the format holds tensors only", key, remedy=TENSORS_ONLY)
+            for key in index.objects
+        ]
+        findings += [
+            Finding("optimizer state is no part of a model", key, remedy=TENSORS_ONLY)
+            for key in index
+            if is_of_optimizer(key)
+        ]
+        findings += [
+            Finding("safetensors files have no such dtype", key, found=dtype.name)
+            for key, dtype, _ in self._rows(index)
+            if dtype.name not in CODE_OF_DTYPE
+        ]
+        if METADATA_KEY in index:
+            findings.append(Finding("safetensors keeps texts under this name", METADATA_KEY))
+        findings += [
+            Finding("no name of a file beside a model", found=name)
+            for name in self.extra_files
+            if not is_model_file(name)
+        ]
+        if findings:
+            raise UnsupportedFormatError("the state cannot be saved as safetensors", findings)
+
+    def _rows(self, index: Index) -> list[TensorRow]:
+        """The tensors as they are stored."""
+        return [(key, self._stored(index.dtype_of(key)), index[key].global_shape) for key in index]
+
+    def _stored(self, dtype: DType) -> DType:
+        is_cast = self.dtype is not None and dtype.name in FLOATING
+        return tensor_memory.from_torch(self.dtype) if is_cast and self.dtype else dtype
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
+        table, index, data_of = plan.table, plan.index, planner.data_of(plan)
+        assert index is not None
+        room = _TEXT_BYTES if self.world_size > 1 else 0
+        files = plan_files(self._rows(index), self.texts, self.max_file_bytes, room=room)
+        file_of = {key: number for number, file in enumerate(files) for key in file.starts}
+        numbers = [file_of.get(name, -1) for name in table.names]
+        written = {*map(numbers.__getitem__, table.keys.tolist())}
+        if self.rank == 0:
+            written |= {*range(len(files))}
+        names = [shared_name(f.name, self.attempt) if self.attempt else f.name for f in files]
+        with ExitStack() as stack:
+            opened = {}
+            for number in sorted(written):
+                path = f"{self.checkpoint_dir}/{names[number]}"
+                opened[number] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                stack.callback(os.close, opened[number])
+                os.ftruncate(opened[number], files[number].num_bytes)
+                if self.rank == 0:
+                    header = np.frombuffer(files[number].header, np.uint8)
+                    whole = Window(0, header.shape, Box.whole(header.shape))
+                    write_window(opened[number], 0, whole, header)
+
+            def write(row: int) -> None:
+                key, data = table.key(row), data_of(row)
+                assert isinstance(data, torch.Tensor)
+                number, shape = file_of[key], table.global_shape(row)
+                dtype = self._stored(index.dtype_of(key)).torch
+                array = tensor_memory.as_numpy(data.detach().to("cpu", dtype).contiguous())
+                for box, values in values_of_part(table.box(row), table.flat_range(row), array):
+                    start, window = files[number].starts[key], Window(0, shape, box)
+                    write_window(opened[number], start, window, values)
+                self.report(int(table.num_bytes[row]))
+
+            # Ranks begin at different files: the kernel lets one process at a time write a file.
+            order = np.roll(np.arange(len(table)), -self.rank * len(table) // self.world_size)
+            in_threads(write, order.tolist(), self.options.threads)
+            if self.options.durability is Durability.FSYNC:
+                in_threads(os.fsync, [*opened.values()], self.options.threads)
+        sealed = [SealedFile(names[number], files[number].num_bytes) for number in sorted(written)]
+        return done(WriteResults(table, table.num_bytes, files=tuple(sealed)))
+
+    def finish(
+        self, metadata: Index, results: Sequence[Sequence[WriteResult]]
+    ) -> Sequence[SealedFile]:
+        del results
+        files = plan_files(self._rows(metadata), self.texts, self.max_file_bytes)
+        names = {key: file.name for file in files for key in file.starts}
+        sizes = (dtype.itemsize * math.prod(shape) for _, dtype, shape in self._rows(metadata))
+        content = {
+            "metadata": {"total_size": sum(sizes)},
+            "weight_map": dict(sorted(names.items())),
+        }
+        self.commit_file = MODEL_INDEX_NAME, json.dumps(content, indent=2).encode() + b"\n"
+        for name, data in self.extra_files.items():
+            file_writer.put(self.checkpoint_dir, name, data, self.options.durability)
+        return [SealedFile.of_bytes(*file) for file in self.extra_files.items()]

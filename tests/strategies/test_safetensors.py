@@ -1,0 +1,252 @@
+"""("safetensors", 1): folders that Hugging Face reads, written and read by the ranks."""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import dist_checkpointing as dc
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.storage import StorageOptions
+from dist_checkpointing.strategies import SafetensorsSaveShardedStrategy
+from dist_checkpointing.strategies.safetensors.model_files import DTYPE_NAMES
+from dist_checkpointing.testing import (
+    Failures,
+    RoundTrips,
+    StorageProtocol,
+    assert_same_bits,
+    run_ranks,
+)
+from faults import killed
+from states import ALONE, between, blanks, flat, rows, shard, wholes
+from tiers import examples
+
+INDEX = "model.safetensors.index.json"
+
+
+class TestSafetensors(RoundTrips, StorageProtocol, Failures):
+    backend = ("safetensors", 1)
+    dtypes: ClassVar = tuple(getattr(torch, name) for name in DTYPE_NAMES.values())
+    # There is no metadata.json, nothing says which files are ours, and a number is no text.
+    test_unknown_backend_or_version: Any = None
+    test_overwriting_replaces_everything: Any = None
+    test_nothing_to_save: Any = None
+
+
+def saver(**options: Any) -> SafetensorsSaveShardedStrategy:
+    return SafetensorsSaveShardedStrategy(**options)
+
+
+def read_by_others(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, as the index says where they are."""
+    names = json.loads((folder / INDEX).read_text())["weight_map"]
+    found: dict[str, torch.Tensor] = {}
+    for name in sorted(set(names.values())):
+        tensors = load_file(folder / name)
+        assert tensors.keys() == {key for key, own in names.items() if own == name}
+        found |= tensors
+    return found
+
+
+def require_equal(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_same_bits(found[key], tensor, key)
+
+
+def model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "rows": torch.randn(16, 9, generator=generator),
+        "columns": torch.randn(7, 16, generator=generator).bfloat16(),
+        "uneven": torch.arange(30.0, dtype=torch.float64).reshape(10, 3),
+        "flat": torch.arange(35, dtype=torch.int8).reshape(5, 7),
+        "copied": torch.tensor(3.5),
+        "nothing": torch.zeros(0, 4),
+    }
+
+
+def part_of(full: dict[str, torch.Tensor], comm: Comm) -> dict[str, Any]:
+    rank, size = comm.rank, comm.world_size
+    cuts = [0, *(1 + 2 * r for r in range(1, size)), 10]
+    ends = [35 * r // size for r in range(size + 1)]
+    return {
+        "rows": rows("rows", full["rows"], comm),
+        "columns": rows("columns", full["columns"], comm, axis=1),
+        "uneven": between("uneven", full["uneven"], cuts[rank], cuts[rank + 1]),
+        "flat": flat("flat", full["flat"], ends[rank], ends[rank + 1]),
+        "copied": shard("copied", full["copied"], replica_id=rank),
+        "nothing": shard("nothing", full["nothing"], replica_id=rank),
+    }
+
+
+@examples(30)
+@given(
+    world_size=st.sampled_from([1, 2, 4]),
+    max_file_bytes=st.sampled_from([1, 100, 1000, 10**9]),
+    threads=st.sampled_from([1, 3]),
+)
+def test_others_read_what_any_ranks_have_saved(
+    tmp_path_factory: pytest.TempPathFactory, world_size: int, max_file_bytes: int, threads: int
+) -> None:
+    full, folder = model(), tmp_path_factory.mktemp("model")
+    options = StorageOptions(threads=threads)
+    strategy = saver(max_file_bytes=max_file_bytes, options=options)
+    extra = {"note": "a text", "step": 3}
+    run_ranks(world_size, lambda c: dc.save(part_of(full, c) | extra, folder, strategy, comm=c))
+    require_equal(read_by_others(folder), full)
+    files = sorted(path.name for path in folder.iterdir() if path.name != INDEX)
+    count = len(files)
+    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, 1 + count)]
+    for name in files:
+        with safe_open(folder / name, "pt") as opened:
+            assert opened.metadata() == {"format": "pt", "note": "a text"}
+    loaded = dc.load_plain_tensors(folder)
+    assert loaded.pop("note") == "a text"
+    require_equal(loaded, full)
+    parts = run_ranks(
+        2, lambda c: dc.load({"t": rows("rows", full["rows"] * 0, c, 0)}, folder, comm=c)
+    )
+    assert torch.equal(torch.cat([part["t"] for part in parts]), full["rows"])
+
+
+def test_what_others_have_written(tmp_path: Path) -> None:
+    """A folder without an index, one with an index, one file, in any cut."""
+    full = {key: value for key, value in model().items() if key != "nothing"}
+    some, others = dict([*full.items()][:2]), dict([*full.items()][2:])
+    save_file(some, tmp_path / "a.safetensors", {"format": "pt", "by": "them"})
+    save_file(others, tmp_path / "b.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    loaded = dc.load_plain_tensors(tmp_path)
+    assert loaded.pop("hugging_face") == {"config.json": b"{}"}
+    assert loaded.pop("by") == "them"
+    require_equal(loaded, full)
+    require_equal(dc.load(blanks(others), tmp_path / "b.safetensors"), others)
+    index = {"weight_map": dict.fromkeys(others, "b.safetensors")}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert [*dc.Checkpoint.open(tmp_path)] == sorted(others)
+    assert torch.equal(dc.Checkpoint.open(tmp_path)["flat"][1:4, 2], full["flat"][1:4, 2])
+
+
+def test_a_cast_and_files_of_the_model(tmp_path: Path) -> None:
+    full = model()
+    strategy = saver(dtype=torch.bfloat16, extra_files={"config.json": b"{}"})
+    run_ranks(2, lambda comm: dc.save(part_of(full, comm), tmp_path, strategy, comm=comm))
+    assert (tmp_path / "config.json").read_bytes() == b"{}"
+    cast = {k: v.bfloat16() if v.is_floating_point() else v for k, v in full.items()}
+    require_equal(read_by_others(tmp_path), cast)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "words"),
+    [
+        ({"o": dc.ShardedObject("o", 1, (1,), (0,))}, "'o': the format holds tensors only"),
+        ({"plain": torch.ones(2)}, "shard_state_dict"),
+        ({"x": shard("optimizer.state.m", torch.ones(2))}, "optimizer state is no part"),
+        ({"x": shard("x", torch.ones(2, dtype=torch.complex128))}, "no such dtype"),
+        ({"x": shard("__metadata__", torch.ones(2))}, "__metadata__"),
+        ({"hugging_face": {"../x.json": b""}}, None),
+    ],
+)
+def test_what_is_no_part_of_a_model(tmp_path: Path, leaves: Any, words: str | None) -> None:
+    state = wholes({"w": torch.ones(2)}) | leaves
+    if words is None:
+        dc.save(state, tmp_path / "m", "safetensors")
+        assert [*tmp_path.iterdir()] == [tmp_path / "m"]
+        return
+    with pytest.raises(dc.UnsupportedFormatError, match=words):
+        dc.save(state, tmp_path / "m", "safetensors")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_name_that_is_not_of_a_model(tmp_path: Path) -> None:
+    with pytest.raises(dc.UnsupportedFormatError, match="no name of a file beside a model"):
+        dc.save(wholes({"w": torch.ones(2)}), tmp_path / "m", saver(extra_files={"../x": b""}))
+
+
+def header(**changes: Any) -> bytes:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+    return json.dumps({"w": entry}).encode()
+
+
+def file_of(text: bytes, *, length: int | None = None, num_bytes: int = 8) -> bytes:
+    return struct.pack("<Q", len(text) if length is None else length) + text + bytes(num_bytes)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        file_of(header(), length=2**62),
+        file_of(header(), num_bytes=7),
+        file_of(header(), num_bytes=9),
+        file_of(b"[]"),
+        file_of(b"{"),
+        file_of(b"[" * 100_000),
+        file_of(header(shape=[3])),
+        file_of(header(shape=[-2])),
+        file_of(header(shape=[2**63, 2**63])),
+        file_of(header(data_offsets=[8, 16])),
+        file_of(header(data_offsets=[0, 8, 16])),
+        file_of(header(data_offsets=[8, 0])),
+        file_of(header(dtype=7)),
+        file_of(header()[:-1] + b', "v": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}'),
+        file_of(b'{"w": null}'),
+        file_of(b'{"__metadata__": 3}'),
+    ],
+)
+def test_damaged_headers(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+    for path in (tmp_path, tmp_path / "x.safetensors"):
+        with pytest.raises((dc.CorruptCheckpointError, dc.UnsupportedFormatError)):
+            dc.load(blanks({"w": torch.ones(2)}), path)
+
+
+def test_an_index_that_lies(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    for weight_map, words in (
+        ({"w": "y.safetensors"}, "missing"),
+        ({"v": "x.safetensors"}, "not in the file"),
+        ({"w": "../x.safetensors"}, "outside its folder"),
+        ([], "index cannot be read"),
+    ):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(dc.CorruptCheckpointError, match=words):
+            dc.load(blanks({"w": torch.ones(2)}), tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name", ["open", "mkdir", "link", "replace", "unlink", "ftruncate", "pwrite", "fsync"]
+)
+def test_a_kill_before_any_call_leaves_no_model_or_a_whole_one(tmp_path: Path, name: str) -> None:
+    full, statuses = model(), list[int]()
+    state = part_of(full, ALONE)
+    while 0 not in statuses:
+        folder = tmp_path / str(len(statuses))
+        child = os.fork()
+        if child == 0:
+            with killed(f"os.{name}", len(statuses) + 1):
+                dc.save(state, folder, saver(max_file_bytes=400))
+            os._exit(0)
+        statuses.append(os.waitpid(child, 0)[1])
+        if (folder / INDEX).exists():
+            require_equal(read_by_others(folder), full)
+            with pytest.raises(dc.CheckpointExistsError):
+                dc.save(state, folder, "safetensors")
+        else:
+            assert not dc.check_is_distributed_checkpoint(folder)
+            assert not (folder / "model.safetensors").exists()
+            dc.save(state, folder, "safetensors")
+            left = {path.name for path in folder.iterdir()}
+            assert left == {"model-00001-of-00001.safetensors", INDEX}
+        require_equal(dc.load(blanks(full), folder), full)
+    assert len(statuses) > 1
