@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 from dist_checkpointing.checkpoint.key_tree import html_of
 from dist_checkpointing.checkpoint.slicing import select
@@ -29,6 +29,7 @@ from dist_checkpointing.format.commit import (
     data_folder,
     read_config,
 )
+from dist_checkpointing.format.foreign_formats import foreign_backend, foreign_files
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import Index, StoredTensor, large_objects, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
@@ -56,6 +57,28 @@ class StoredChunk:
     box: Box
     flat_range: tuple[int, int] | None
     num_bytes: int
+
+
+_NAMES: Final = (CONFIG_FNAME, ATTEMPT_NAME)
+"""What commits a checkpoint, and names its save."""
+
+
+class Stamp(NamedTuple):
+    """Equal as long as some files are the same; it costs a tenth of reading small ones."""
+
+    folder: Location
+    names: Sequence[str]
+    marks: object
+
+    @classmethod
+    def of(cls, folder: Location, names: Sequence[str], *, opens: bool = True) -> Self | None:
+        """None if a file is not there, or would have to be asked for."""
+        marks = location.marks_of(folder, names, opens=opens)
+        return None if marks is None else cls(folder, names, marks)
+
+    def again(self, *, opens: bool) -> Self | None:
+        """The stamp of now."""
+        return self.of(self.folder, self.names, opens=opens)
 
 
 class TensorHandle:
@@ -282,7 +305,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         save_number: int,
         *,
         trusted: bool,
-        stamp: object = None,
+        stamp: Stamp | None = None,
         folder: Location | None = None,
     ) -> None:
         self.path = path
@@ -311,8 +334,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
         root = as_location(path)
         folder = data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
-        stamp, save_number = _stamp(folder, opens=True), number_of_save(folder)
+        stamp, save_number = Stamp.of(folder, _NAMES), number_of_save(folder)
         config = read_config(folder)
+        if stamp is None and isinstance(folder, Path) and foreign_backend(folder) is not None:
+            stamp = Stamp.of(*foreign_files(folder))
         return cls(root, config, save_number, trusted=trusted, stamp=stamp, folder=folder)
 
     @property
@@ -328,8 +353,11 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @property
     def is_committed(self) -> bool:
         """Whether what was opened is still there: not deleted, not overwritten by another save."""
-        if self._stamp is not None and self._stamp == _stamp(self.folder, opens=self._opens):
-            return True
+        if self._stamp is not None:
+            if self._stamp == self._stamp.again(opens=self._opens):
+                return True
+            if self._stamp.names is not _NAMES:
+                return False
         return (
             data_folder(self._root) == self.folder
             and check_is_distributed_checkpoint(self.folder)
@@ -501,14 +529,6 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def __repr__(self) -> str:
         name, version = self.backend
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {len(self)} tensors>"
-
-
-def _stamp(folder: Location, *, opens: bool) -> object:
-    """Equal as long as what commits a checkpoint, and names its save, are the same files; or None.
-
-    It costs a tenth of reading them.
-    """
-    return location.marks_of(folder, (CONFIG_FNAME, ATTEMPT_NAME), opens=opens)
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:

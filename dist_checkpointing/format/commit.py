@@ -48,6 +48,12 @@ from dist_checkpointing.filesystem.object_store_locks import (
     brief,
     require_conditions,
 )
+from dist_checkpointing.format.foreign_formats import (
+    COMMON_STATE_FNAME,
+    MODEL_INDEX_NAME,
+    foreign_backend,
+    is_plain_dcp,
+)
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -63,7 +69,6 @@ from dist_checkpointing.format.leftovers import (
 )
 
 logger: logging.Logger = logging.getLogger(__name__)
-COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
 _MAX_BYTES = 1 << 20
 DATA: Final = "data"
@@ -90,67 +95,6 @@ class CheckpointingConfig:
         return cls(**{name: value for name, value in content.items() if name in known})
 
 
-_PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
-_DATABASE = CheckpointingConfig("database")
-_MODEL = CheckpointingConfig("safetensors", 1, "safetensors", 1)
-MODEL_SUFFIX: Final = ".safetensors"
-MODEL_INDEX_SUFFIX: Final = ".safetensors.index.json"
-MODEL_INDEX_NAME: Final = f"model{MODEL_INDEX_SUFFIX}"
-"""The commit of a save as safetensors. Without it Hugging Face finds no model in a folder."""
-_MARKS: Final = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
-_MARKS_OF_OTHERS: Final = (DCP_METADATA_NAME, "_METADATA", "_CHECKPOINT_METADATA")
-_ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
-_OUR_ARRAY: Final = re.compile(
-    rb'"name":\s*"default",\s*"configuration":\s*{\s*"separator":\s*"\."'
-)
-
-
-def _is_plain_dcp(folder: Location) -> bool:
-    """Whether torch DCP alone saved into the folder, and came to an end.
-
-    An unfinished save of this library or of Megatron does not count: they commit by a later file.
-    """
-    ours = (folder / name for name in _MARKS)
-    return is_file(folder / DCP_METADATA_NAME) and not any(map(is_there, ours))
-
-
-def is_database(folder: Location) -> bool:
-    """Whether another program wrote zarr v3 arrays there: into OCDBT, or into folders of its own.
-
-    Not if they are named as ours: without its commit a folder may be half of a copy, and what is
-    lost of it must not read as zeros.
-    """
-    marks = (folder / name for name in (*_MARKS, *_MARKS_OF_OTHERS))
-    if not isinstance(folder, Path) or any(map(is_there, marks)):
-        return False
-    if is_file(folder / "manifest.ocdbt"):
-        return True
-    places = (folder, *(folder / name for name in location.names_in(folder)))
-    nodes = (place / "zarr.json" for place in places)
-    node = next(filter(_is_readable_file, nodes), folder)
-    text = location.read_regular(node, _MAX_BYTES, is_start=True) or b""
-    is_whole = node.parent == folder or b'"array"' in text
-    return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
-
-
-def _is_model(path: Location) -> bool:
-    """Whether a path is a file of safetensors or an index of them, or a folder that holds any."""
-    suffixes = (MODEL_SUFFIX, MODEL_INDEX_SUFFIX)
-    if path.name.endswith(suffixes) and is_file(path):
-        return True
-    names = location.names_in(path)
-    # What a save is about to commit has no index yet.
-    is_ours = DCKPT_FOLDER in names
-    return any(name.endswith(MODEL_INDEX_SUFFIX if is_ours else suffixes) for name in names)
-
-
-def _is_readable_file(path: Location) -> bool:
-    try:
-        return is_file(path)
-    except OSError:  # nothing says that what cannot be looked at belongs to a database
-        return False
-
-
 def is_committed(folder: Location) -> bool:
     """Whether there is a commit, of whatever content: what it commits must not be touched.
 
@@ -159,7 +103,7 @@ def is_committed(folder: Location) -> bool:
     # What is in the way of the file on a disk may be anything.
     is_here = is_file if isinstance(folder, ObjectPath) else is_there
     names = (CONFIG_FNAME, MODEL_INDEX_NAME)
-    return any(is_here(folder / name) for name in names) or _is_plain_dcp(folder)
+    return any(is_here(folder / name) for name in names) or is_plain_dcp(folder)
 
 
 def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
@@ -176,12 +120,9 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         if error.errno not in {*local_folder.NOT_THERE, errno.EISDIR}:
             raise
         missing = error
-    if _is_plain_dcp(folder):
-        return _PLAIN_DCP
-    if is_database(folder):
-        return _DATABASE
-    if _is_model(folder):
-        return _MODEL
+    if (backend := foreign_backend(folder)) is not None:
+        common = "torch" if backend == "database" else backend
+        return CheckpointingConfig(backend, 1, common, 1)
     if location.is_folder(folder):
         raise _not_committed(folder) from missing
     message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
@@ -306,26 +247,44 @@ class Attempt:
                 with suppress(PermissionError):
                     local_folder.fsync_folder(folder.parent)
 
-    def commit(
-        self, config: CheckpointingConfig, commit_file: tuple[str, bytes] | None = None
-    ) -> None:
-        """Make the folder a checkpoint; by a ``commit_file`` of another program, one of its own.
+    def commit(self, config: CheckpointingConfig) -> None:
+        """Make the folder a checkpoint.
 
         Everything else must be durable by now, but for the names in the folder itself and in
         ``.dckpt``, where most of the last files are.
         """
+        self._require_held()
+        self._write_commit(CONFIG_FNAME, json.dumps(asdict(config)).encode())
+        self._lock.release()
+
+    def commit_as_foreign(self, name: str, content: bytes) -> None:
+        """Make the folder one of another program, by its file; nothing tells then who wrote it."""
+        self._require_held()
+        self._write_commit(name, content)
+        with tolerant(f"{self.folder / DCKPT_FOLDER} is of no use any more"):
+            local_folder.remove(self.folder / DCKPT_FOLDER, self.folder)
+        self._lock.release()
+
+    def commit_file(self, name: str, path: Path) -> None:
+        """Let the one file in the folder take the place of another path; the folder goes."""
+        self._require_held()
+        (self.folder / name).replace(path)
+        local_folder.fsync_folder(path.parent)
+        with tolerant(f"{self.folder} is of no use any more"):
+            local_folder.remove(self.folder / DCKPT_FOLDER, self.folder)
+            self._lock.release()
+            self.folder.rmdir()
+
+    def _require_held(self) -> None:
         if not is_in_attempt(self.folder, self.id):
             finding = Finding("another save has taken over", path=str(self.folder / ATTEMPT_NAME))
             raise CheckpointExistsError(f"{self.folder} is not committed", [finding])
-        name, content = commit_file or (CONFIG_FNAME, json.dumps(asdict(config)).encode())
+
+    def _write_commit(self, name: str, content: bytes) -> None:
         if self._durability is Durability.FSYNC:
             local_folder.fsync_folder(self.folder / DCKPT_FOLDER, self.folder)
         self._may_be_committed = True
         local_folder.write_atomic(self.folder / name, content, self._durability)
-        if commit_file is not None:
-            with tolerant(f"{self.folder / DCKPT_FOLDER} is of no use any more"):
-                local_folder.remove(self.folder / DCKPT_FOLDER, self.folder)
-        self._lock.release()
 
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next attempt deletes."""
@@ -531,15 +490,12 @@ class StoreAttempt:
     def make_durable(self) -> None:
         """Do nothing: what was put is durable."""
 
-    def commit(
-        self, config: CheckpointingConfig, commit_file: tuple[str, bytes] | None = None
-    ) -> None:
+    def commit(self, config: CheckpointingConfig) -> None:
         """Turn what was written into the checkpoint. Everything else must have been put by now.
 
         CheckpointExistsError if another save has taken over, because no heartbeat was seen;
         CheckpointingException if it cannot be found out whether the save has committed.
         """
-        assert commit_file is None
         root = self._claim.folder
         self._claim.require_held()
         seal = self.folder / DCKPT_FOLDER / "seal.json"

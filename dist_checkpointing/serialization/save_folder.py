@@ -6,16 +6,23 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import NamedTuple
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.rank_failures import Outcome
-from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    Finding,
+    RankFailedError,
+)
 from dist_checkpointing.filesystem.location import (
     as_location,
     files_below,
     fsync_folder,
     fsync_folders,
+    is_there,
     read_bytes,
     relative,
     write,
@@ -102,18 +109,31 @@ class SaveFolder:
     """The folder of one save, on one rank; ``config`` and ``durability`` are set before ``claim``.
 
     ``path`` is absolute. Files lie in ``data``, which is another folder in an object store, once it
-    is claimed. ``destination`` is a name that must be the same on all ranks.
+    is claimed. ``destination`` is a name that must be the same on all ranks. What is saved as one
+    ``file`` is written in a hidden folder beside it.
     """
 
     claimed: _Claim
     config: CheckpointingConfig
     durability: Durability
 
-    def __init__(self, folder: str | PathLike[str], hooks: SaveHooks, *, overwrite: bool) -> None:
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        hooks: SaveHooks,
+        *,
+        overwrite: bool,
+        is_file: bool = False,
+    ) -> None:
         # Whoever writes may do so when the working directory is another one.
-        self.path = self.data = as_location(folder).absolute()
+        self.path = self.data = folder = as_location(path).absolute()
+        self.file = folder if is_file else None
+        if is_file:
+            self.path = self.data = folder.parent / f".{folder.name}.dckpt-partial"
         self._hooks, self.disks, self._overwrite = hooks, hooks.disks, overwrite
-        self.destination = str(self.path) if self.disks is None else self.disks.destination
+        self.destination = (
+            str(self.file or self.path) if self.disks is None else self.disks.destination
+        )
         self._attempt: Attempt | StoreAttempt | None = None
 
     def claim(
@@ -134,6 +154,10 @@ class SaveFolder:
             index = planned.result
             assert index is not None
             self._hooks.before_claim(index)
+            if self.file is not None and is_there(self.file) and not self._overwrite:
+                remedy = "Name another path, or pass overwrite=True to replace it."
+                finding = Finding("something is here", path=str(self.file), remedy=remedy)
+                raise CheckpointExistsError(f"{self.file} already exists", [finding])
             names = [SEAL_NAME, *created_names(index)]
             check_distinct(names)
             if self.disks is not None:
@@ -229,10 +253,24 @@ class SaveFolder:
                     durability=self.durability,
                     is_all_here=self.disks is None,
                 )
-                attempt.commit(self.config, writer.commit_file)
+                self._commit(attempt, writer.commit_file)
         if self.disks is not None:
             self._attempt = None  # nothing is removed from here on
             self._note_commit(attempt, self.disks, comm)
+
+    def _commit(
+        self, attempt: Attempt | StoreAttempt, commit_file: tuple[str, bytes | None] | None
+    ) -> None:
+        if commit_file is None:
+            attempt.commit(self.config)
+            return
+        assert isinstance(attempt, Attempt)
+        name, content = commit_file
+        if content is not None:
+            attempt.commit_as_foreign(name, content)
+        else:
+            assert isinstance(self.file, Path)
+            attempt.commit_file(name, self.file)
 
     def _note_commit(self, part: Attempt | StoreAttempt | None, disks: Disks, comm: Comm) -> None:
         """Note on every disk but rank 0's that rank 0 has committed, and of what. Collective.

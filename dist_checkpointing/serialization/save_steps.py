@@ -228,9 +228,10 @@ class SaveJob:
     ) -> tuple[Mapping[str, ShardTable], RankFacts]:
         """The tables of this rank, and what else the others must know. Not collective."""
         overwrite = self._options.get("overwrite", False)
-        self.folder = SaveFolder(folder, self._hooks, overwrite=overwrite)
         selection = self._options.get("sharded_strategy")
         strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
+        is_file = isinstance(strategy, PlannedSaveStrategy) and strategy.is_one_file(folder)
+        self.folder = SaveFolder(folder, self._hooks, overwrite=overwrite, is_file=is_file)
         self._split(state_dict, strategy)
         self._make_writers(strategy)
         common = None
@@ -287,6 +288,7 @@ class SaveJob:
             strategy = ForeignSaveStrategy(strategy, nested, validates=validates)
         self.strategy: PlannedSaveStrategy = strategy
         self.writer = writer = strategy.make_writer(folder.path)
+        writer.is_one_file = folder.file is not None
         common = strategy.common_strategy(writer, self.common)
         if common is None:
             common = select_strategy(StrategyAction.SAVE_COMMON, options.get("common_strategy"))

@@ -205,7 +205,9 @@ class StorageWriter(ABC):
             what this save would write; None for none.
         attempt: Name of this save, see ``format.seal.shared_name``; "" if nobody commits it.
         commit_file: Name and content of the file that makes the folder one of another program,
-            instead of ``metadata.json``; set by ``finish``.
+            instead of ``metadata.json``; set by ``finish``. Without a content, the file of this
+            name is all that is saved, and takes the place of the folder.
+        is_one_file: Whether the path of the checkpoint is that of a file.
         rank: This rank.
         world_size: Number of ranks that write.
     """
@@ -220,7 +222,8 @@ class StorageWriter(ABC):
     takes_fingerprints: bool = False
     base: Path | None = None
     attempt: str = ""
-    commit_file: tuple[str, bytes] | None = None
+    commit_file: tuple[str, bytes | None] | None = None
+    is_one_file: bool = False
     rank: int = 0
     world_size: int = 1
     report: Callable[[int], None] = staticmethod(_ignore)

@@ -60,7 +60,8 @@ class StorageOptions:
             ranks share the machine). ``torch_dist`` writes with at most 8.
         buffer_bytes: Memory, beyond the state itself, for copies of what cannot be written or read
             in place: tensors on a GPU, strided ones, edge chunks, other dtypes.
-        data_file_bytes: A data file of the tensorstore backend is closed once it is this large.
+        data_file_bytes: A data file of the tensorstore backend is closed once it is this large; one
+            of safetensors holds at most so many bytes of values, or one tensor.
         durability: When a save may call itself finished.
         checksum: What is kept beside each chunk.
         read_mode: How local files are read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from concurrent.futures import Future
 from os import PathLike
 from typing import Any, ClassVar, Self
@@ -380,6 +380,17 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         writer.checkpoint_dir, writer.options = checkpoint_dir, self.options
         writer.reset(checkpoint_dir)
         return writer
+
+    def is_one_file(self, path: PathOrStr) -> bool:
+        """Whether what is saved to a path is one file, and no folder."""
+        del path
+        return False
+
+    def holdable(
+        self, common_state_dict: StateDict, objects: Mapping[str, Any]
+    ) -> tuple[StateDict, Mapping[str, Any]]:
+        """What of a common state and of objects by key the format can hold: by default all."""
+        return common_state_dict, objects
 
     def common_strategy(
         self, writer: StorageWriter, common_state_dict: StateDict

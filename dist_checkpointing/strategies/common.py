@@ -18,8 +18,8 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMism
 from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import COMMON_STATE_FNAME, is_database
 from dist_checkpointing.format.file_names import check_raw_key
+from dist_checkpointing.format.foreign_formats import COMMON_STATE_FNAME, is_database
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import large_objects, require_backing
 from dist_checkpointing.format.seal import SealedFile, known_files

@@ -16,17 +16,23 @@ from functools import cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.foreign_formats import deepspeed_step
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import MISSING, mapped
+from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
+from dist_checkpointing.strategies.tensor_files import (
+    TensorFiles,
+    TensorFilesCommonStrategy,
+    TensorFilesReader,
+    TensorRow,
+)
 
 _MODEL = "mp_rank_00_model_states.pt"
 _ZERO_KEY = "optimizer_state_dict"
@@ -107,7 +113,7 @@ class DeepSpeedFiles(TensorFiles):
     and the like. Buffers and frozen parameters keep their dtype; tied weights are there once.
 
     Args:
-        folder: folder of a step, see ``step_folder``.
+        folder: folder of a step, see ``deepspeed_step``.
         trusted: unpickle anything in it, each time that a file is mapped.
 
     Raises:
@@ -161,7 +167,7 @@ class DeepSpeedFiles(TensorFiles):
         self._add_frozen_and_buffers(model, first, is_cut=stage == _Stage.WEIGHTS)
         rest = {key: value for key, value in model.items() if key not in _NOT_IN_COMMON}
         ties = {"model": dict(model.get("shared_params") or {})}
-        self._common = {
+        self.common = {
             "optimizer": state,
             "step": int(model.get("global_steps", 0)),
             "torch_state": {"world_size": 0, "ties": ties, "per_rank": [], "objects": []},
@@ -175,7 +181,7 @@ class DeepSpeedFiles(TensorFiles):
         begins = [0, *accumulate(segment.count for segment in segments)]
         self._segments[key] = shape, segments, begins
         if segments:
-            self._file_of[key] = segments[0].file
+            self.file_of[key] = segments[0].file
 
     def _open(self, file: Path) -> Any:
         if not file.is_file():
@@ -333,18 +339,31 @@ class DeepSpeedFiles(TensorFiles):
                     target.copy_(values[common.relative_to(part.offset).slices()])
 
 
-def step_folder(path: Location) -> Path | None:
-    """The folder with the files of a DeepSpeed checkpoint: itself, or what ``latest`` names."""
-    if not isinstance(path, Path):
-        return None
-    latest = path / "latest"
-    folders = [path]
-    if latest.is_file() and latest.stat().st_size <= _MAX_NAME_BYTES:
-        folders.append(path / Path(latest.read_text(errors="replace").strip()).name)
-    for folder in folders:
-        if any(any(folder.glob(f"*_{what}_states.pt")) for what in ("model", "optim")):
-            return folder
-    return None
+class DeepSpeedReader(TensorFilesReader):
+    """Reads a DeepSpeed checkpoint."""
+
+    def open_files(self, path: Path) -> DeepSpeedFiles:
+        return DeepSpeedFiles(deepspeed_step(path) or path, trusted=self.trusted)
+
+
+class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
+    """Loads DeepSpeed checkpoints, as ("deepspeed", 1).
+
+    Example:
+        >>> from dist_checkpointing.strategies import DeepSpeedLoadShardedStrategy
+        >>> ("deepspeed", 1) in DeepSpeedLoadShardedStrategy.reads
+        True
+    """
+
+    reader_type: ClassVar[type[DeepSpeedReader]] = DeepSpeedReader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})
+
+
+class DeepSpeedCommonLoadStrategy(TensorFilesCommonStrategy):
+    """Reads what DeepSpeed keeps beside tensors."""
+
+    reader_type: ClassVar[type[DeepSpeedReader]] = DeepSpeedReader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})
 
 
 def _is_cut(value: object) -> bool:

@@ -52,6 +52,11 @@ _BUILT_IN = {
     "save_sharded.safetensors.1": f"{_PACKAGE}.safetensors:SafetensorsSaveShardedStrategy",
     "load_sharded.safetensors.1": f"{_PACKAGE}.safetensors:SafetensorsLoadShardedStrategy",
     "load_common.safetensors.1": f"{_PACKAGE}.safetensors:SafetensorsCommonLoadStrategy",
+    "save_sharded.torch_file.1": f"{_PACKAGE}.torch_file:TorchFileSaveShardedStrategy",
+    "load_sharded.torch_file.1": f"{_PACKAGE}.torch_file:TorchFileLoadShardedStrategy",
+    "load_common.torch_file.1": f"{_PACKAGE}.torch_file:TorchFileCommonLoadStrategy",
+    "load_sharded.deepspeed.1": f"{_PACKAGE}.deepspeed:DeepSpeedLoadShardedStrategy",
+    "load_common.deepspeed.1": f"{_PACKAGE}.deepspeed:DeepSpeedCommonLoadStrategy",
     "load_sharded.database.1": f"{_PACKAGE}.zarr.foreign_arrays:DatabaseLoadShardedStrategy",
 }
 _REFUSED = {

@@ -17,9 +17,9 @@ from dist_checkpointing.format.commit import (
     CheckpointingConfig,
     data_folder,
     is_committed,
-    is_database,
     read_config,
 )
+from dist_checkpointing.format.foreign_formats import is_database
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, number_of_save

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
-from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.format.dtypes import DType
-from dist_checkpointing.format.geometry import Box, Ints, split_rows
+from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows, values_of_part
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
+from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
+from dist_checkpointing.storage.interface import StorageReader, done
+from dist_checkpointing.strategies.base import (
+    KnownFormats,
+    LoadCommonStrategy,
+    PathOrStr,
+    SaveCommonStrategy,
+    lacks,
+)
+from dist_checkpointing.threads import in_threads
 
 _READERS = 4
 """So many boxes are read at a time, if each touches all that it may."""
@@ -43,12 +58,12 @@ class TensorFiles(ABC):
     backend: ClassVar[str]
     kind: str
     is_mapped = True
-    _index: Index
+    index: Index
 
     def __init__(self, path: Path, paths: Sequence[Path]) -> None:
-        self._common: dict[Any, Any] = {}
-        self._cells: Mapping[str, Mapping[Ints, Any]] = {}
-        self._file_of: dict[str, Path] = {}
+        self.common: dict[Any, Any] = {}
+        self.cells: Mapping[str, Mapping[Ints, Any]] = {}
+        self.file_of: dict[str, Path] = {}
         self.path = path
         self.paths = tuple(paths)
         self.most_bytes: int = 32 * 2**20
@@ -66,7 +81,8 @@ class TensorFiles(ABC):
         """Copy a box of a tensor out of its file."""
 
     def _set_index(self, rows: Iterable[TensorRow]) -> None:
-        self._index = Index.of(StoredTensor.undivided(*row) for row in sorted(rows))
+        grids = {key: extents(cells) for key, cells in self.cells.items()}
+        self.index = Index.of((StoredTensor.undivided(*row) for row in sorted(rows)), grids)
 
     def _content(self, file: Path) -> Any:
         """A file that is mapped already, or is now."""
@@ -95,40 +111,12 @@ class TensorFiles(ABC):
                 self._num_readers -= 1
                 self._reader_left.notify_all()
 
-    def index(self) -> Index:
-        return self._index
-
-    def boxes(
-        self,
-        index: Index,  # noqa: ARG002 - as PartialReads
-        wanted: Sequence[tuple[StoredTensor, Box]],
-    ) -> list[torch.Tensor]:
-        """A new contiguous CPU tensor for each box of a tensor."""
-        found = [torch.empty(box.shape, dtype=stored.dtype.torch) for stored, box in wanted]
+    def fill(self, key: str, box: Box, out: torch.Tensor) -> None:
+        """Copy a box of a tensor into a contiguous tensor on the CPU."""
         most = max(self.most_bytes // _READERS, _LEAST_BYTES)
-        for batch in in_batches(_parts(wanted, found, most), most):
-            with self._touching(sum(num_bytes for *_, num_bytes in batch)):
-                for key, box, out, _ in batch:
-                    self._copy(key, box, out)
-        return found
-
-    def common(self) -> dict[Any, Any]:
-        return self._common
-
-    def object_grids(self, index: Index) -> Mapping[str, Ints]:  # noqa: ARG002
-        return {key: extents(cells) for key, cells in self._cells.items()}
-
-    def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:  # noqa: ARG002
-        return self._cells[key][cell]
-
-    def require_stored(  # noqa: B027 - not abstract
-        self, claims: Sequence[StatedSize], index: Index
-    ) -> None:
-        """Nothing: opening the files has checked it."""
-
-    def location(self, index: Index, key: str, box: Box, number: int) -> str:  # noqa: ARG002
-        """The file or folder that holds a tensor."""
-        return str(self._file_of.get(key, self.path))
+        for part, num_bytes in _parts(self.index[key], box, most):
+            with self._touching(num_bytes):
+                self._copy(key, part, out[part.relative_to(box.offset).slices()])
 
     def require_unchanged(self) -> None:
         """Raise CorruptCheckpointError if a file is no longer the one that was opened."""
@@ -146,27 +134,116 @@ def extents(cells: Iterable[Ints]) -> Ints:
     return tuple(max(axis) + 1 for axis in zip(*cells, strict=True))
 
 
-def _parts(
-    wanted: Iterable[tuple[StoredTensor, Box]], found: Iterable[torch.Tensor], most_bytes: int
-) -> Iterator[tuple[tuple[str, Box, torch.Tensor, int], int]]:
-    """Boxes that touch at most so many bytes of a file in C order: key, box, copy and these bytes.
+def _parts(stored: StoredTensor, box: Box, most_bytes: int) -> Iterator[tuple[Box, int]]:
+    """Boxes that touch at most so many bytes of a file in C order, and these bytes.
 
     A box touches whole rows, except along its first axes.
     """
-    for (stored, box), out in zip(wanted, found, strict=True):
-        shape, size = stored.global_shape, stored.dtype.itemsize
-        cut = next((axis for axis, extent in enumerate(box.shape) if extent > 1), len(shape)) + 1
-        rest = shape[cut:]
-        touched = Box((*box.offset[:cut], *[0] * len(rest)), (*box.shape[:cut], *rest))
-        num_bytes = touched.num_elements * size
-        if num_bytes <= most_bytes:
-            yield (stored.key, box, out, num_bytes), num_bytes
-            continue
-        for rows in split_rows(touched, most_bytes // size):
-            part, num_bytes = rows.intersect(box), rows.num_elements * size
-            if part is not None:
-                target = out[part.relative_to(box.offset).slices()]
-                yield (stored.key, part, target, num_bytes), num_bytes
+    shape, size = stored.global_shape, stored.dtype.itemsize
+    cut = next((axis for axis, extent in enumerate(box.shape) if extent > 1), len(shape)) + 1
+    rest = shape[cut:]
+    touched = Box((*box.offset[:cut], *[0] * len(rest)), (*box.shape[:cut], *rest))
+    num_bytes = touched.num_elements * size
+    if num_bytes <= most_bytes:
+        yield box, num_bytes
+        return
+    for rows in split_rows(touched, most_bytes // size):
+        if (part := rows.intersect(box)) is not None:
+            yield part, rows.num_elements * size
+
+
+class TensorFilesReader(StorageReader):
+    """Reads boxes of tensors, and objects, out of TensorFiles."""
+
+    @abstractmethod
+    def open_files(self, path: Path) -> TensorFiles:
+        """The files at a path."""
+
+    def reset(self, checkpoint_id: Any) -> None:
+        # Copies of this reader share them.
+        self._files = cache(lambda: self.open_files(checkpoint_id))
+
+    def read_metadata(self) -> Index:
+        return self._files().index
+
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        del wanted
+        return []
+
+    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
+        """Nothing: opening the files has checked it."""
+
+    def location(self, chunk: MetadataIndex) -> str:
+        files = self._files()
+        return str(files.file_of.get(chunk.fqn, files.path))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        files = self._files()
+        files.most_bytes = self.options.buffer_bytes
+
+        def read(item: ReadItem) -> None:
+            key = item.storage_index.fqn
+            if item.type is LoadItemType.BYTE_IO:
+                planner.apply_bytes(item, files.cells[key][item.storage_index.offset or ()])
+                return
+            stored = files.index[key]
+            for part in item.parts(max(1, files.most_bytes // stored.dtype.itemsize)):
+                values = torch.empty(part.lengths, dtype=stored.dtype.torch)
+                _fill_window(files, stored, part.storage, values)
+                planner.apply_tensor(part, values)
+                self.report(values.nbytes)
+
+        in_threads(read, plan.items, self.options.threads)
+        return done(None)
+
+
+def _fill_window(
+    files: TensorFiles, stored: StoredTensor, window: Window, values: torch.Tensor
+) -> None:
+    """Copy a window of a tensor, or of a run of its elements."""
+    shape = stored.global_shape
+    if window.start == 0 and window.shape == shape:
+        files.fill(stored.key, window.box, values)
+        return
+    run = torch.empty(window.array_size, dtype=values.dtype)
+    ends = (window.start, window.start + window.array_size)
+    for box, part in values_of_part(Box.whole(shape), ends, run):
+        files.fill(stored.key, box, part)
+    values.copy_(run.reshape(window.shape)[window.box.slices()].reshape(values.shape))
+
+
+class NoCommonFiles(SaveCommonStrategy):
+    """Writes nothing: the files of the tensors hold the common state, as far as they can."""
+
+    def save_common(
+        self, common_state_dict: StateDict, checkpoint_dir: PathOrStr
+    ) -> Sequence[SealedFile]:
+        del common_state_dict, checkpoint_dir
+        return []
+
+
+class TensorFilesCommonStrategy(KnownFormats, LoadCommonStrategy):
+    """Reads what files hold beside tensors and objects."""
+
+    argument: ClassVar[str] = "common_strategy"
+    reader_type: ClassVar[type[TensorFilesReader]]
+    trusted = False
+
+    def trusting(self) -> Self:
+        strategy = copy.copy(self)
+        strategy.trusted = True
+        return strategy
+
+    def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
+        reader = self.reader_type()
+        reader.trusted = self.trusted
+        return reader.open_files(as_local_folder(checkpoint_dir)).common
+
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
+    ) -> StateDict:
+        del sharded_objects_state_dict, checkpoint_dir
+        raise lacks(self, "load_sharded_objects", "the strategy for tensors has")
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

@@ -6,25 +6,50 @@ import io
 import logging
 import math
 import mmap
+import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 
-from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
 from dist_checkpointing.format.checksums import bytes_of
-from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping import StateDict, tensor_memory
 from dist_checkpointing.mapping.nested_dicts import MISSING, flatten, mapped
+from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
+from dist_checkpointing.storage.options import Durability
+from dist_checkpointing.strategies.base import (
+    PathOrStr,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+    SaveCommonStrategy,
+)
+from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow, extents
+from dist_checkpointing.strategies.tensor_files import (
+    NoCommonFiles,
+    TensorFiles,
+    TensorFilesCommonStrategy,
+    TensorFilesReader,
+    TensorRow,
+    extents,
+)
 from dist_checkpointing.strategies.torch_archives import entries
+from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+BACKEND: Final = "torch_file"
 COMMON_KEY: Final = "__common__"
 """Where a file that was converted from a checkpoint keeps the common state."""
 
@@ -32,6 +57,7 @@ OBJECTS_KEY: Final = "__objects__"
 """Likewise, of the sharded objects: ``{key: {cell: value}}``."""
 
 _ONLY_KEY = "tensor"
+_FILE_NAME = "state.pt"
 _MAP_NORESERVE = 0x4000
 _ALIGNMENT = 64
 _DTYPES = frozenset(row.torch for row in tensor_memory.DTYPES)
@@ -54,10 +80,10 @@ class TorchFile(TensorFiles):
         CorruptCheckpointError: if it is damaged.
     """
 
-    backend = "torch"
+    backend = BACKEND
     kind = "torch.save file"
 
-    def __init__(self, path: Path, *, trusted: bool = False, most_bytes: int) -> None:
+    def __init__(self, path: Path, *, trusted: bool = False, most_bytes: int = 2**31) -> None:
         super().__init__(path, [path])
         self.is_mapped = zipfile.is_zipfile(path)
         size = path.stat().st_size
@@ -71,7 +97,7 @@ class TorchFile(TensorFiles):
             message = "the file is of before PyTorch 1.6 and can only be read as a whole"
             raise CheckpointingException(message, [finding])
         self._trusted = trusted
-        tensors, self._cells, self._common = self._content(path)
+        tensors, self.cells, self.common = self._content(path)
         self._set_index(
             (key, tensor_memory.from_torch(tensor.dtype), tensor.shape)
             for key, tensor in tensors.items()
@@ -102,6 +128,120 @@ class TorchFile(TensorFiles):
 
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
         out.copy_(self._content(self.path)[0][key][box.slices()])
+
+
+class TorchFileReader(TensorFilesReader):
+    """Reads a file of torch.save."""
+
+    def open_files(self, path: Path) -> TorchFile:
+        return TorchFile(path, trusted=self.trusted)
+
+
+class TorchFileWriter(StorageWriter):
+    """Writes a file that ``torch.load(weights_only=True)`` reads, from one process.
+
+    ``common`` is what the file holds beside tensors and objects.
+    """
+
+    layout: RowBlockLayout = RowBlockLayout(keeps_ranges=False)
+    keeps_fingerprints: ClassVar[bool] = False
+    common: Mapping[Any, Any] = {}
+
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
+        del index
+        if world_size > 1:
+            remedy = "Save with tensorstore, and make a file of it: dckpt convert A B.pt."
+            finding = Finding("one process writes it", found=f"{world_size} ranks", remedy=remedy)
+            raise UnsupportedFormatError("ranks cannot save a file of torch.save", [finding])
+        return [_FILE_NAME]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
+        table, index, data_of = plan.table, plan.index, planner.data_of(plan)
+        assert index is not None
+        cells: dict[str, dict[Ints, Any]] = {}
+        for row in np.flatnonzero(table.is_object).tolist():
+            cells.setdefault(table.key(row), {})[table.box(row).offset] = data_of(row)
+        rows = [(key, index.dtype_of(key), index[key].global_shape) for key in index]
+        path = self.checkpoint_dir / _FILE_NAME
+        starts = create(path, rows, self.common, cells)
+
+        def write(row: int) -> None:
+            key, data = table.key(row), data_of(row)
+            assert isinstance(data, torch.Tensor)
+            values = tensor_memory.as_numpy(data.detach().to("cpu").contiguous())
+            window = Window(0, table.global_shape(row), table.box(row))
+            write_window(file.fileno(), starts[key], window, values)
+            self.report(int(table.num_bytes[row]))
+
+        with path.open("r+b") as file:
+            in_threads(write, np.flatnonzero(~table.is_object).tolist(), self.options.threads)
+            if self.options.durability is Durability.FSYNC:
+                os.fsync(file.fileno())
+        written = SealedFile(_FILE_NAME, path.stat().st_size)
+        return done(WriteResults(table, table.num_bytes, files=(written,)))
+
+    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+        del metadata, results
+        self.commit_file = _FILE_NAME, None
+
+
+class TorchFileSaveShardedStrategy(PlannedSaveStrategy):
+    """Saves the state of one process as a file of torch.save, as ("torch_file", 1).
+
+    Tensors have their keys. Objects and common state, if there are any, are in it as
+    ``__objects__`` and ``__common__``.
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+        >>> save(state, "model.pt", "torch_file")
+        >>> torch.load("model.pt")
+        {'w': tensor([1., 1.])}
+    """
+
+    writer_type: ClassVar[type[TorchFileWriter]] = TorchFileWriter
+    writes: ClassVar[tuple[str, int]] = (BACKEND, 1)
+    can_handle_sharded_objects = True
+
+    def is_one_file(self, path: PathOrStr) -> bool:
+        del path
+        return True
+
+    def holdable(
+        self, common_state_dict: StateDict, objects: Mapping[str, Any]
+    ) -> tuple[StateDict, Mapping[str, Any]]:
+        return loadable(common_state_dict), loadable(objects)
+
+    def common_strategy(
+        self, writer: StorageWriter, common_state_dict: StateDict
+    ) -> SaveCommonStrategy:
+        assert isinstance(writer, TorchFileWriter)
+        writer.common = loadable(common_state_dict)
+        if lost := common_state_dict.keys() - writer.common.keys():
+            findings = [Finding("torch.load would refuse it", str(name)) for name in sorted(lost)]
+            raise UnsupportedFormatError("this cannot be kept in a file of torch.save", findings)
+        return NoCommonFiles(BACKEND, 1)
+
+
+class TorchFileLoadShardedStrategy(PlannedLoadStrategy):
+    """Loads files of torch.save, as ("torch_file", 1).
+
+    Example:
+        >>> torch.save({"w": torch.ones(2)}, "model.pt")
+        >>> template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+        >>> load(template, "model.pt")
+        {'w': tensor([1., 1.])}
+    """
+
+    reader_type: ClassVar[type[TorchFileReader]] = TorchFileReader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({(BACKEND, 1)})
+    can_handle_sharded_objects = True
+
+
+class TorchFileCommonLoadStrategy(TensorFilesCommonStrategy):
+    """Reads what a file of torch.save holds beside tensors."""
+
+    reader_type: ClassVar[type[TorchFileReader]] = TorchFileReader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({(BACKEND, 1)})
 
 
 def _are_objects(value: object) -> bool:

@@ -23,12 +23,16 @@ from dist_checkpointing.format.file_names import is_of_optimizer, key_pattern
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
-from dist_checkpointing.strategies.safetensors_folder import texts_of
-from dist_checkpointing.strategies.torch_file import loadable
+from dist_checkpointing.strategies.base import PlannedSaveStrategy
+from dist_checkpointing.strategies.registry import (
+    StrategyAction,
+    available_strategies,
+    get_default_strategy,
+)
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.convert.plan import budget_of
 from dist_checkpointing.tools.ls import Pattern
-from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted, open_tensors
+from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted, open_named
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
@@ -92,16 +96,15 @@ def diff(
     """
     wanted = key_pattern(pattern or "").search
     tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
-    a, b = (open_tensors(path, trusted=trusted) for path in (first, second))
+    a, b = (open_named(path, trusted=trusted) for path in (first, second))
     keys = (key for one in (a, b) for key in (*one, *one.objects, *values.entries(one.common)))
     if pattern is not None and not any(map(wanted, keys)):
         near = hint(pattern, a)
         raise LookupError(f"neither checkpoint has a key that matches {pattern!r}{near}")
     budget = budget_of(parse_bytes(memory))
     for opened in (a, b):
-        if opened.backend[0] not in ("safetensors", "torch"):
-            # Pages of a mapped file would count as memory in use.
-            opened.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
+        # Pages of a mapped file would count as memory in use.
+        opened.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
     num_bytes = sum(tensor.num_bytes for key, tensor in a.items() if wanted(key) and key in b)
     with progress_bar("comparing", num_bytes) as bar:
         found = compare_checkpoints(
@@ -291,15 +294,26 @@ def compare_checkpoints(
     )
 
 
+def _holdable(target: Checkpoint, common: Any, objects: Any) -> tuple[Any, Any]:
+    """What the format of a checkpoint can hold of a common state and of objects."""
+    if target.backend not in available_strategies(StrategyAction.SAVE_SHARDED):
+        return common, objects
+    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *target.backend)
+    if not isinstance(strategy, PlannedSaveStrategy):
+        return common, objects
+    return strategy.holdable(common, objects)
+
+
 def _others(
     first: Checkpoint, second: Checkpoint
 ) -> tuple[tuple[Any, Any], tuple[Any, Any], str | None]:
     """Common states and objects, as far as the formats of both hold them; and what is left out."""
-    formats = first.backend[0], second.backend[0]
     whole, objects = (first.common, second.common), (first.objects, second.objects)
-    held_by: dict[str, Callable[[Any], Any]] = {"safetensors": texts_of, "torch": loadable}
-    commons = held_by.get(formats[1], dict)(whole[0]), held_by.get(formats[0], dict)(whole[1])
-    kept = ({}, {}) if "safetensors" in formats else objects
+    (held, kept), (other_held, other_kept) = (
+        _holdable(other, common, cells)
+        for other, common, cells in zip((second, first), whole, objects, strict=True)
+    )
+    commons, kept = (held, other_held), (kept, other_kept)
     if commons == whole and kept == objects:
         return whole, objects, None
     return commons, kept, "objects and common state that a file of tensors cannot hold"

@@ -36,7 +36,7 @@ from dist_checkpointing.tools.opening import (
     latest_of,
     located,
     look_at,
-    open_tensors,
+    open_named,
     step_folders,
 )
 from dist_checkpointing.tools.report import (
@@ -134,7 +134,7 @@ def ls(
             return
     if follow:
         raise Exit(follow_saves(path, as_json=as_json))
-    opened = open_tensors(path, trusted=trusted)
+    opened = open_named(path, trusted=trusted)
     with paused_collector():
         tensors = list(tensor_entries(opened.index, wanted))
         others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else None

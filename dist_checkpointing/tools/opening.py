@@ -11,9 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from typer import Argument, Option
 
@@ -27,7 +26,6 @@ from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS, last_known_holder
 from dist_checkpointing.format.commit import (
-    CheckpointingConfig,
     is_committed,
     read_commit,
     read_config,
@@ -40,9 +38,6 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.tools.report import counted
-
-if TYPE_CHECKING:
-    from dist_checkpointing.strategies.tensor_files import TensorFiles
 
 CheckpointArgument = Annotated[
     Path,
@@ -66,23 +61,11 @@ _MAX_POINTER_BYTES: Final = 1 << 10
 Uses = Mapping[str, location.FileUse]
 """The files of a folder, by relative name."""
 
-_SAFETENSORS = (".safetensors", ".safetensors.index.json")
-_TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
-"""How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
-_OPENED_ELSEWHERE = (
-    "dckpt ls, show, stats and diff open it; dckpt convert makes a checkpoint of it."
-)
 _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
-    ("safetensors (such as a Hugging Face model)", ("*.safetensors*",), _OPENED_ELSEWHERE),
     (
         "an Orbax checkpoint (JAX)",
         ("_CHECKPOINT_METADATA", "_METADATA", "[0-9]*/_CHECKPOINT_METADATA"),
         "It is not read here: export it with Orbax, for example to safetensors.",
-    ),
-    (
-        "a DeepSpeed checkpoint",
-        ("*_model_states.pt", "global_step*/*_model_states.pt", "zero_to_fp32.py"),
-        _OPENED_ELSEWHERE,
     ),
     (
         "Megatron's older format (torch)",
@@ -321,7 +304,7 @@ def latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None,
 
 
 def open_named(path: Location, *, trusted: bool = False) -> Checkpoint:
-    """Open a checkpoint, or a step of a run.
+    """Open a checkpoint, a step of a run, or what another program has saved.
 
     Raises:
         CheckpointNotFoundError: if there is none; it says what there is.
@@ -330,69 +313,6 @@ def open_named(path: Location, *, trusted: bool = False) -> Checkpoint:
     place = located(path)
     with explaining(place):
         return Checkpoint.open(place, trusted=trusted)
-
-
-class OpenedFiles(Checkpoint):
-    """Files of tensors in another format, as a checkpoint."""
-
-    def __init__(self, files: TensorFiles, *, trusted: bool) -> None:
-        super().__init__(files.path, CheckpointingConfig(files.backend), 0, trusted=trusted)
-        self.files = files
-        self.__dict__["reads"] = files  # fills the cached property
-
-    def require_unchanged(self) -> None:
-        self.files.require_unchanged()
-
-
-def open_tensors(path: Location, *, trusted: bool = False) -> Checkpoint:
-    """Like ``open_named``; also opens files of other formats, see ``open_source``."""
-    place = located(path)
-    if isinstance(place, Path) and place.is_file():
-        return open_source(place, trusted=trusted)
-    with explaining(place):
-        return open_source(place, trusted=trusted)
-
-
-def open_source(
-    path: str | PathLike[str], *, trusted: bool = False, most_bytes: int = 2**31
-) -> Checkpoint:
-    """A checkpoint, or files of safetensors, torch.save or DeepSpeed, looked into like one.
-
-    A file of at most ``most_bytes`` is loaded as a whole, if it must. If there is nothing of these,
-    the error is a CheckpointNotFoundError, and if it cannot be read, a CheckpointingException.
-    """
-    place = as_location(path)
-    is_folder = location.is_folder(place)
-    if not isinstance(place, Path) or (is_folder and is_committed(place)):
-        return Checkpoint.open(place, trusted=trusted)
-    # Not at the top: these import torch.
-    from dist_checkpointing.strategies.deepspeed import (  # noqa: PLC0415
-        DeepSpeedFiles,
-        step_folder,
-    )
-    from dist_checkpointing.strategies.safetensors_folder import SafetensorsFiles  # noqa: PLC0415
-    from dist_checkpointing.strategies.torch_file import TorchFile  # noqa: PLC0415
-
-    if is_folder:
-        if any(name.endswith(_SAFETENSORS) for name in location.names_in(place)):
-            return OpenedFiles(SafetensorsFiles(place), trusted=trusted)
-        if (step := step_folder(place)) is not None:
-            return OpenedFiles(DeepSpeedFiles(step, trusted=trusted), trusted=trusted)
-        return Checkpoint.open(place, trusted=trusted)
-    if not place.is_file():
-        problem, message = "no such file or folder", f"{place} does not exist"
-        if location.is_there(place):
-            problem, message = "it is neither a file nor a folder", f"{place} cannot be read"
-        raise _not_found(message, problem, place)
-    if place.name.endswith(_SAFETENSORS):
-        return OpenedFiles(SafetensorsFiles(place), trusted=trusted)
-    with place.open("rb") as file:
-        signature = file.read(4)
-    if signature in _TORCH_SIGNATURES:
-        content = TorchFile(place, trusted=trusted, most_bytes=most_bytes)
-        return OpenedFiles(content, trusted=trusted)
-    problem = "neither a folder with a checkpoint, nor a file of safetensors or torch.save"
-    raise _not_found(f"{place} cannot be read", problem, place)
 
 
 @contextmanager
@@ -411,8 +331,8 @@ def explaining(path: Location) -> Iterator[None]:
 def _what_it_is(path: Location) -> tuple[str, str]:
     """What a path is instead of a checkpoint, and what to do; empty if nobody knows."""
     if isinstance(path, Path) and not path.is_dir():
-        remedy = "dckpt ls, show, stats, diff and convert open files of safetensors and torch.save."
-        return ("it is a file, not a folder", remedy) if path.is_file() else ("", "")
+        problem = "it is a file, and none of safetensors or torch.save"
+        return (problem if path.is_file() else "", "")
     if isinstance(path, Path) and (path / ATTEMPT_NAME).exists():
         holder = holder_of(path)
         now = f"it is being saved now, by process {holder.pid} on {holder.host}" if holder else ""

@@ -20,7 +20,7 @@ from dist_checkpointing.errors import hint
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.ls import sharding_text
-from dist_checkpointing.tools.opening import CheckpointArgument, Trusted, open_tensors
+from dist_checkpointing.tools.opening import CheckpointArgument, Trusted, open_named
 from dist_checkpointing.tools.report import (
     PIPE_WIDTH,
     AsJson,
@@ -70,7 +70,7 @@ def show(
 
     Example: dckpt show ckpt/1000 decoder.weight --slice "0:4,:8"
     """
-    opened = open_tensors(checkpoint, trusted=trusted)
+    opened = open_named(checkpoint, trusted=trusted)
     if key in opened:
         _show_tensor(opened[key], part, statistics=statistics, plot=plot, as_json=as_json)
         return

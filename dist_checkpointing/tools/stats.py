@@ -18,7 +18,7 @@ from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import SEAL_NAME
-from dist_checkpointing.tools.opening import CheckpointArgument, Files, Trusted, open_tensors
+from dist_checkpointing.tools.opening import CheckpointArgument, Files, Trusted, open_named
 from dist_checkpointing.tools.report import AsJson, Report, Total, counted, progress_bar, totals
 
 _EXIT_NOT_FINITE = 1
@@ -40,7 +40,7 @@ def stats(
 
     Example: dckpt stats ckpt/1000 --scan
     """
-    opened = open_tensors(checkpoint, trusted=trusted)
+    opened = open_named(checkpoint, trusted=trusted)
     found = count_contents(opened, most_listed=top)
     if scan:
         found["not_finite"] = _not_finite(opened)

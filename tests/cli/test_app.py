@@ -415,7 +415,7 @@ def test_a_small_conversion_has_a_speed(tmp_path: Path, dckpt: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["diff", "{0}", "{0}"], ["convert", "{0}", "{0}x", "--to", "torch"]]
+    "arguments", [["diff", "{0}", "{0}"], ["convert", "{0}", "{0}x", "--to", "torch_file"]]
 )
 def test_memory_is_that_of_the_process(tmp_path: Path, dckpt: Run, arguments: list[str]) -> None:
     save(at_step(1), tmp_path / "a")

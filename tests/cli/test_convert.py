@@ -20,7 +20,7 @@ from states import shard
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
-FORMATS = ["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch"]
+FORMATS = ["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch_file"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def child(*arguments: object, before: str = "") -> subprocess.CompletedProcess[s
 def assert_arrived(path: Path, to: str) -> None:
     if to == "safetensors":
         found = load_file(path / "model.safetensors")
-    elif to == "torch":
+    elif to == "torch_file":
         found = torch.load(path, weights_only=True)
     else:
         found = load_plain_tensors(path)
@@ -100,7 +100,7 @@ def test_json_is_one_document(source: Path, tmp_path: Path) -> None:
 
 def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None:
     text = run(
-        source, tmp_path / "out", "--to", "torch", "--dry-run", "--rename", "norm=n\x1b[2J",
+        source, tmp_path / "out", "--to", "torch_file", "--dry-run", "--rename", "norm=n\x1b[2J",
         "--cast", "bfloat16", "--lossy",
     )  # fmt: skip
     assert "norm -> n\\x1b[2J  float32 -> bfloat16[4]" in text
@@ -122,7 +122,7 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
         (["--to", "zarr", "--cast", "float16"], "--lossy"),
         (["--to", "zarr", "--cast", "int8"], "floating-point"),
         (["--to", "zarr", "--reshard", "axis"], "axis=0,parts=8"),
-        (["--to", "torch", "--reshard", "axis=0,parts=8"], "reshard makes no sense"),
+        (["--to", "torch_file", "--reshard", "axis=0,parts=8"], "reshard makes no sense"),
         (["--to", "zarr", "--memory", "lots"], "is not a size"),
         (["--to", "zarr", "--memory", "10MiB"], "--memory"),
     ],
@@ -201,7 +201,7 @@ def test_no_room_for_a_file(source: Path, to: str, tmp_path: Path) -> None:
     ("kind", "rules"),
     [
         ("safetensors", []),
-        ("torch", []),
+        ("torch_file", []),
         (
             "safetensors",
             [

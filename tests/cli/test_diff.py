@@ -308,7 +308,7 @@ def test_a_conversion_is_proven(tmp_path: Path, dckpt: Run, to: str) -> None:
     ).fingerprints(stored=False)
 
 
-OTHERS = pytest.mark.parametrize("to", ["zarr:1", "torch_dist", "safetensors", "torch"])
+OTHERS = pytest.mark.parametrize("to", ["zarr:1", "torch_dist", "safetensors", "torch_file"])
 
 
 @OTHERS
@@ -319,7 +319,7 @@ def test_what_keeps_no_fingerprints_is_read_to_be_proven(tmp_path: Path, to: str
     assert convert(a, tmp_path / "c", to, rules=cast).num_proven == 1
 
 
-@pytest.mark.parametrize("to", ["zarr", "zarr:1", "torch_dist", "safetensors", "torch"])
+@pytest.mark.parametrize("to", ["zarr", "zarr:1", "torch_dist", "safetensors", "torch_file"])
 def test_a_wrong_write_leaves_nothing(
     tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

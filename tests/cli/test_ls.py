@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import dist_checkpointing
-from dist_checkpointing import CorruptCheckpointError, save
+from dist_checkpointing import Checkpoint, CorruptCheckpointError, save
 from dist_checkpointing.format import Index, StoredTensor, dtypes, write_index
-from dist_checkpointing.tools import convert
 from samples import Run, Sample, Samples
 from scripts import TELL_PEAK, run_fresh, told_peak
 from states import shard
@@ -249,7 +248,7 @@ def test_help_has_an_example(dckpt: Run, command: str) -> None:
 # ``dckpt`` on files of safetensors and torch.save, and right after a conversion.
 
 
-TO = {"safetensors": "model", "safetensors-file": "model.safetensors", "torch": "model.pt"}
+TO = {"safetensors": "model", "safetensors-file": "model.safetensors", "torch_file": "model.pt"}
 
 
 @pytest.fixture(params=list(TO))
@@ -273,7 +272,7 @@ def test_it_lists_and_counts_what_was_converted(
         key: list(tensor.shape) for key, tensor in source.tensors.items()
     }
     document = dckpt("stats", converted, "--json").json
-    assert document["backend"] == ["torch" if converted.suffix == ".pt" else "safetensors", 1]
+    assert document["backend"] == ["torch_file" if converted.suffix == ".pt" else "safetensors", 1]
     assert document["tensors"]["num_tensors"] == len(source.tensors)
     files = [converted] if converted.is_file() else list(converted.iterdir())
     assert document["files"]["num_bytes"] == sum(path.stat().st_size for path in files)
@@ -307,7 +306,7 @@ def test_a_conversion_is_the_same_as_its_source(
 
 def test_a_changed_conversion_is_not(converted: Path, source: Sample, dckpt: Run) -> None:
     other = converted.with_name("other" + converted.suffix)
-    to = "torch" if converted.suffix == ".pt" else "safetensors"
+    to = "torch_file" if converted.suffix == ".pt" else "safetensors"
     arguments = ("--to", to, "--cast", "^decoder.weight$=float16", "--lossy", "--exclude", "uneven")
     assert dckpt("convert", source.folder, other, *arguments).code == 0
     document = dckpt("diff", source.folder, other, "--equal-nan", "--json")
@@ -319,7 +318,7 @@ def test_a_changed_conversion_is_not(converted: Path, source: Sample, dckpt: Run
 def test_objects_and_common_state_of_a_torch_file(
     samples: Samples, tmp_path: Path, dckpt: Run
 ) -> None:
-    dckpt("convert", samples("tensorstore").folder, tmp_path / "m.pt", "--to", "torch")
+    dckpt("convert", samples("tensorstore").folder, tmp_path / "m.pt", "--to", "torch_file")
     assert dckpt("show", tmp_path / "m.pt", "history", "--json").json["value"] == [0.5, 0.25]
     cells = dckpt("show", tmp_path / "m.pt", "rng", "--json").json["cells"]
     assert [cell["value"] for cell in cells] == [{"seed": [0, 5]}, {"seed": [1, 5]}]
@@ -346,7 +345,7 @@ def test_files_that_are_damaged(tmp_path: Path, dckpt: Run, command: str) -> Non
 
 def test_a_file_that_changes_while_it_is_looked_at(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(4.0)}, tmp_path / "a.pt")
-    opened = convert.open_source(tmp_path / "a.pt")
+    opened = Checkpoint.open(tmp_path / "a.pt")
     assert opened["w"][1:3].tolist() == [1.0, 2.0]
     torch.save({"w": torch.arange(5.0)}, tmp_path / "a.pt")
     with pytest.raises(CorruptCheckpointError, match="changed"):

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dist_checkpointing as dc
+from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
@@ -34,8 +35,8 @@ BACKENDS = {
     "zarr:1": ("zarr", 1),
     "torch_dist": ("torch_dist", 1),
 }
-FORMATS = [*BACKENDS, "safetensors", "torch"]
-KINDS = ["tensorstore", "safetensors", "torch"]
+FORMATS = [*BACKENDS, "safetensors", "torch_file"]
+KINDS = ["tensorstore", "safetensors", "torch_file"]
 """What is written: a checkpoint, a folder of files, a file."""
 COMMON: dict[str, Any] = {
     "note": "a text",
@@ -44,7 +45,7 @@ COMMON: dict[str, Any] = {
     "order": torch.arange(3),
 }
 COMMON_KEY, OBJECTS_KEY = conversions.COMMON_KEY, conversions.OBJECTS_KEY
-convert, open_source = conversions.convert, conversions.open_source
+convert = conversions.convert
 ConvertOptions, Rules = conversions.ConvertOptions, conversions.Rules
 ROOMY = ConvertOptions(memory_bytes=8 * 2**30)
 
@@ -132,7 +133,7 @@ def read_back(path: Path, to: str) -> dict[str, torch.Tensor]:
     """With the programs that the formats are for."""
     if to == "safetensors":
         return load_file(path / "model.safetensors")
-    if to == "torch":
+    if to == "torch_file":
         content = torch.load(path, weights_only=True)
         return {k: v for k, v in content.items() if k not in (COMMON_KEY, OBJECTS_KEY)}
     loaded = dc.load_plain_tensors(path)
@@ -152,7 +153,7 @@ def test_bits_arrive(sources: dict[str, Path], source: str, to: str, tmp_path: P
     assert (done.verified_bytes, done.not_verified) == (num_bytes, None)
     if to == "safetensors":
         return
-    found = open_source(tmp_path / "out")
+    found = Checkpoint.open(tmp_path / "out")
     assert done.left_out == ()
     common, order = dict(found.common), COMMON["order"]
     assert torch.equal(common.pop("order"), order)
@@ -187,12 +188,12 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     tensors = {"w": values(70), "empty": torch.ones(0, 2), "v": torch.tensor(5)}
     leaves = {key: shard(key, data) for key, data in tensors.items()}
     dc.save({**common, **leaves, "o": dc.ShardedObject("o", cell, (1,), (0,))}, tmp_path / "c")
-    convert(tmp_path / "c", tmp_path / "out.pt", "torch", options=ROOMY)
+    convert(tmp_path / "c", tmp_path / "out.pt", "torch_file", options=ROOMY)
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     expected = {**tensors, COMMON_KEY: common, OBJECTS_KEY: {"o": {(0,): cell}}}
     assert repr(found) == repr({key: expected[key] for key in found})
     assert found.keys() == expected.keys()
-    again = open_source(tmp_path / "out.pt")
+    again = Checkpoint.open(tmp_path / "out.pt")
     assert repr(again.common) == repr(common)
     assert repr(again.objects["o"][0]) == repr(cell)
 
@@ -200,7 +201,7 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
 def test_torch_leaves_out_what_weights_only_refuses(tmp_path: Path) -> None:
     state = {"w": shard("w", torch.ones(2)), "args": Namespace(lr=1.0), "step": 3}
     dc.save(state, tmp_path / "source")
-    done = convert(tmp_path / "source", tmp_path / "out.pt", "torch", options=ROOMY)
+    done = convert(tmp_path / "source", tmp_path / "out.pt", "torch_file", options=ROOMY)
     assert "args" in done.left_out[0]
     content = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
     assert content[COMMON_KEY] == {"step": 3}
@@ -363,7 +364,7 @@ def test_a_file_of_before_pytorch_1_6(to: str, tmp_path: Path) -> None:
     convert(path, tmp_path / "out", to, options=ROOMY)
     assert_same(read_back(tmp_path / "out", to), {"w": torch.arange(5)})
     with pytest.raises(dc.CheckpointingException, match="as a whole"):
-        open_source(path, most_bytes=10)
+        Checkpoint.open(path, most_bytes=10)
 
 
 class Evil:
@@ -419,15 +420,15 @@ def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
         text = json.dumps({"weight_map": weight_map})
         (folder / "model.safetensors.index.json").write_text(text)
         with pytest.raises(dc.CorruptCheckpointError):
-            open_source(folder)
+            Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("kind", ["safetensors", "torch_file"])
 def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"m.{kind}"
     write: Any = save_file if kind == "safetensors" else torch.save
     write({"w": torch.ones(4)}, path)
-    opened = open_source(path)
+    opened = Checkpoint.open(path)
     opened.require_unchanged()
     first = Box((0,), (4,))
     assert_same({"w": opened.read([("w", first)])[0]}, {"w": torch.ones(4)})
@@ -445,7 +446,7 @@ def test_reading_safetensors_names_the_package_that_is_missing(
     save_file({"w": torch.ones(4)}, tmp_path / "m.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(dc.CheckpointingException, match=r"pip install 'dist_checkpointing\[safe"):
-        open_source(tmp_path / "m.safetensors")
+        Checkpoint.open(tmp_path / "m.safetensors")
 
 
 @pytest.mark.parametrize("to", KINDS)
@@ -491,7 +492,7 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
         convert(sources["zarr"], tmp_path / "out", "parquet")
     rules = Rules.parse(reshard=["axis=0,parts=2"])
     with pytest.raises(dc.CheckpointingException, match="reshard"):
-        convert(sources["zarr"], tmp_path / "out", "torch", rules=rules)
+        convert(sources["zarr"], tmp_path / "out", "torch_file", rules=rules)
     with pytest.raises(dc.CheckpointingException, match="memory"):
         convert(sources["zarr"], tmp_path / "out", "zarr", options=ConvertOptions(memory_bytes=1))
     dc.save({"c": shard("c", torch.ones(2).to(torch.complex128))}, tmp_path / "c")

@@ -34,7 +34,7 @@ from dist_checkpointing.tools.convert.source import PartChecks
 from states import between, flat as flat_part, rows, save_on, shard
 
 BACKENDS = {name: make for name, make in samples.BACKENDS.items() if name != "zarr-2-zstd"}
-TARGETS = ["tensorstore", "zarr:1", "torch_dist", "safetensors", "torch"]
+TARGETS = ["tensorstore", "zarr:1", "torch_dist", "safetensors", "torch_file"]
 ROOMY = ConvertOptions(memory_bytes=8 * 2**30, threads=2)
 GENERATOR = torch.Generator().manual_seed(3)
 FULL = {
@@ -86,7 +86,11 @@ SOME_OF = {
 
 @pytest.mark.parametrize(
     ("source", "to"),
-    [*zip(BACKENDS, TARGETS, strict=False), ("tensorstore", "torch"), ("zarr-2", "torch_dist")],
+    [
+        *zip(BACKENDS, TARGETS, strict=False),
+        ("tensorstore", "torch_file"),
+        ("zarr-2", "torch_dist"),
+    ],
 )
 def test_a_flipped_bit_is_found_wherever_it_is(
     sources: dict[str, Path], source: str, to: str, tmp_path: Path
@@ -212,10 +216,10 @@ def test_the_command_says_what_was_verified(sources: dict[str, Path], tmp_path: 
         return result.output
 
     source = sources["tensorstore"]
-    plain = run(source, tmp_path / "a", "--to", "torch")
+    plain = run(source, tmp_path / "a", "--to", "torch_file")
     assert f"  verified: {bytes_text(NUM_BYTES)} of tensors by the checksums" in plain
     assert "not verified" not in plain
-    off = run(source, tmp_path / "b", "--to", "torch", "--no-verify")
+    off = run(source, tmp_path / "b", "--to", "torch_file", "--no-verify")
     assert "  not verified: verification was turned off\n" in off
     none = run(tmp_path / "a", tmp_path / "c", "--to", "zarr")
     assert "  not verified: the source keeps no checksums\n" in none

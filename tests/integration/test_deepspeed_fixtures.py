@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
+from dist_checkpointing import Checkpoint
 from dist_checkpointing.format import Box
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.tools import convert as tool
@@ -112,7 +113,7 @@ def test_a_training_goes_on_from_it(tmp_path: Path, name: str) -> None:
 
 @ALL
 def test_every_box_can_be_read(name: str) -> None:
-    source = tool.open_source(FOLDER / name)
+    source = Checkpoint.open(FOLDER / name)
     for key in ("model.embed.weight", "optimizer.state.body.weight.exp_avg_sq"):
         full = expected(name)[key]
         ranges = [
@@ -131,7 +132,7 @@ def test_every_box_can_be_read(name: str) -> None:
 
 
 def test_the_folder_above_is_that_of_the_latest_step(tmp_path: Path) -> None:
-    assert tool.open_source(FOLDER / "zero3").path == FOLDER / "zero3" / STEP
+    assert Checkpoint.open(FOLDER / "zero3").path == FOLDER / "zero3" / STEP
     path = written("zero3", tmp_path)
     (path / "latest").write_text("../zero3/global_step9")
     assert "metadata.json" in refused(path, dc.CheckpointingException)
@@ -164,7 +165,7 @@ def test_elastic_checkpoints(tmp_path: Path) -> None:
 
     for rank in (0, 1):
         edit(path / STEP / OPTIM.format(rank), without_padding)
-    source = tool.open_source(path)
+    source = Checkpoint.open(path)
     for key, value in expected("zero2").items():
         (found,) = source.read([(key, Box.whole(tuple(value.shape)))])
         assert torch.equal(found.to(value.dtype), value)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 
-from dist_checkpointing import Recipe, ShardedObject, ShardedTensor, load, save
+from dist_checkpointing import Checkpoint, Recipe, ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import ELEMENT_TYPES, FLOATING, Box
 from dist_checkpointing.planning import (
@@ -36,14 +36,15 @@ from dist_checkpointing.planning import (
     derived_tensors,
 )
 from dist_checkpointing.serialization import get_default_load_sharded_strategy, preview_recipe
-from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper, safetensors_folder
+from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.strategies.safetensors import model_files
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools import convert
 from states import BACKENDS, flat, shard
 from tiers import examples
 
 DTYPES = [row.name for row in ELEMENT_TYPES if row.name not in ("uint16", "uint32", "uint64")]
-IN_SAFETENSORS = {*safetensors_folder.DTYPE_NAMES.values()}
+IN_SAFETENSORS = {*model_files.DTYPE_NAMES.values()}
 KEPT = 8.0
 """What a template holds; every dtype has it, and bool makes True of it."""
 ZEROS, TEMPLATE = 0, -1
@@ -514,7 +515,9 @@ def assert_says(made: Derivation, stored: dict[str, torch.Tensor], full: State) 
     backend=st.sampled_from(BACKENDS),
     world=st.integers(1, 3),
     seed=st.integers(0, 10**6),
-    to=st.sampled_from(["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch"]),
+    to=st.sampled_from(
+        ["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch_file"]
+    ),
 )
 def test_a_conversion_is_what_torch_makes(
     case: Case, backend: Any, world: int, seed: int, to: str
@@ -525,7 +528,7 @@ def test_a_conversion_is_what_torch_makes(
         folder, out = Path(name) / "ckpt", Path(name) / "out"
         written(case, folder, backend, world, seed)
         done = convert.convert(folder, out, to, recipe=Recipe(*case.rules))
-        source = convert.open_source(out)
+        source = Checkpoint.open(out)
         assert sorted(source.index) == sorted(case.full)
         is_empty = not any(own.numel() for own in case.stored.values())
         assert (done.not_verified is None) != is_empty

@@ -165,9 +165,9 @@ def _program(arguments: list[str]) -> list[str]:
 
 
 def _tensor_files(path: Path) -> list[str]:
-    from dist_checkpointing.tools import convert
+    from dist_checkpointing import Checkpoint
 
-    return [_outcome(lambda: convert.open_source(path, most_bytes=1 << 20).require_unchanged())]
+    return [_outcome(lambda: Checkpoint.open(path).require_unchanged())]
 
 
 def _manager(root: Path) -> list[str]:

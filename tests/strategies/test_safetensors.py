@@ -97,8 +97,8 @@ def test_others_read_what_any_ranks_have_saved(
     tmp_path_factory: pytest.TempPathFactory, world_size: int, max_file_bytes: int, threads: int
 ) -> None:
     full, folder = model(), tmp_path_factory.mktemp("model")
-    options = StorageOptions(threads=threads)
-    strategy = saver(max_file_bytes=max_file_bytes, options=options)
+    options = StorageOptions(threads=threads, data_file_bytes=max_file_bytes)
+    strategy = saver(options=options)
     extra = {"note": "a text", "step": 3}
     run_ranks(world_size, lambda c: dc.save(part_of(full, c) | extra, folder, strategy, comm=c))
     require_equal(read_by_others(folder), full)
@@ -235,7 +235,7 @@ def test_a_kill_before_any_call_leaves_no_model_or_a_whole_one(tmp_path: Path, n
         child = os.fork()
         if child == 0:
             with killed(f"os.{name}", len(statuses) + 1):
-                dc.save(state, folder, saver(max_file_bytes=400))
+                dc.save(state, folder, saver(options=StorageOptions(data_file_bytes=400)))
             os._exit(0)
         statuses.append(os.waitpid(child, 0)[1])
         if (folder / INDEX).exists():

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import TorchState, shard_state_dict
+from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import SafetensorsSaveShardedStrategy
 from hf_models import MODELS, RECIPES, make
 
@@ -46,7 +47,8 @@ def main() -> None:
         model: Any = cut(make(name, seed=1))
         state = shard_state_dict(model.state_dict())
         files = {"config.json": model.config.to_json_string().encode()}
-        strategy = SafetensorsSaveShardedStrategy(max_file_bytes=100_000, extra_files=files)
+        options = StorageOptions(data_file_bytes=100_000)
+        strategy = SafetensorsSaveShardedStrategy(extra_files=files, options=options)
         dc.save(state, folder / name, strategy)
         is_tied = model.config.tie_word_embeddings  # a state dict has the tied weight twice
         for way in ("state",) if is_tied else ("state", "state dict"):

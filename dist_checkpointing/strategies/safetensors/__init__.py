@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, ClassVar, Final, Self
@@ -15,7 +16,7 @@ import torch
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.format.commit import MODEL_SUFFIX
+from dist_checkpointing.format.foreign_formats import MODEL_SUFFIX
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.mapping.nested_dicts import flatten, path_text, unflatten
@@ -23,6 +24,7 @@ from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.strategies.base import (
     KnownFormats,
     LoadCommonStrategy,
+    PathOrStr,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     SaveCommonStrategy,
@@ -47,7 +49,6 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
 
     Args:
         dtype: cast floating-point values to it; by default they stay as they are.
-        max_file_bytes: most bytes of values in a file.
         extra_files: configuration, tokenizer and other small files of the model, by name.
         options: see PlannedSaveStrategy, also for what else there is.
 
@@ -67,20 +68,31 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
         version: int | None = None,
         *,
         dtype: torch.dtype | None = None,
-        max_file_bytes: int = SafetensorsWriter.max_file_bytes,
         extra_files: Mapping[str, bytes] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(backend, version, **options)
-        self.dtype, self.max_file_bytes = dtype, max_file_bytes
+        self.dtype = dtype
         self.extra_files = dict(extra_files or {})
 
     def make_writer(self, checkpoint_dir: Any) -> SafetensorsWriter:
         writer = super().make_writer(checkpoint_dir)
         assert isinstance(writer, SafetensorsWriter)
-        writer.dtype, writer.max_file_bytes = self.dtype, self.max_file_bytes
+        writer.dtype = self.dtype
         writer.extra_files = self.extra_files
         return writer
+
+    def is_one_file(self, path: PathOrStr) -> bool:
+        return os.fspath(path).endswith(MODEL_SUFFIX)
+
+    def holdable(
+        self, common_state_dict: StateDict, objects: Mapping[str, Any]
+    ) -> tuple[StateDict, Mapping[str, Any]]:
+        del objects
+        kept: dict[Any, Any] = dict(texts_of(common_state_dict))
+        if files := model_files_of(common_state_dict):
+            kept[MODEL_FILES_KEY] = files
+        return kept, {}
 
     def common_strategy(
         self, writer: StorageWriter, common_state_dict: StateDict

@@ -23,11 +23,8 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import (
-    MODEL_INDEX_SUFFIX,
-    MODEL_SUFFIX,
-)
 from dist_checkpointing.format.dtypes import DType, from_name
+from dist_checkpointing.format.foreign_formats import MODEL_INDEX_SUFFIX, MODEL_SUFFIX
 from dist_checkpointing.format.geometry import Ints, ints_from_json
 
 BACKEND: Final = "safetensors"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -18,11 +19,9 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import file_writer
-from dist_checkpointing.format.commit import (
-    MODEL_INDEX_NAME,
-)
 from dist_checkpointing.format.dtypes import FLOATING, DType
 from dist_checkpointing.format.file_names import is_of_optimizer
+from dist_checkpointing.format.foreign_formats import MODEL_INDEX_NAME
 from dist_checkpointing.format.geometry import Box, Window, values_of_part
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile, shared_name
@@ -40,6 +39,7 @@ from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.safetensors.model_files import (
     CODE_OF_DTYPE,
     METADATA_KEY,
+    ModelFile,
     TensorRow,
     is_model_file,
     plan_files,
@@ -60,7 +60,6 @@ class SafetensorsWriter(StorageWriter):
 
     Attributes:
         dtype: To which floating-point values are cast; None for their own.
-        max_file_bytes: Most bytes of values in a file.
         extra_files: Other files of the model, by name.
         texts: What the common state adds to the headers.
     """
@@ -69,16 +68,19 @@ class SafetensorsWriter(StorageWriter):
     gathers_results: ClassVar[bool] = False
     keeps_fingerprints: ClassVar[bool] = False
     dtype: torch.dtype | None = None
-    max_file_bytes: int = 5 * 10**9
     extra_files: Mapping[str, bytes] = {}
     texts: Mapping[str, str] = {}
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del world_size
         self._require_storable(index)
-        files = plan_files(self._rows(index), {}, self.max_file_bytes)
+        names = [file.name for file in self._files(index, {})]
         # A save that gives up takes the last of them first.
-        return [*(file.name for file in files), *self.extra_files, MODEL_INDEX_NAME]
+        return names if self.is_one_file else [*names, *self.extra_files, MODEL_INDEX_NAME]
+
+    def _files(self, index: Index, texts: Mapping[str, str], room: int = 0) -> list[ModelFile]:
+        most_bytes = sys.maxsize if self.is_one_file else self.options.data_file_bytes
+        return plan_files(self._rows(index), texts, most_bytes, room=room)
 
     def _require_storable(self, index: Index) -> None:
         findings = [
@@ -117,7 +119,7 @@ class SafetensorsWriter(StorageWriter):
         table, index, data_of = plan.table, plan.index, planner.data_of(plan)
         assert index is not None
         room = _TEXT_BYTES if self.world_size > 1 else 0
-        files = plan_files(self._rows(index), self.texts, self.max_file_bytes, room=room)
+        files = self._files(index, self.texts, room)
         file_of = {key: number for number, file in enumerate(files) for key in file.starts}
         numbers = [file_of.get(name, -1) for name in table.names]
         written = {*map(numbers.__getitem__, table.keys.tolist())}
@@ -159,7 +161,10 @@ class SafetensorsWriter(StorageWriter):
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile]:
         del results
-        files = plan_files(self._rows(metadata), self.texts, self.max_file_bytes)
+        files = self._files(metadata, {})
+        if self.is_one_file:
+            self.commit_file = files[0].name, None
+            return []
         names = {key: file.name for file in files for key in file.starts}
         sizes = (dtype.itemsize * math.prod(shape) for _, dtype, shape in self._rows(metadata))
         content = {

@@ -29,8 +29,8 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.file_names import require_file_name
+from dist_checkpointing.format.foreign_formats import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import MAX_AXES, Box, Ints, Pieces, ravel_offset
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.commit import COMMON_STATE_FNAME
+from dist_checkpointing.format.foreign_formats import COMMON_STATE_FNAME
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.serialization import load, load_plain_tensors, load_tensors_metadata, save

@@ -29,7 +29,6 @@ if typing.TYPE_CHECKING:
         plan_conversion as plan_conversion,
         return_freed_memory as return_freed_memory,
     )
-    from dist_checkpointing.tools.opening import open_source as open_source
 
 _MODULES = {
     "strategies.torch_file": ("COMMON_KEY", "OBJECTS_KEY"),
@@ -41,7 +40,6 @@ _MODULES = {
         "plan_conversion",
         "return_freed_memory",
     ),
-    "tools.opening": ("open_source",),
 }
 
 if not typing.TYPE_CHECKING:

@@ -6,15 +6,15 @@ import errno
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -24,7 +24,9 @@ from dist_checkpointing.errors import (
     hint,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.location import as_local_folder, as_location
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.index import size_of_files
 from dist_checkpointing.planning.recipe import Derivation, Recipe
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
@@ -36,8 +38,7 @@ from dist_checkpointing.tools.convert.plan import (
     plan_conversion,
 )
 from dist_checkpointing.tools.convert.source import Source
-from dist_checkpointing.tools.convert.write import FILE_TARGETS, CheckpointTarget, Target
-from dist_checkpointing.tools.opening import open_source
+from dist_checkpointing.tools.convert.write import Target
 
 _LEAST_GROWN_BYTES = 2**28
 _MOST_GROWTH = 64
@@ -119,24 +120,27 @@ def convert(
     """
     options, rules = options or ConvertOptions(), rules or Rules()
     began = time.perf_counter()
-    backend = None if to in FILE_TARGETS else parse_backend(to)
-    if backend is None and rules.reshards:
-        finding = Finding("only checkpoints are cut into parts", found=to)
-        raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
-    place = as_local_folder(destination) if backend is None else as_location(destination)
-    opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
+    backend, place = parse_backend(to), as_location(destination)
+    opened = Checkpoint.open(source, trusted=options.trusted)
     stored = Source(opened, recipe)
     objects = {key: handle.shape for key, handle in stored.objects.items()}
     plan = plan_conversion(stored.index, objects, rules)
-    if any(location.overlap(path, place) for path in stored.paths):
+    if location.overlap(opened.path, place):
         problem, remedy = "source and destination overlap", "Convert into another place."
         finding = Finding(problem, path=str(place), remedy=remedy)
         raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
     # All that can be wrong is found out before a byte is written.
-    job = stored, plan, place, options, progress, rules.tensors_only
-    target = FILE_TARGETS[to](*job) if backend is None else CheckpointTarget(*job, backend=backend)
-    if stored.files is not None and not (options.overwrite or options.dry_run):
-        _require_expected_size(stored.files.paths, plan.num_bytes)
+    target = Target(
+        source=stored,
+        plan=plan,
+        destination=place,
+        backend=backend,
+        options=options,
+        progress=progress,
+        tensors_only=rules.tensors_only,
+    )
+    if not (options.overwrite or options.dry_run):
+        _require_expected_size(opened.folder, plan.num_bytes)
     location.check_room(place.absolute().parent, plan.num_bytes)
     # Before memory is divided, so that the checksums count.
     not_verified: str | None = "verification was turned off"
@@ -151,8 +155,8 @@ def convert(
         with _writing(target):
             num_proven = target.write(budget)
     return Conversion(
-        source=stored.kind,
-        target=to if backend is None else f"{backend[0]} {backend[1]}",
+        source=" ".join(map(str, opened.backend)),
+        target=" ".join(map(str, backend)),
         plan=plan,
         left_out=tuple(target.left_out),
         num_proven=num_proven,
@@ -163,9 +167,9 @@ def convert(
     )
 
 
-def _require_expected_size(files: Iterable[Path], num_bytes: int) -> None:
+def _require_expected_size(path: Location, num_bytes: int) -> None:
     """Refuse to write in full what repeats a few stored values, as after ``expand``."""
-    stored = sum(file.stat().st_size for file in files)
+    stored = location.size_of(path) or size_of_files(path)[0]
     if num_bytes > _LEAST_GROWN_BYTES + _MOST_GROWTH * stored:
         problem = f"tensors of {bytes_text(num_bytes)} are views of {bytes_text(stored)}"
         remedy = "--dry-run names them, --force (overwrite=True) writes them in full."
@@ -175,8 +179,7 @@ def _require_expected_size(files: Iterable[Path], num_bytes: int) -> None:
 
 def targets() -> list[str]:
     """What ``to`` may be."""
-    backends = [f"{n}:{v}" for n, v in available_strategies(StrategyAction.SAVE_SHARDED)]
-    return [*backends, *FILE_TARGETS]
+    return [f"{n}:{v}" for n, v in available_strategies(StrategyAction.SAVE_SHARDED)]
 
 
 def parse_backend(text: str) -> tuple[str, int]:

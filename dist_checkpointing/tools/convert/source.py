@@ -15,7 +15,6 @@ from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.checkpoint.verify_checkpoint import stored_objects_damage
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_tables
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -27,7 +26,6 @@ from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
 from dist_checkpointing.tools.convert.plan import Budget
-from dist_checkpointing.tools.opening import OpenedFiles
 
 KeyBoxes = Sequence[tuple[str, Box]]
 
@@ -43,8 +41,7 @@ _REMEDY = "Convert another checkpoint, or take it as it is: --no-verify (verify=
 class Source:
     """Tensors and objects to convert, as a recipe makes them, read from any thread.
 
-    ``files`` is set if they are no checkpoint, ``made`` by a recipe. What is read is compared with
-    the checksums in ``checks``.
+    ``made`` is what a recipe makes. What is read is compared with the checksums in ``checks``.
 
     Raises:
         StateMismatchError: naming the rule that does not fit.
@@ -52,16 +49,10 @@ class Source:
 
     def __init__(self, opened: Checkpoint, recipe: Recipe | None = None) -> None:
         self.opened = opened
-        self.files = opened.files if isinstance(opened, OpenedFiles) else None
-        if self.files is not None:
-            self.kind = self.files.kind
-        else:
-            name, version = opened.backend
-            self.kind = f"checkpoint, {name} {version}"
-            # Threads are the caller's, and pages of a mapped file would count as memory in use.
-            opened.reads.options = StorageOptions(
-                threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
-            )
+        # Threads are the caller's, and pages of a mapped file would count as memory in use.
+        opened.reads.options = StorageOptions(
+            threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
+        )
         self.index: Index = opened.index
         self.objects: Mapping[str, ObjectHandle] = opened.objects
         self.made: Derivation | None = None
@@ -78,15 +69,8 @@ class Source:
             self.index = self.made.index
             self.objects = {new: opened.objects[old] for new, old in self.made.objects.items()}
 
-    @property
-    def paths(self) -> tuple[Location, ...]:
-        """What must not be written to while it is read."""
-        return (self.opened.path, *(self.files.paths if self.files else ()))
-
     def limit(self, budget: Budget) -> None:
-        """Let checks, and pages of mapped files, take no more memory than the budget allows."""
-        if self.files is not None:
-            self.files.most_bytes = budget.mapped_bytes
+        """Let checks take no more memory than the budget allows."""
         self.checks.most_bytes = budget.box_bytes
 
     def find_checksums(self, keys: Collection[str]) -> bool:
@@ -95,8 +79,6 @@ class Source:
         Common state, objects, and all that describes the tensors are compared here. It is an error
         if the checksums do not speak of all there is.
         """
-        if self.files is not None:
-            return False
         opened = self.opened
         if self.made is not None:
             keys = {stored for key in keys for stored in self.made.tensors[key].sources}

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
-import shutil
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 
 from dist_checkpointing.byte_sizes import in_batches
@@ -33,60 +27,50 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
-from dist_checkpointing.filesystem.locks import LOCK_NAME, FolderLock
+from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS
-from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.commit import DATA, check_is_distributed_checkpoint
-from dist_checkpointing.format.geometry import Box, ravel_offset
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.leftovers import attempt_of, leftovers
 from dist_checkpointing.format.removal import remove_checkpoint
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, MetadataIndex, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.strategies import safetensors_folder, torch_file
+from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
-from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
-from dist_checkpointing.threads import in_threads
 from dist_checkpointing.tools.convert.plan import (
     Budget,
     ConversionPlan,
     ConvertOptions,
     PlannedTensor,
     is_cut_across,
-    runs,
     shards,
 )
 from dist_checkpointing.tools.convert.source import Source
-from dist_checkpointing.tools.opening import OpenedFiles
 
-_MOST_COPIED_TOGETHER = 512
 _LARGE_BYTES = 2**20
 _TOGETHER_BYTES = 8 * 2**20
 _MOST_TOGETHER = 1024
 
 
-_Copy = tuple[PlannedTensor, Box, int, int]
-"""A box of a tensor, the file that it is copied to, and where in that the tensor begins."""
+@dataclass(eq=False, kw_only=True)
+class Target:
+    """One conversion: a save whose data is lazy; so its backend must accept a planner.
 
-
-@dataclass(eq=False)
-class Target(ABC):
-    """One conversion: what is read, what is planned, and where it goes.
-
-    ``left_out`` says what it cannot hold; ``stop``, when set, ends the conversion.
+    ``left_out`` says what the format cannot hold; ``stop``, when set, ends the conversion.
     """
 
     source: Source
     plan: ConversionPlan
     destination: Any
+    backend: tuple[str, int]
     options: ConvertOptions
     progress: ProgressOption | None
     tensors_only: bool
@@ -94,29 +78,24 @@ class Target(ABC):
     stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.prepare()
+        # Imports what will be used, so that its memory counts before the rest is divided.
+        found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, self.backend)
+        if not isinstance(found, PlannedSaveStrategy):
+            problem = "it has no planner, so all tensors would have to be in memory"
+            message = f"cannot convert into {self.backend[0]} {self.backend[1]}"
+            raise CheckpointingException(message, [Finding(problem, found=type(found))])
+        # A copy: a strategy that was registered by hand belongs to somebody else.
+        self.strategy = copy.copy(found)
+        self.is_one_file = found.is_one_file(self.destination)
+        self._require_place()
+        common = {} if self.tensors_only else self.source.opened.common
+        cells = {o.key: dict(self.source.objects[o.source_key]) for o in self.plan.objects}
+        self.common, self.cells = self.strategy.holdable(common, cells)
+        self._leave_out("common state", common, self.common)
+        self._leave_out("objects", cells, self.cells)
 
-    @abstractmethod
-    def prepare(self) -> None:
-        """Refuse what cannot be held, and note what is left out."""
-
-    @abstractmethod
-    def write(self, budget: Budget) -> int:
-        """Write all that is planned; the number of tensors proven to be those of the source."""
-
-    @property
-    def common(self) -> dict[Any, Any]:
-        """The common state to convert."""
-        return {} if self.tensors_only else self.source.opened.common
-
-    @property
-    def rows(self) -> list[TensorRow]:
-        """The tensors to write."""
-        return [(tensor.key, tensor.dtype, tensor.shape) for tensor in self.plan.tensors]
-
-    def leave_out(self, what: str, names: Iterable[object], kept: Iterable[object] = ()) -> None:
+    def _leave_out(self, what: str, names: Iterable[object], kept: Container[object]) -> None:
         """Note the names that are not kept: the first of them."""
-        kept = frozenset(kept)
         if lost := [str(name) for name in names if name not in kept]:
             more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
             self.left_out.append(f"{what} ({', '.join(lost[:5])}{more})")
@@ -156,191 +135,18 @@ class Target(ABC):
             raise CorruptCheckpointError(message, findings)
         return len(expected)
 
-
-class FileTarget(Target):
-    """Files of another program, created with room for all values, which are copied in C order."""
-
-    @abstractmethod
-    def create(self, path: Path) -> Mapping[Path, Mapping[str, int]]:
-        """Create the files; at which byte of which the values of each tensor begin."""
-
-    @abstractmethod
-    def reopen(self, path: Path) -> TensorFiles | None:
-        """What was written; None if it cannot be read here."""
-
-    def is_alike(self, path: Path) -> bool:
-        """Whether what is at a path is of the kind that is written."""
-        return path.is_file()
-
-    def write(self, budget: Budget) -> int:
-        meter = Meter("convert", 0, self.progress)
-
-        def move(batch: Sequence[_Copy]) -> None:
-            """Copy what is read at once: one large box, or many small ones."""
-            values = self.read([(tensor, box) for tensor, box, *_ in batch])
-            for (tensor, box, descriptor, start), data in zip(batch, values, strict=True):
-                position = start + ravel_offset(box.offset, tensor.shape) * tensor.dtype.itemsize
-                view = bytes_of(np.ascontiguousarray(tensor_memory.as_numpy(data)))
-                while view:
-                    count = os.pwrite(descriptor, view, position)
-                    view, position = view[count:], position + count
-                meter.add(data.nbytes)
-
-        with self._written_beside() as path, meter.phase("writing"):
-            meter.expect(self.plan.num_bytes)
-            with ExitStack() as stack:
-                copies = self._copies(path, stack, budget.box_bytes)
-                batches = list(in_batches(copies, budget.box_bytes, _MOST_COPIED_TOGETHER))
-                in_threads(move, batches, budget.threads)
-            self.source.opened.require_unchanged()
-            if self.source.index.fingerprints and (files := self.reopen(path)) is not None:
-                return self.prove(OpenedFiles(files, trusted=True), budget)
-            return 0
-
-    def _copies(self, path: Path, stack: ExitStack, most_bytes: int) -> Iterator[tuple[_Copy, int]]:
-        """Create the files, open until the stack ends, and say what to copy, with its bytes."""
-        tensors = {tensor.key: tensor for tensor in self.plan.tensors}
-        for created, starts in self.create(path).items():
-            descriptor = stack.enter_context(created.open("r+b")).fileno()
-            for key, start in starts.items():
-                tensor = tensors[key]
-                for box in runs(tensor, most_bytes):
-                    yield (tensor, box, descriptor, start), tensor.num_bytes_of(box)
-
-    def _require_free(self) -> None:
-        """Refuse a destination that is taken, unless it may be replaced."""
-        destination: Path = self.destination
-        is_empty = destination.is_dir() and not any(destination.iterdir())
-        if is_empty or not os.path.lexists(destination):
-            return
-        if not self.options.overwrite:
-            raise _exists(destination, "something is here", "Name another place, or pass --force.")
-        if not self.is_alike(destination):
-            problem = "holds something else than what would be written"
-            raise _exists(destination, problem, "Delete it by hand, or name another place.")
-
-    @contextmanager
-    def _written_beside(self) -> Iterator[Path]:
-        """A path to write a file or folder at; it becomes the destination if the body succeeds.
-
-        It lies in a hidden folder beside it. A conversion that was killed leaves that; the next one
-        begins by deleting it.
-        """
-        destination: Path = self.destination
-        self._require_free()
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        hidden = destination.with_name(f".{destination.name}.dckpt-partial")
-        hidden.mkdir(exist_ok=True)
-        try:
-            lock = FolderLock.acquire(hidden)
-        except CheckpointExistsError as error:
-            problem = "another conversion writes here"
-            findings = [replace(f, problem=problem) for f in error.findings]
-            raise CheckpointExistsError(f"{destination} already exists", findings) from None
-        with lock:
-            for entry in hidden.iterdir():
-                if entry.name != LOCK_NAME:
-                    local_folder.remove(entry, hidden)
-            new = hidden / "new"
-            try:
-                yield new
-                self._require_free()
-                if new.is_dir():
-                    local_folder.fsync_tree(new)
-                    if destination.is_dir():
-                        destination.rename(hidden / "old")
-                else:
-                    local_folder.fsync_file(new)
-                new.replace(destination)
-                local_folder.fsync_folder(destination.parent)
-            finally:
-                shutil.rmtree(hidden, ignore_errors=True)
-
-
-class SafetensorsTarget(FileTarget):
-    """A folder as Hugging Face lays it out, or one file if the destination is named so."""
-
-    def prepare(self) -> None:
-        self.as_folder = not self.destination.name.endswith(safetensors_folder.SUFFIX)
-        safetensors_folder.require_storable(self.rows)
-        common = self.common
-        self.texts = safetensors_folder.texts_of(common)
-        self.model_files = safetensors_folder.model_files_of(common) if self.as_folder else {}
-        kept = [*self.texts, *([safetensors_folder.MODEL_FILES_KEY] if self.model_files else [])]
-        self.leave_out("common state that is no text", common, kept)
-        self.leave_out("objects", (planned.key for planned in self.plan.objects))
-
-    def create(self, path: Path) -> Mapping[Path, Mapping[str, int]]:
-        most_bytes = self.options.shard_bytes if self.as_folder else None
-        created = safetensors_folder.create(path, self.rows, self.texts, most_bytes)
-        for name, data in self.model_files.items():
-            (path / name).write_bytes(data)
-        return created
-
-    def reopen(self, path: Path) -> TensorFiles | None:
-        # The package that reads them is an extra.
-        can_read = find_spec("safetensors") is not None
-        return safetensors_folder.SafetensorsFiles(path) if can_read else None
-
-    def is_alike(self, path: Path) -> bool:
-        if not self.as_folder:
-            return path.is_file()
-        suffixes = (safetensors_folder.SUFFIX, safetensors_folder.INDEX_SUFFIX)
-        return path.is_dir() and all(
-            entry.name in self.model_files or entry.name.endswith(suffixes)
-            for entry in path.iterdir()
-        )
-
-
-class TorchTarget(FileTarget):
-    """A file of torch.save that is loaded without trust."""
-
-    def prepare(self) -> None:
-        cells = {o.key: dict(self.source.objects[o.source_key]) for o in self.plan.objects}
-        common = self.common
-        self.kept, self.cells = torch_file.loadable(common), torch_file.loadable(cells)
-        self.leave_out("common state that torch.load would refuse", common, self.kept)
-        self.leave_out("objects that torch.load would refuse", cells, self.cells)
-
-    def create(self, path: Path) -> Mapping[Path, Mapping[str, int]]:
-        return {path: torch_file.create(path, self.rows, self.kept, self.cells)}
-
-    def reopen(self, path: Path) -> TensorFiles:
-        # It holds nothing but what torch.load reads without trust.
-        return torch_file.TorchFile(path, trusted=True, most_bytes=self.options.memory_bytes)
-
-
-FILE_TARGETS: Final[Mapping[str, type[FileTarget]]] = {
-    "safetensors": SafetensorsTarget,
-    "torch": TorchTarget,
-}
-"""The formats that are no checkpoints, as ``convert(to=)`` takes them."""
-
-
-@dataclass(eq=False, kw_only=True)
-class CheckpointTarget(Target):
-    """A checkpoint, written by a save whose data is lazy; so its backend must accept a planner."""
-
-    backend: tuple[str, int]
-
-    def prepare(self) -> None:
-        self._require_place()
-        # Imports what will be used, so that its memory counts before the rest is divided.
-        found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, self.backend)
-        if not isinstance(found, PlannedSaveStrategy):
-            problem = "it has no planner, so all tensors would have to be in memory"
-            message = f"cannot convert into {self.backend[0]} {self.backend[1]}"
-            raise CheckpointingException(message, [Finding(problem, found=type(found))])
-        # A copy: a strategy that was registered by hand belongs to somebody else.
-        self.strategy = copy.copy(found)
-
     def _require_place(self) -> None:
         """Refuse a place that is taken; a conversion that did not end may lie there."""
         folder: Location = self.destination
         if not location.is_there(folder):
             return
-        if not location.is_folder(folder):
-            raise _exists(folder, "a file is here", "Name another place.")
+        if location.is_folder(folder) is self.is_one_file:
+            what = "a folder is here" if self.is_one_file else "a file is here"
+            raise _exists(folder, what, "Name another place.")
+        if self.is_one_file:
+            if not self.options.overwrite:
+                raise _exists(folder, "a file is here", "Name another place, or pass --force.")
+            return
         if check_is_distributed_checkpoint(folder):
             if not self.options.overwrite:
                 remedy = "Name another place, or pass --force."
@@ -356,7 +162,11 @@ class CheckpointTarget(Target):
     def write(self, budget: Budget) -> int:
         strategy, opened, destination = self.strategy, self.source.opened, self.destination
         strategy.planner = LazyPlanner(self, budget)
-        strategy.options = StorageOptions(threads=budget.threads, buffer_bytes=budget.buffer_bytes)
+        strategy.options = StorageOptions(
+            threads=budget.threads,
+            buffer_bytes=budget.buffer_bytes,
+            data_file_bytes=self.options.shard_bytes,
+        )
         writer = strategy.make_writer(destination)
         has_fingerprints = bool(self.source.index.fingerprints)
         # Cut here as the backend would anyway, but along what is stored.
@@ -386,7 +196,9 @@ class CheckpointTarget(Target):
         except BaseException:
             # Nothing is left of what this has begun; what was there before it began stays.
             began = attempt_of(destination) != before
-            if is_saved or (began and not check_is_distributed_checkpoint(destination)):
+            if is_saved and attempt_of(destination) is None:
+                local_folder.remove(destination, destination.parent)
+            elif is_saved or (began and not check_is_distributed_checkpoint(destination)):
                 remove_checkpoint(destination)
             raise
 
@@ -398,9 +210,8 @@ class CheckpointTarget(Target):
                 data = torch.empty(box.shape, dtype=dtype, device="meta")
                 yield ShardedTensor(tensor.key, data, dtype, box.shape, shape, box.offset, None)
         for planned in self.plan.objects:
-            handle = self.source.objects[planned.source_key]
-            for cell in handle:
-                yield ShardedObject(planned.key, handle[cell], planned.shape, cell)
+            for cell, value in self.cells.get(planned.key, {}).items():
+                yield ShardedObject(planned.key, value, planned.shape, cell)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,119 @@
+"""Formats of other programs, which have no ``metadata.json``: how they are recognized."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
+from dist_checkpointing.filesystem.location import is_file, is_there
+from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format.leftovers import CONFIG_FNAME, DCP_METADATA_NAME
+
+COMMON_STATE_FNAME = "common.pt"
+MODEL_SUFFIX: Final = ".safetensors"
+MODEL_INDEX_SUFFIX: Final = ".safetensors.index.json"
+MODEL_INDEX_NAME: Final = f"model{MODEL_INDEX_SUFFIX}"
+"""The commit of a save as safetensors. Without it Hugging Face finds no model in a folder."""
+
+_MAX_BYTES: Final = 1 << 20
+_MAX_NAME_BYTES: Final = 1 << 10
+_MARKS: Final = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
+_MARKS_OF_OTHERS: Final = (DCP_METADATA_NAME, "_METADATA", "_CHECKPOINT_METADATA")
+_ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
+_OUR_ARRAY: Final = re.compile(
+    rb'"name":\s*"default",\s*"configuration":\s*{\s*"separator":\s*"\."'
+)
+_TORCH_SIGNATURES: Final = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+"""How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
+
+
+def is_plain_dcp(folder: Location) -> bool:
+    """Whether torch DCP alone saved into the folder, and came to an end.
+
+    An unfinished save of this library or of Megatron does not count: they commit by a later file.
+    """
+    ours = (folder / name for name in _MARKS)
+    return is_file(folder / DCP_METADATA_NAME) and not any(map(is_there, ours))
+
+
+def is_database(folder: Location) -> bool:
+    """Whether another program wrote zarr v3 arrays there: into OCDBT, or into folders of its own.
+
+    Not if they are named as ours: without its commit a folder may be half of a copy, and what is
+    lost of it must not read as zeros.
+    """
+    marks = (folder / name for name in (*_MARKS, *_MARKS_OF_OTHERS))
+    if not isinstance(folder, Path) or any(map(is_there, marks)):
+        return False
+    if is_file(folder / "manifest.ocdbt"):
+        return True
+    places = (folder, *(folder / name for name in location.names_in(folder)))
+    nodes = (place / "zarr.json" for place in places)
+    node = next(filter(_is_readable_file, nodes), folder)
+    text = location.read_regular(node, _MAX_BYTES, is_start=True) or b""
+    is_whole = node.parent == folder or b'"array"' in text
+    return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
+
+
+def is_model(path: Location) -> bool:
+    """Whether a path is a file of safetensors or an index of them, or a folder that holds any."""
+    suffixes = (MODEL_SUFFIX, MODEL_INDEX_SUFFIX)
+    if path.name.endswith(suffixes) and is_file(path):
+        return True
+    names = location.names_in(path)
+    # What a save is about to commit has no index yet.
+    is_ours = DCKPT_FOLDER in names
+    return any(name.endswith(MODEL_INDEX_SUFFIX if is_ours else suffixes) for name in names)
+
+
+def _is_readable_file(path: Location) -> bool:
+    try:
+        return is_file(path)
+    except OSError:  # nothing says that what cannot be looked at belongs to a database
+        return False
+
+
+def is_torch_file(path: Location) -> bool:
+    """Whether a path is a file of ``torch.save``."""
+    if not isinstance(path, Path) or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) in _TORCH_SIGNATURES
+
+
+def deepspeed_step(path: Location) -> Path | None:
+    """The folder with the files of a DeepSpeed checkpoint: itself, or what ``latest`` names."""
+    if not isinstance(path, Path):
+        return None
+    latest, folders = path / "latest", [path]
+    if latest.is_file() and latest.stat().st_size <= _MAX_NAME_BYTES:
+        folders.append(path / Path(latest.read_text(errors="replace").strip()).name)
+    for folder in folders:
+        if any(any(folder.glob(f"*_{what}_states.pt")) for what in ("model", "optim")):
+            return folder
+    return None
+
+
+_FORMATS: Final[Mapping[str, Callable[[Location], object]]] = {
+    "torch_dist": is_plain_dcp,
+    "database": is_database,
+    "safetensors": is_model,
+    "torch_file": is_torch_file,
+    "deepspeed": deepspeed_step,
+}
+
+
+def foreign_backend(path: Location) -> str | None:
+    """The backend that reads what another program has written to a path; None if none does."""
+    return next((backend for backend, holds in _FORMATS.items() if holds(path)), None)
+
+
+def foreign_files(path: Location) -> tuple[Location, list[str]]:
+    """The folder and the names of the files at a path."""
+    if is_file(path):
+        return path.parent, [path.name]
+    return path, sorted(name for name, size in location.files_below(path).items() if size)
