@@ -53,6 +53,7 @@ from dist_checkpointing.format.foreign_formats import (
     MODEL_INDEX_NAME,
     foreign_backend,
     is_plain_dcp,
+    model_names,
 )
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
@@ -222,10 +223,12 @@ class Attempt:
             # Another save may have ended between the first look and the lock.
             refuse_committed(folder, overwrite=overwrite)
             is_new = make_dckpt_folder(folder)
-            left = frozenset[str]() if is_new else leftovers(folder)
+            left = model_names(folder) if is_new else leftovers(folder)
+            if left and is_new:  # a model is replaced with the files beside it
+                left |= {*names}
             refuse_foreign(folder, names, left, is_new=is_new)
             attempt = cls(name or uuid.uuid4().hex, folder, names, lock, durability, made)
-            if not is_new:
+            if left or not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
                 clear(folder, left)
@@ -340,7 +343,9 @@ def refuse_committed(folder: Location, *, overwrite: bool) -> None:
         message = f"{folder} already holds a checkpoint"
         problem = "a committed checkpoint already exists here"
         remedy = "Save to another place, or pass overwrite=True to replace this one."
-    elif (read_commit(folder) if isinstance(folder, ObjectPath) else attempt_of(folder)) is None:
+    elif not is_file(folder / MODEL_INDEX_NAME) and (
+        (read_commit(folder) if isinstance(folder, ObjectPath) else attempt_of(folder)) is None
+    ):
         message = f"{folder} cannot be overwritten"
         problem = (
             "it was copied to here, or another program wrote it: nothing says which files are ours"

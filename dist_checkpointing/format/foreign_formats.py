@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.location import is_file, is_there
 from dist_checkpointing.filesystem.object_store import Location
@@ -21,6 +21,7 @@ MODEL_INDEX_NAME: Final = f"model{MODEL_INDEX_SUFFIX}"
 
 _MAX_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 1 << 10
+_MAX_INDEX_BYTES: Final = 1 << 30
 _MARKS: Final = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
 _MARKS_OF_OTHERS: Final = (DCP_METADATA_NAME, "_METADATA", "_CHECKPOINT_METADATA")
 _ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
@@ -117,3 +118,17 @@ def foreign_files(path: Location) -> tuple[Location, list[str]]:
     if is_file(path):
         return path.parent, [path.name]
     return path, sorted(name for name, size in location.files_below(path).items() if size)
+
+
+def model_names(folder: Location) -> frozenset[str]:
+    """The files of a model that a save may replace: its index, and those that this names."""
+    path = folder / MODEL_INDEX_NAME
+    if not is_file(path):
+        return frozenset()
+    with local_folder.parsing("the index cannot be read", path, remedy="Delete it by hand."):
+        names = location.read_json(path, _MAX_INDEX_BYTES)["weight_map"].values()
+        return frozenset(filter(_is_name, names)) | {MODEL_INDEX_NAME}
+
+
+def _is_name(name: str) -> bool:
+    return Path(name).name == name and name.endswith(MODEL_SUFFIX)

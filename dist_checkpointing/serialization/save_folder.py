@@ -17,6 +17,7 @@ from dist_checkpointing.errors import (
     Finding,
     RankFailedError,
 )
+from dist_checkpointing.filesystem.local_folder import remove
 from dist_checkpointing.filesystem.location import (
     as_location,
     files_below,
@@ -33,6 +34,7 @@ from dist_checkpointing.format.commit import (
     StoreAttempt,
     begin_attempt,
     check_distinct,
+    tolerant,
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import (
@@ -306,6 +308,9 @@ class SaveFolder:
         is_silent = isinstance(error, RankFailedError) and bool(error.silent_ranks)
         if isinstance(error, CheckpointingException) and not is_silent:
             self._attempt.abandon()
+            if self.file is not None and isinstance(self.path, Path):
+                with tolerant("a hidden folder of a failed save stays"):
+                    remove(self.path, self.path.parent)
         else:
             self._attempt.release()
         self._attempt = None

@@ -190,6 +190,7 @@ class StorageWriter(ABC):
         layout: How this format wants tensors cut up. By default every stored part is a box.
         gathers_results: Whether ``finish`` needs the results of all ranks, as a list for each rank
             in rank order; else it gets those of rank 0 only. Of WriteResults it gets ``rest``.
+        keeps_cuts: Whether the parts of a tensor stay apart; else its values lie in one run.
         keeps_fingerprints: Whether the index that ``finish`` gets is kept with all that it says.
         shares_files: Whether it can share files of a base. Such a writer makes a checkpoint that
             is whole without the base, and reports 128-bit digests.
@@ -214,6 +215,7 @@ class StorageWriter(ABC):
 
     layout: Layout = RowBlockLayout(keeps_ranges=False)
     gathers_results: ClassVar[bool] = True
+    keeps_cuts: ClassVar[bool] = True
     keeps_fingerprints: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
     uses_object_stores: ClassVar[bool] = False

@@ -387,9 +387,10 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         return False
 
     def holdable(
-        self, common_state_dict: StateDict, objects: Mapping[str, Any]
+        self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
-        """What of a common state and of objects by key the format can hold: by default all."""
+        """What of a common state, and of the cells of objects by key, can be saved to a path."""
+        del path
         return common_state_dict, objects
 
     def common_strategy(

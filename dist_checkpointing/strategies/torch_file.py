@@ -144,6 +144,7 @@ class TorchFileWriter(StorageWriter):
     """
 
     layout: RowBlockLayout = RowBlockLayout(keeps_ranges=False)
+    keeps_cuts: ClassVar[bool] = False
     keeps_fingerprints: ClassVar[bool] = False
     common: Mapping[Any, Any] = {}
 
@@ -207,8 +208,9 @@ class TorchFileSaveShardedStrategy(PlannedSaveStrategy):
         return True
 
     def holdable(
-        self, common_state_dict: StateDict, objects: Mapping[str, Any]
+        self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
+        del path
         return loadable(common_state_dict), loadable(objects)
 
     def common_strategy(

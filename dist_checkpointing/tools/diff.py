@@ -301,7 +301,9 @@ def _holdable(target: Checkpoint, common: Any, objects: Any) -> tuple[Any, Any]:
     strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *target.backend)
     if not isinstance(strategy, PlannedSaveStrategy):
         return common, objects
-    return strategy.holdable(common, objects)
+    cells = {key: dict(handle) for key, handle in objects.items()}
+    kept, held = strategy.holdable(target.path, common, cells)
+    return kept, {key: objects[key] for key in held}
 
 
 def _others(

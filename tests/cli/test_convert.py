@@ -48,7 +48,7 @@ def child(*arguments: object, before: str = "") -> subprocess.CompletedProcess[s
 
 def assert_arrived(path: Path, to: str) -> None:
     if to == "safetensors":
-        found = load_file(path / "model.safetensors")
+        found = load_file(path / "model-00001-of-00001.safetensors")
     elif to == "torch_file":
         found = torch.load(path, weights_only=True)
     else:
@@ -72,7 +72,10 @@ def test_the_weights_for_others(tmp_path: Path) -> None:
     optimizer.step()
     save(TorchState(model, optimizer, ema=model), tmp_path / "c")
     run(tmp_path / "c", tmp_path / "model", "--to", "safetensors", "--weights")
-    found, own = load_file(tmp_path / "model" / "model.safetensors"), model.state_dict()
+    found, own = (
+        load_file(tmp_path / "model" / "model-00001-of-00001.safetensors"),
+        model.state_dict(),
+    )
     assert found.keys() == own.keys()
     assert all(torch.equal(found[key], own[key]) for key in own)
 

@@ -285,7 +285,7 @@ def test_it_shows_values_and_where_they_are(converted: Path, source: Sample, dck
     key = "decoder.weight"
     document = dckpt("show", converted, key, "--slice", "2:4,:3", "--json").json
     assert torch.tensor(document["values"]).equal(source.tensors[key][2:4, :3])
-    location = document["chunks"][0]["location"]
+    location = document["chunks"][0]["location"].partition(",")[0]
     assert Path(location).is_file()
     assert Path(location).is_relative_to(converted)
 

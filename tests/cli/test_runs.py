@@ -222,11 +222,9 @@ def test_a_run_has_no_tensors(tmp_path: Path, dckpt: Run) -> None:
     [
         (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "it is an Orbax checkpoint"),
         (["0/_CHECKPOINT_METADATA", "0/default/_METADATA"], "it is an Orbax checkpoint"),
-        (["config.json", "model.safetensors"], "it is safetensors (such as a Hugging Face model)"),
         (["config.json", "pytorch_model.bin"], "it is a Hugging Face model of pickled files"),
         (["config.json"], "it is a Hugging Face folder without weights"),
         (["__0_0.distcp", "__1_0.distcp"], "it is an unfinished save of torch DCP"),
-        (["latest", "global_step10/mp_rank_00_model_states.pt"], "it is a DeepSpeed checkpoint"),
         (["mp_rank_00/model_optim_rng.pt"], "it is Megatron's older format"),
         (["zarr.json"], "it is a zarr or TensorStore database"),
         (["a.pt"], "it is a folder of torch.save files"),

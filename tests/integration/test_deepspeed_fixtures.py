@@ -132,7 +132,8 @@ def test_every_box_can_be_read(name: str) -> None:
 
 
 def test_the_folder_above_is_that_of_the_latest_step(tmp_path: Path) -> None:
-    assert Checkpoint.open(FOLDER / "zero3").path == FOLDER / "zero3" / STEP
+    above, step = (Checkpoint.open(path) for path in (FOLDER / "zero3", FOLDER / "zero3" / STEP))
+    assert [*above] == [*step]
     path = written("zero3", tmp_path)
     (path / "latest").write_text("../zero3/global_step9")
     assert "metadata.json" in refused(path, dc.CheckpointingException)
@@ -284,7 +285,7 @@ def test_without_zero_the_file_of_the_model_is_converted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["zero3", f"zero3/{STEP}", "universal2"])
-def test_commands_open_it_or_name_it(name: str, dckpt: Run) -> None:
+def test_commands_open_it(name: str, dckpt: Run) -> None:
     rows = dckpt("ls", FOLDER / name, "--json").json["tensors"]
     values = expected(name.partition("/")[0])
     assert {row["key"]: row["shape"] for row in rows if not row["key"].endswith(".step")} == {
@@ -294,9 +295,7 @@ def test_commands_open_it_or_name_it(name: str, dckpt: Run) -> None:
     shown = dckpt("show", FOLDER / name, key, "--slice", "1:3,:2", "--json").json
     assert torch.tensor(shown["values"]).equal(values[key][1:3, :2].float())
     assert dckpt("show", FOLDER / name, "step", "--json").json["value"] == 3
-    finished = dckpt("verify", FOLDER / name, code=2)
-    assert "it is a DeepSpeed checkpoint" in finished.err
-    assert "dckpt convert makes a checkpoint of it" in finished.err
+    assert "no checksums were kept" in dckpt("verify", FOLDER / name).out
 
 
 def test_it_is_the_same_as_what_is_converted(tmp_path: Path, dckpt: Run) -> None:

@@ -109,7 +109,7 @@ def test_there_and_back_is_the_same_bits(
     )
     recipe = back(kind, layers=layers)
     convert.convert(tmp_path / "megatron", tmp_path / "hf", "safetensors", recipe=recipe)
-    found = load_file(tmp_path / "hf" / "model.safetensors")
+    found = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
     assert found.keys() == weights_of(kind).keys()
     assert all(torch.equal(found[key], own) for key, own in weights_of(kind).items())
 
@@ -132,7 +132,7 @@ def test_experts_of_a_state_dict(tmp_path: Path, experts: str) -> None:
     torch.save(state, tmp_path / "state.pt")
     recipe = back("mixtral", layers="apart")
     convert.convert(tmp_path / "state.pt", tmp_path / "hf", "safetensors", recipe=recipe)
-    found = load_file(tmp_path / "hf" / "model.safetensors")
+    found = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
     assert found.keys() == hf.keys()
     assert all(torch.equal(found[key], own) for key, own in hf.items())
 
@@ -257,19 +257,22 @@ def test_small_files_come_back(model: Path, tmp_path: Path, to: str) -> None:
     done = convert.convert(tmp_path / "between", tmp_path / "back", "safetensors")
     assert done.left_out == ()
     names = {"config.json", "tokenizer.model", "chat_template.jinja"}
-    assert {p.name for p in (tmp_path / "back").iterdir()} == names | {"model.safetensors"}
+    assert {p.name for p in (tmp_path / "back").iterdir()} == names | {
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    }
     for name in names:
         assert (tmp_path / "back" / name).read_bytes() == (model / name).read_bytes()
     again = convert.ConvertOptions(overwrite=True)
     convert.convert(tmp_path / "between", tmp_path / "back", "safetensors", options=again)
     (tmp_path / "back" / "mine.txt").write_text("notes")
-    with pytest.raises(FileExistsError, match="holds something else"):
-        convert.convert(tmp_path / "between", tmp_path / "back", "safetensors", options=again)
+    convert.convert(tmp_path / "between", tmp_path / "back", "safetensors", options=again)
+    assert (tmp_path / "back" / "mine.txt").read_text() == "notes"
 
 
 def test_one_file_cannot_carry_them(model: Path, tmp_path: Path) -> None:
     done = convert.convert(model, tmp_path / "one.safetensors", "safetensors")
-    assert done.left_out == ("common state that is no text (hugging_face)",)
+    assert done.left_out == ("common state (hugging_face)",)
     convert.convert(tmp_path / "one.safetensors", tmp_path / "ckpt")
     assert Checkpoint.open(tmp_path / "ckpt").common == {}
 
@@ -282,7 +285,11 @@ def test_names_that_lead_elsewhere_are_not_written(tmp_path: Path, name: str) ->
     save({**wholes({"w": torch.ones(2)}), "hugging_face": files}, tmp_path / "ckpt")
     convert.convert(tmp_path / "ckpt", tmp_path / "out" / "hf", "safetensors")
     found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*")}
-    assert found == {"hf/config.json", "hf/model.safetensors"}
+    assert found == {
+        "hf/config.json",
+        "hf/model-00001-of-00001.safetensors",
+        "hf/model.safetensors.index.json",
+    }
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])

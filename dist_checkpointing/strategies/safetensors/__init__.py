@@ -86,11 +86,12 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
         return os.fspath(path).endswith(MODEL_SUFFIX)
 
     def holdable(
-        self, common_state_dict: StateDict, objects: Mapping[str, Any]
+        self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
         del objects
         kept: dict[Any, Any] = dict(texts_of(common_state_dict))
-        if files := model_files_of(common_state_dict):
+        files = {} if self.is_one_file(path) else model_files_of(common_state_dict)
+        if files:
             kept[MODEL_FILES_KEY] = files
         return kept, {}
 

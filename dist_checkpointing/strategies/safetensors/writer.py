@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -46,6 +47,7 @@ from dist_checkpointing.strategies.safetensors.model_files import (
 )
 from dist_checkpointing.threads import in_threads
 
+logger: logging.Logger = logging.getLogger(__name__)
 _TEXT_BYTES: Final = 2**16
 """Room in a header for texts that rank 0 alone knows, while the others write behind it."""
 
@@ -66,6 +68,7 @@ class SafetensorsWriter(StorageWriter):
 
     layout: RowBlockLayout = RowBlockLayout(keeps_ranges=False)
     gathers_results: ClassVar[bool] = False
+    keeps_cuts: ClassVar[bool] = False
     keeps_fingerprints: ClassVar[bool] = False
     dtype: torch.dtype | None = None
     extra_files: Mapping[str, bytes] = {}
@@ -74,6 +77,12 @@ class SafetensorsWriter(StorageWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del world_size
         self._require_storable(index)
+        if of_optimizer := [key for key in index if is_of_optimizer(key)]:
+            logger.warning(
+                "no program that reads a model expects the state of an optimizer, such as %r: save "
+                "model.state_dict() alone",
+                of_optimizer[0],
+            )
         names = [file.name for file in self._files(index, {})]
         # A save that gives up takes the last of them first.
         return names if self.is_one_file else [*names, *self.extra_files, MODEL_INDEX_NAME]
@@ -86,11 +95,6 @@ class SafetensorsWriter(StorageWriter):
         findings = [
             Finding("the format holds tensors only", key, remedy=TENSORS_ONLY)
             for key in index.objects
-        ]
-        findings += [
-            Finding("optimizer state is no part of a model", key, remedy=TENSORS_ONLY)
-            for key in index
-            if is_of_optimizer(key)
         ]
         findings += [
             Finding("safetensors files have no such dtype", key, found=dtype.name)

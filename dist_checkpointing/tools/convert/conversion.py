@@ -129,6 +129,12 @@ def convert(
         problem, remedy = "source and destination overlap", "Convert into another place."
         finding = Finding(problem, path=str(place), remedy=remedy)
         raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
+    # Before memory is divided, so that the checksums count.
+    not_verified: str | None = "verification was turned off"
+    if options.verify:
+        has_checksums = stored.find_checksums({tensor.source.key for tensor in plan.tensors})
+        is_verified = has_checksums or not plan.tensors
+        not_verified = None if is_verified else "the source keeps no checksums"
     # All that can be wrong is found out before a byte is written.
     target = Target(
         source=stored,
@@ -137,17 +143,11 @@ def convert(
         backend=backend,
         options=options,
         progress=progress,
-        tensors_only=rules.tensors_only,
+        rules=rules,
     )
     if not (options.overwrite or options.dry_run):
         _require_expected_size(opened.folder, plan.num_bytes)
     location.check_room(place.absolute().parent, plan.num_bytes)
-    # Before memory is divided, so that the checksums count.
-    not_verified: str | None = "verification was turned off"
-    if options.verify:
-        has_checksums = stored.find_checksums({tensor.source.key for tensor in plan.tensors})
-        is_verified = has_checksums or not plan.tensors
-        not_verified = None if is_verified else "the source keeps no checksums"
     budget = budget_of(options.memory_bytes, options.threads)
     stored.limit(budget)
     num_proven = 0

@@ -40,6 +40,7 @@ from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
+from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
@@ -50,6 +51,7 @@ from dist_checkpointing.tools.convert.plan import (
     ConversionPlan,
     ConvertOptions,
     PlannedTensor,
+    Rules,
     is_cut_across,
     shards,
 )
@@ -73,7 +75,7 @@ class Target:
     backend: tuple[str, int]
     options: ConvertOptions
     progress: ProgressOption | None
-    tensors_only: bool
+    rules: Rules
     left_out: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -86,11 +88,17 @@ class Target:
             raise CheckpointingException(message, [Finding(problem, found=type(found))])
         # A copy: a strategy that was registered by hand belongs to somebody else.
         self.strategy = copy.copy(found)
+        keeps_cuts = getattr(found, "writer_type", StorageWriter).keeps_cuts
+        if self.rules.reshards and not keeps_cuts:
+            finding = Finding(
+                "each tensor is stored in one run", found=" ".join(map(str, self.backend))
+            )
+            raise CheckpointingException("reshard makes no sense here", [finding])
         self.is_one_file = found.is_one_file(self.destination)
         self._require_place()
-        common = {} if self.tensors_only else self.source.opened.common
+        common = {} if self.rules.tensors_only else self.source.opened.common
         cells = {o.key: dict(self.source.objects[o.source_key]) for o in self.plan.objects}
-        self.common, self.cells = self.strategy.holdable(common, cells)
+        self.common, self.cells = self.strategy.holdable(self.destination, common, cells)
         self._leave_out("common state", common, self.common)
         self._leave_out("objects", cells, self.cells)
 
