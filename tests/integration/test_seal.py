@@ -231,6 +231,7 @@ def test_files_that_no_save_made_are_neither_damage_nor_read(
         *(".nfs0000a1", "data/model/1.0-bc93d159.0", "decoder.weight/c.9.0", "decoder.weight/9.0"),
         *("other/.zarray", "other/zarr.json", "rng/shard_2_3.pt"),
         *(".dckpt/extra.json", ".dckpt/checksums/00009.bin", ".dckpt/checksums/00009.upper"),
+        f"decoder.weight/0.0.{32 * '5'}.tmp",
     }
     for path in (sample.folder / name for name in names):
         path.parent.mkdir(parents=True, exist_ok=True)
