@@ -91,6 +91,7 @@ class CheckpointingConfig:
 
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
 _DATABASE = CheckpointingConfig("database")
+_OTHERS: Final = "safetensors, files of torch.save and DeepSpeed go through dckpt convert."
 _MARKS: Final = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
 _MARKS_OF_OTHERS: Final = (DCP_METADATA_NAME, "_METADATA", "_CHECKPOINT_METADATA")
 _ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
@@ -165,9 +166,13 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     if location.is_folder(folder):
         raise _not_committed(folder) from missing
     message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
+    is_relative = isinstance(folder, Path) and not folder.is_absolute()
+    remedy = f"The current folder is {Path.cwd()}." if is_relative else None
     if is_there(folder):
         message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
-    raise CheckpointNotFoundError(message, [Finding(problem, path=str(folder))]) from missing
+        remedy = _OTHERS
+    finding = Finding(problem, path=str(folder), remedy=remedy)
+    raise CheckpointNotFoundError(message, [finding]) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
@@ -191,7 +196,7 @@ def _not_committed(folder: Location) -> CheckpointNotFoundError:
     if is_there(folder / ATTEMPT_NAME) or is_there(folder / CLAIMS):
         problem, remedy = "a save was begun here and never committed", "Load an older checkpoint."
     else:
-        problem, remedy = f"{CONFIG_FNAME} is missing", "Is this the right folder?"
+        problem, remedy = f"{CONFIG_FNAME} is missing", f"Is this the right folder? {_OTHERS}"
     if is_there(folder / "manager.json"):
         remedy = (
             "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
