@@ -92,6 +92,7 @@ class CheckpointingConfig:
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
 _DATABASE = CheckpointingConfig("database")
 _OTHERS: Final = "safetensors, files of torch.save and DeepSpeed go through dckpt convert."
+_MOST_LOOKS: Final = 100
 _MARKS: Final = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
 _MARKS_OF_OTHERS: Final = (DCP_METADATA_NAME, "_METADATA", "_CHECKPOINT_METADATA")
 _ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
@@ -115,12 +116,14 @@ def is_database(folder: Location) -> bool:
     Not if they are named as ours: without its commit a folder may be half of a copy, and what is
     lost of it must not read as zeros.
     """
-    marks = (folder / name for name in (*_MARKS, *_MARKS_OF_OTHERS))
-    if not isinstance(folder, Path) or any(map(is_there, marks)):
+    names = location.names_in(folder)
+    if not {*_MARKS, *_MARKS_OF_OTHERS}.isdisjoint(names):
         return False
-    if is_file(folder / "manifest.ocdbt"):
+    if "manifest.ocdbt" in names:
         return True
-    places = (folder, *(folder / name for name in location.names_in(folder)))
+    # In a store every look is a request.
+    names = names if isinstance(folder, Path) else names[:_MOST_LOOKS]
+    places = (folder, *(folder / name for name in names))
     nodes = (place / "zarr.json" for place in places)
     node = next(filter(_is_readable_file, nodes), folder)
     text = location.read_regular(node, _MAX_BYTES, is_start=True) or b""

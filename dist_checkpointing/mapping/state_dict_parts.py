@@ -38,9 +38,7 @@ class BuiltFactory(NamedTuple):
     first: int
 
 
-STATE_REMEDY: Final = (
-    'Pass {"model": model.state_dict()}, or interop.TorchState(model, optimizer).'
-)
+STATE_REMEDY: Final = 'Pass {"model": model.state_dict()}, or interop.TorchState(model, optimizer).'
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -287,4 +287,3 @@ def test_a_new_name_replaces_no_file(tmp_path: Path, *, exclusive_renames: bool)
         "theirs": "theirs",
         "new": "mine",
     }
-
