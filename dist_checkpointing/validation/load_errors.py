@@ -367,6 +367,7 @@ def plain_tensors(
     and why it cannot fill others. A tensor, or a module or optimizer, that has no value there is
     only a warning if the flag tolerates unexpected keys.
     """
+    given: dict[Path, Any]
     given = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, _FILLED)}
     wanted = [path for path in given if all(isinstance(step, DictKey | Position) for step in path)]
     if not wanted:

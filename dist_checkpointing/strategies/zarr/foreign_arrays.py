@@ -8,12 +8,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import (
     MOST_COMPRESSION,
@@ -82,10 +83,11 @@ class DatabaseReader(StorageReader):
         """
         import tensorstore  # noqa: PLC0415
 
-        prefix = f"{key}/"
-        if (described := self._value(prefix + METADATA_NAME)) is None:
-            prefix, described = "", self._value(METADATA_NAME)
-        if isinstance(self.checkpoint_dir, Path):
+        prefix, folder = f"{key}/", cast("Location", self.checkpoint_dir)
+        described = self._value(prefix + METADATA_NAME)
+        if described is None:
+            prefix, described = "", self._value(METADATA_NAME) or b""
+        if isinstance(folder, Path):
             kvstore = self._store + prefix
         else:
             kvstore = tensorstore.KvStore.open({"driver": "memory"}).result()
