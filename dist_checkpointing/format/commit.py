@@ -123,19 +123,14 @@ def is_database(folder: Location) -> bool:
         return True
     # In a store every look is a request.
     names = names if isinstance(folder, Path) else names[:_MOST_LOOKS]
-    places = (folder, *(folder / name for name in names))
-    nodes = (place / "zarr.json" for place in places)
-    node = next(filter(_is_readable_file, nodes), folder)
-    text = location.read_regular(node, _MAX_BYTES, is_start=True) or b""
-    is_whole = node.parent == folder or b'"array"' in text
-    return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
-
-
-def _is_readable_file(path: Location) -> bool:
-    try:
-        return is_file(path)
-    except OSError:  # nothing says that what cannot be looked at belongs to a database
-        return False
+    for place in (folder, *(folder / name for name in names)):
+        text = None
+        with suppress(OSError):  # what cannot be looked at does not belong to a database
+            text = location.read_regular(place / "zarr.json", _MAX_BYTES, is_start=True)
+        if text is not None:
+            is_whole = place == folder or b'"array"' in text
+            return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
+    return False
 
 
 def is_committed(folder: Location) -> bool:
@@ -166,16 +161,7 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         return _PLAIN_DCP
     if is_database(folder):
         return _DATABASE
-    if location.is_folder(folder):
-        raise _not_committed(folder) from missing
-    message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
-    is_relative = isinstance(folder, Path) and not folder.is_absolute()
-    remedy = f"The current folder is {Path.cwd()}." if is_relative else None
-    if is_there(folder):
-        message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
-        remedy = _OTHERS
-    finding = Finding(problem, path=str(folder), remedy=remedy)
-    raise CheckpointNotFoundError(message, [finding]) from missing
+    raise _not_found(folder) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
@@ -195,17 +181,23 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
     return config
 
 
-def _not_committed(folder: Location) -> CheckpointNotFoundError:
-    if is_there(folder / ATTEMPT_NAME) or is_there(folder / CLAIMS):
+def _not_found(folder: Location) -> CheckpointNotFoundError:
+    message, path = f"{folder} is not a distributed checkpoint", folder / CONFIG_FNAME
+    problem, remedy = f"{CONFIG_FNAME} is missing", f"Is this the right folder? {_OTHERS}"
+    if not location.is_folder(folder):
+        path, problem, remedy = folder, "it is not a folder", _OTHERS
+        if not is_there(folder):
+            message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
+            remedy = "Is this the right path?"
+            if isinstance(folder, Path) and not folder.is_absolute():
+                remedy += f" The current folder is {Path.cwd()}."
+    elif is_there(folder / ATTEMPT_NAME) or is_there(folder / CLAIMS):
         problem, remedy = "a save was begun here and never committed", "Load an older checkpoint."
-    else:
-        problem, remedy = f"{CONFIG_FNAME} is missing", f"Is this the right folder? {_OTHERS}"
     if is_there(folder / "manager.json"):
         remedy = (
             "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
         )
-    finding = Finding(problem, path=str(folder / CONFIG_FNAME), remedy=remedy)
-    return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
+    return CheckpointNotFoundError(message, [Finding(problem, path=str(path), remedy=remedy)])
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:

@@ -401,9 +401,8 @@ class StorageReader(ABC):
         require_backing(claims, lambda claim: (num_bytes, num_bytes, self.claimed_in(claim.key)))
 
     def claimed_in(self, key: str) -> str:
-        """The file that says what a tensor is."""
-        del key
-        return str(self.checkpoint_dir / INDEX_NAME)
+        """The file that says what a tensor is, or the folder of the checkpoint."""
+        return str(self.checkpoint_dir / next(iter(self.describing_names([key])), ""))
 
     def set_up_storage_reader(  # noqa: B027 - a hook
         self, metadata: Any, *args: Any, **kwargs: Any

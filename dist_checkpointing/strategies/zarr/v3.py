@@ -118,12 +118,6 @@ class ZarrV3Reader(ZarrFolderReader):
     def rebuild_index(self) -> Index:
         return rebuild_index(self.checkpoint_dir)
 
-    def claimed_in(self, key: str) -> str:
-        del key
-        is_indexed = location.is_file(self.checkpoint_dir / INDEX_NAME)
-        name = INDEX_NAME if is_indexed else METADATA_NAME
-        return str(self.checkpoint_dir / name)
-
 
 class ZarrV3Writer(ZarrFolderWriter):
     """Writes zarr v3 arrays, consolidated metadata and the index."""
