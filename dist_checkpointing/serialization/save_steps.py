@@ -30,10 +30,7 @@ from dist_checkpointing.filesystem.location import (
     is_there,
     require_local,
 )
-from dist_checkpointing.format.commit import (
-    CONTENT_METADATA_KEY,
-    CheckpointingConfig,
-)
+from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, CheckpointingConfig
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import (

@@ -28,13 +28,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import (
-    DictKey,
-    Path,
-    Position,
-    path_text,
-    value_at,
-)
+from dist_checkpointing.mapping.nested_dicts import DictKey, Path, Position, path_text, value_at
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import STATE_REMEDY, StateDictParts
 from dist_checkpointing.mapping.tensor_memory import (

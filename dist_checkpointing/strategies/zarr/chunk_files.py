@@ -42,13 +42,7 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.format.seal import SealedFile, shared_name
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning import (
-    LoadPlan,
-    LoadPlanner,
-    MetadataIndex,
-    SavePlan,
-    SavePlanner,
-)
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, SavePlan, SavePlanner
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.interface import (

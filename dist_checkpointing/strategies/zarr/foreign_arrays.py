@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -16,14 +16,7 @@ from dist_checkpointing.errors import CheckpointNotFoundError, Finding, Unsuppor
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import (
-    MOST_COMPRESSION,
-    Index,
-    StatedSize,
-    StoredTensor,
-    require_backing,
-    size_of_files,
-)
+from dist_checkpointing.format.index import MOST_COMPRESSION, Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem
 from dist_checkpointing.storage.interface import StorageReader, done
@@ -45,6 +38,7 @@ class DatabaseReader(StorageReader):
     Where no chunk is stored, there is the fill value.
     """
 
+    growth: ClassVar[int] = MOST_COMPRESSION
     _index: Index = Index.of([])
 
     def set_up_storage_reader(self, metadata: Index, **_: object) -> None:
@@ -127,10 +121,9 @@ class DatabaseReader(StorageReader):
         extents = zip(self._array(key).chunk_layout.read_chunk.shape, shape, strict=True)
         return StoredTensor(key, dtype, shape, tuple(max(1, min(pair)) for pair in extents))
 
-    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
-        del index
-        room = MOST_COMPRESSION * size_of_files(self.checkpoint_dir)[0] if claims else 0
-        require_backing(claims, lambda _: (room, room, str(self.checkpoint_dir)))
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        del wanted
+        return []
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         in_threads(partial(self._read, planner), plan.items, self.options.threads)

@@ -163,24 +163,26 @@ def observed(strategy: Strategy, observe: Observe) -> Strategy:
         name, calls = "make_writer", WRITER_CALLS
     make = getattr(strategy, name)
 
-    def reporting(folder: Path) -> Any:
-        # A subclass, so that the driver and the backend still recognise it; set on the object
+    def made(folder: Path) -> Any:
+        # A subclass, so that the driver and the backend still recognize it; set on the object
         # itself, because its constructor may take any arguments.
         storage = make(folder)
         kind = type(storage)
-        methods = {call: _reporting(call, getattr(kind, call), observe) for call in calls}
+        methods = {call: reporting(call, getattr(kind, call), observe) for call in calls}
         storage.__class__ = type(kind.__name__, (kind,), methods)
         return storage
 
-    setattr(copied, name, reporting)
+    setattr(copied, name, made)
     return copied  # type: ignore[no-any-return]
 
 
-def _reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
+def reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
+    """The function or method, with a report of each call."""
+
     @functools.wraps(method)  # with its parameters, which say what it is told
-    def call(self: object, *args: Any, **kwargs: Any) -> Any:
-        observe(name, args)
-        result = method(self, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        observe(name, args[1:])
+        result = method(*args, **kwargs)
         observe(f"{name}.done", (result,))
         return result
 

@@ -44,6 +44,7 @@ from dist_checkpointing.testing.conformance.backend_hooks import (
     Observe,
     failures_on,
     observed,
+    reporting,
 )
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUTS,
@@ -362,22 +363,12 @@ class Failures(BackendHooks):
 def _full_disk(strategy: SaveShardedStrategy, *, fails: bool) -> SaveShardedStrategy:
     """The strategy with a disk that is full after something has been written."""
 
-    def write() -> None:
-        if fails:
+    def observe(name: str, _: Sequence[Any]) -> None:
+        if fails and name in ("write_data.done", "save.done"):
             raise OSError(28, "no space left on device")
 
     if isinstance(strategy, PlannedSaveStrategy):
-
-        def observe(name: str, _: Sequence[Any]) -> None:
-            if name == "write_data.done":
-                write()
-
         return observed(strategy, observe)
-    failing, save_all = copy.copy(strategy), strategy.save
-
-    def save_and_fail(*args: Any) -> None:
-        save_all(*args)
-        write()
-
-    failing.save = save_and_fail  # type: ignore[method-assign, assignment]
+    failing = copy.copy(strategy)
+    failing.save = reporting("save", strategy.save, observe)  # type: ignore[method-assign]
     return failing
