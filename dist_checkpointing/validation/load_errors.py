@@ -123,7 +123,6 @@ _DEMANDING: Final = (
     StrictHandling.RAISE_ALL,
 )
 
-_NOTHING: Final = object()
 _FILLED: Final = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 _WRAP_REMEDY: Final = (
     "Wrap it: ShardedTensor.from_rank_offsets(key, tensor, (axis, part, number of parts)), or the "
@@ -372,9 +371,9 @@ def plain_tensors(
     absent: list[Finding] = []
     for path in wanted:
         tensor, key = given[path], path_text(path)
-        value = value_at(result, path) if _is_there(result, path) else _NOTHING
-        is_tensor = isinstance(tensor, torch.Tensor)
-        if value is _NOTHING or not (is_tensor or value is None or isinstance(value, _FILLED)):
+        is_there, is_tensor = _is_there(result, path), isinstance(tensor, torch.Tensor)
+        value = value_at(result, path) if is_there else None
+        if not is_there or not (is_tensor or value is None or isinstance(value, _FILLED)):
             absent.append(_unfilled(key, tensor))
             continue
         if value is None or not is_tensor:

@@ -117,8 +117,10 @@ class DatabaseReader(StorageReader):
         except UnsupportedFormatError:
             logger.warning("%r is left out: its values are %s", key, node["data_type"])
             return None
-        # Of shards it is a part that is read by itself.
-        extents = zip(self._array(key).chunk_layout.read_chunk.shape, shape, strict=True)
+        # Of shards it is a part that is read by itself, where files are not read whole.
+        layout, folder = self._array(key).chunk_layout, cast("Location", self.checkpoint_dir)
+        chunk = layout.read_chunk if isinstance(folder, Path) else layout.write_chunk
+        extents = zip(chunk.shape, shape, strict=True)
         return StoredTensor(key, dtype, shape, tuple(max(1, min(pair)) for pair in extents))
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:

@@ -16,7 +16,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.mapping import DTYPES
-from dist_checkpointing.serialization import load, load_plain_tensors, load_tensors_metadata, save
+from dist_checkpointing.serialization import load, load_tensors_metadata, save
 from dist_checkpointing.strategies import (
     LoadShardedStrategy,
     PlannedLoadStrategy,
@@ -123,8 +123,6 @@ class BackendHooks:
     def load_whole(self, folder: Path) -> dict[str, Any]:
         """All tensors whole, in this process, by key, and the common state."""
         strategy = self.load_strategy()
-        if strategy is None:
-            return load_plain_tensors(folder)
         everything: Any = load_tensors_metadata(folder, strategy)
         result: Any = load(everything, folder, strategy)
         assert isinstance(result, dict)

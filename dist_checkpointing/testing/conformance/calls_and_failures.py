@@ -189,15 +189,6 @@ class StorageProtocol(BackendHooks):
                 above = {name.as_posix(), *(parent.as_posix() for parent in name.parents)}
                 assert above & announced, f"{name} was not announced"
 
-    @pytest.mark.parametrize("is_empty", [False, True])
-    def test_a_direct_save_makes_the_folder(self, tmp_path: Path, is_empty: bool) -> None:
-        """The folder is also made if there is only metadata to write."""
-        folder = tmp_path / "not" / "yet"
-        state = {} if is_empty else _state(1, 0)
-        self.planned_saver().save(state, folder)
-        found = self.planned_loader().load_tensors_metadata(folder)
-        assert found.keys() == state.keys()
-
     def test_async_commits_at_the_end(self, tmp_path: Path) -> None:
         """An asynchronous save is a checkpoint after it is finalized on all ranks, not before."""
         if not isinstance(self.saver(), AsyncSaveShardedStrategy):
