@@ -516,5 +516,5 @@ def explained_full_disk(folder: Location, what: str) -> Iterator[None]:
             raise
         free = _free_bytes(folder)
         room = "" if free is None else f", with {free} bytes free"
-        text = f"{error.strerror}: {what} did not fit into {folder}{room}. {_MORE_ROOM}"
+        text = f"{error.strerror}: {what} did not fit into {folder}{room}. {_MORE_ROOM[:-1]}"
         raise OSError(error.errno, text) from error
