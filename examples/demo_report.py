@@ -25,7 +25,7 @@ _GATE_UP = "layers.mlp.{}.weight"
 _PARTS = ("gate", "up")
 _LINES_PER_PART = 8
 _COLUMN_WIDTH = 19
-# Shade and colour, so that the picture can be read without colours too.
+# Shade and color, so that the picture can be read without colors too.
 _STYLES = (("\N{LIGHT SHADE}", "cyan"), ("\N{DARK SHADE}", "magenta"))
 _CHART_HEIGHT = 12
 _CHART_WIDTH = 90
@@ -157,8 +157,8 @@ def _block(part: str, first: int, last: int, saved: Run) -> Text:
 
 
 def _fill(rank: int, width: int) -> Text:
-    shade, colour = _STYLES[rank % len(_STYLES)]
-    return Text(shade * width, style=colour)
+    shade, color = _STYLES[rank % len(_STYLES)]
+    return Text(shade * width, style=color)
 
 
 def _rows(run: Run, part: str, rank: int) -> list[tuple[int, int]]:

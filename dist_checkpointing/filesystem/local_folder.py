@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -19,6 +20,8 @@ from typing import Any, Final
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 
+_renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # of Linux, which alone has this function
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
 TEMPORARY_NAME = re.compile(
@@ -126,13 +129,28 @@ def rename_new(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError as error:
+        if error.errno in _NO_LINK:
+            _move_new(source, target)
         # A network file system may say that a link is there which it has just made.
-        if os.path.lexists(target) and not target.samefile(source):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
-        if error.errno not in {*_NO_LINK, errno.EEXIST}:
+        elif error.errno != errno.EEXIST or not target.samefile(source):
             raise
-        source.replace(target)
     source.unlink(missing_ok=True)
+
+
+def _move_new(source: Path, target: Path) -> None:
+    """Do what ``rename_new`` does where there are no links; the source may stay."""
+    if _renameat2 is not None:
+        names = os.fsencode(source), os.fsencode(target)
+        if not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
+            return
+        code = ctypes.get_errno()
+        if code not in {*_NO_LINK, errno.EINVAL}:
+            raise OSError(code, os.strerror(code), str(source), None, str(target))
+    # Slow, but this does not replace anything on any file system.
+    with source.open("rb") as read, target.open("xb") as write:
+        shutil.copyfileobj(read, write)
+        write.flush()
+        os.fsync(write.fileno())
 
 
 def fsync_folder(*paths: Location) -> None:

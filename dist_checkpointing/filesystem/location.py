@@ -7,11 +7,12 @@ objects, and what it has answered is durable.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,7 @@ from dist_checkpointing.filesystem.object_store import Location, ObjectPath, che
 # One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _MOST_NAMED: Final = 16
+_MORE_ROOM: Final = "Delete old checkpoints, or save to another disk."
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -488,13 +490,31 @@ def check_room(folder: Location, num_bytes: int) -> None:
     elif not os.access(above, os.W_OK | os.X_OK):
         problem = "this process may not write here"
         findings.append(Finding(problem, path=str(above), remedy="Change the permissions."))
-    room = os.statvfs(above)
-    free = room.f_bavail * room.f_frsize
-    # Some file systems do not say how large they are.
-    if room.f_blocks and free < num_bytes:
-        problem, remedy = "not enough free space", "Delete old checkpoints, or keep fewer."
-        sizes = (f"{num_bytes} bytes", f"{free} bytes")
-        findings.append(Finding(problem, None, *sizes, path=str(above), remedy=remedy))
+    free = _free_bytes(above)
+    if free is not None and free < num_bytes:
+        problem, sizes = "not enough free space", (f"{num_bytes} bytes", f"{free} bytes")
+        findings.append(Finding(problem, None, *sizes, path=str(above), remedy=_MORE_ROOM))
     if findings:
         kind = CheckpointingException if above.is_dir() else CheckpointExistsError
         raise kind(f"cannot save into {folder}", findings)
+
+
+def _free_bytes(folder: Path) -> int | None:
+    room = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+    # Some file systems do not say how large they are.
+    return room.f_bavail * room.f_frsize if room.f_blocks else None
+
+
+@contextmanager
+def explained_full_disk(folder: Location, what: str) -> Iterator[None]:
+    """Let the error of a full disk in the body name ``what`` did not fit, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full or isinstance(folder, ObjectPath):
+            raise
+        free = _free_bytes(folder)
+        room = "" if free is None else f", with {free} bytes free"
+        text = f"{error.strerror}: {what} did not fit into {folder}{room}. {_MORE_ROOM[:-1]}"
+        raise OSError(error.errno, text) from error

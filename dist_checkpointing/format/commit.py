@@ -124,12 +124,7 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     if (backend := foreign_backend(folder)) is not None:
         common = "torch" if backend == "database" else backend
         return CheckpointingConfig(backend, 1, common, 1)
-    if location.is_folder(folder):
-        raise _not_committed(folder) from missing
-    message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
-    if is_there(folder):
-        message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
-    raise CheckpointNotFoundError(message, [Finding(problem, path=str(folder))]) from missing
+    raise _not_found(folder) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
@@ -149,17 +144,22 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
     return config
 
 
-def _not_committed(folder: Location) -> CheckpointNotFoundError:
-    if is_there(folder / ATTEMPT_NAME) or is_there(folder / CLAIMS):
+def _not_found(folder: Location) -> CheckpointNotFoundError:
+    message, path = f"{folder} is not a distributed checkpoint", folder / CONFIG_FNAME
+    problem, remedy = f"{CONFIG_FNAME} is missing", "Is this the right path?"
+    if not location.is_folder(folder):
+        path, problem = folder, "it is a file, and none of safetensors or torch.save"
+        if not is_there(folder):
+            message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
+            if isinstance(folder, Path) and not folder.is_absolute():
+                remedy += f" The current folder is {Path.cwd()}."
+    elif is_there(folder / ATTEMPT_NAME) or is_there(folder / CLAIMS):
         problem, remedy = "a save was begun here and never committed", "Load an older checkpoint."
-    else:
-        problem, remedy = f"{CONFIG_FNAME} is missing", "Is this the right folder?"
     if is_there(folder / "manager.json"):
         remedy = (
             "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
         )
-    finding = Finding(problem, path=str(folder / CONFIG_FNAME), remedy=remedy)
-    return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
+    return CheckpointNotFoundError(message, [Finding(problem, path=str(path), remedy=remedy)])
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:

@@ -82,13 +82,15 @@ def from_name(name: str) -> DType:
         raise _unsupported(name, _BY_NAME) from None
 
 
-def from_zarr_v2(name: object) -> DType:
+def from_zarr_v2(name: object, key: str | None = None, path: str | None = None) -> DType:
     """The dtype with this zarr v2 name; no big-endian dtype can be stored."""
     if not isinstance(name, str) or name not in _BY_ZARR_V2:
-        raise _unsupported(name, _BY_ZARR_V2)
+        raise _unsupported(name, _BY_ZARR_V2, key, path)
     return _BY_ZARR_V2[name]
 
 
-def _unsupported(name: object, known: dict[str, DType]) -> UnsupportedFormatError:
-    finding = Finding(problem="unknown stored dtype", expected=", ".join(known), found=repr(name))
+def _unsupported(
+    name: object, known: dict[str, DType], key: str | None = None, path: str | None = None
+) -> UnsupportedFormatError:
+    finding = Finding("unknown stored dtype", key, ", ".join(known), repr(name), path=path)
     return UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ MODEL_INDEX_NAME: Final = f"model{MODEL_INDEX_SUFFIX}"
 _MAX_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 1 << 10
 _MAX_INDEX_BYTES: Final = 1 << 30
+_MOST_LOOKS: Final = 100
 _MARKS: Final = (CONFIG_FNAME, COMMON_STATE_FNAME, DCKPT_FOLDER)
 _MARKS_OF_OTHERS: Final = (DCP_METADATA_NAME, "_METADATA", "_CHECKPOINT_METADATA")
 _ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
@@ -47,17 +49,21 @@ def is_database(folder: Location) -> bool:
     Not if they are named as ours: without its commit a folder may be half of a copy, and what is
     lost of it must not read as zeros.
     """
-    marks = (folder / name for name in (*_MARKS, *_MARKS_OF_OTHERS))
-    if not isinstance(folder, Path) or any(map(is_there, marks)):
+    names = location.names_in(folder)
+    if not {*_MARKS, *_MARKS_OF_OTHERS}.isdisjoint(names):
         return False
-    if is_file(folder / "manifest.ocdbt"):
+    if "manifest.ocdbt" in names:
         return True
-    places = (folder, *(folder / name for name in location.names_in(folder)))
-    nodes = (place / "zarr.json" for place in places)
-    node = next(filter(_is_readable_file, nodes), folder)
-    text = location.read_regular(node, _MAX_BYTES, is_start=True) or b""
-    is_whole = node.parent == folder or b'"array"' in text
-    return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
+    # In a store every look is a request.
+    names = names if isinstance(folder, Path) else names[:_MOST_LOOKS]
+    for place in (folder, *(folder / name for name in names)):
+        text = None
+        with suppress(OSError):  # what cannot be looked at does not belong to a database
+            text = location.read_regular(place / "zarr.json", _MAX_BYTES, is_start=True)
+        if text is not None:
+            is_whole = place == folder or b'"array"' in text
+            return is_whole and bool(_ZARR_3.search(text)) and not _OUR_ARRAY.search(text)
+    return False
 
 
 def is_model(path: Location) -> bool:
@@ -69,13 +75,6 @@ def is_model(path: Location) -> bool:
     # What a save is about to commit has no index yet.
     is_ours = DCKPT_FOLDER in names
     return any(name.endswith(MODEL_INDEX_SUFFIX if is_ours else suffixes) for name in names)
-
-
-def _is_readable_file(path: Location) -> bool:
-    try:
-        return is_file(path)
-    except OSError:  # nothing says that what cannot be looked at belongs to a database
-        return False
 
 
 def is_torch_file(path: Location) -> bool:
@@ -101,8 +100,8 @@ def deepspeed_step(path: Location) -> Path | None:
 
 _FORMATS: Final[Mapping[str, Callable[[Location], object]]] = {
     "torch_dist": is_plain_dcp,
-    "database": is_database,
     "safetensors": is_model,
+    "database": is_database,
     "torch_file": is_torch_file,
     "deepspeed": deepspeed_step,
 }

@@ -320,7 +320,7 @@ def check_config(seal: Seal, folder: Location) -> list[Finding]:
 def unnamed_files(seal: Seal, folder: Location) -> list[str]:
     """Files that are no part of a checkpoint, because its seal does not name them."""
     names = location.files_below(folder).keys() - seal.files.keys() - {ATTEMPT_NAME}
-    return sorted(name for name in names if not _is_unsealed(name))
+    return sorted(name for name in names if name.endswith(".tmp") or not _is_unsealed(name))
 
 
 def _is_unsealed(name: str) -> bool:

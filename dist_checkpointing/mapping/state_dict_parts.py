@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
 from dist_checkpointing.mapping import (
@@ -38,6 +38,9 @@ class BuiltFactory(NamedTuple):
     first: int
 
 
+STATE_REMEDY: Final = 'Pass {"model": model.state_dict()}, or interop.TorchState(model, optimizer).'
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateDictParts:
     """The parts of one state dict, which itself is not changed.
@@ -63,13 +66,8 @@ class StateDictParts:
         InvalidShardingError if it is not a dict, or holds sharded leaves of an unknown kind.
         """
         if not isinstance(state_dict, dict):
-            finding = Finding(
-                "not a dict",
-                expected="dict",
-                found=type(state_dict).__name__,
-                remedy='Pass {"model": model.state_dict()}, or '
-                "interop.TorchState(model, optimizer).",
-            )
+            found = type(state_dict).__name__
+            finding = Finding("not a dict", None, "dict", found, remedy=STATE_REMEDY)
             raise InvalidShardingError("sharded_state_dict must be a dict", [finding])
         given: list[Any] = []
         try:

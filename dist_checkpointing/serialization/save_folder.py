@@ -20,6 +20,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.local_folder import remove
 from dist_checkpointing.filesystem.location import (
     as_location,
+    explained_full_disk,
     files_below,
     fsync_folder,
     fsync_folders,
@@ -179,9 +180,10 @@ class SaveFolder:
         self.claimed, self.data = claimed, self.path / claimed.data
 
     def _begin(self, creates: Iterable[str], name: str | None = None) -> Attempt | StoreAttempt:
-        attempt = begin_attempt(
-            self.path, creates, self.durability, overwrite=self._overwrite, name=name
-        )
+        with explained_full_disk(self.path, "the record of this save"):
+            attempt = begin_attempt(
+                self.path, creates, self.durability, overwrite=self._overwrite, name=name
+            )
         self._attempt = attempt
         self._hooks.after_claim(attempt.id)
         if self._is_durable:
@@ -240,7 +242,8 @@ class SaveFolder:
                     paths = [self.path / name for name in files_below(self.path)]
                     fsync_folders(paths, self.path)
                     fsync_folder(self.path)
-        with comm.agreed("committing"):
+        described = explained_full_disk(self.path, "what describes the checkpoint")
+        with comm.agreed("committing"), described:
             files, tables = describe()
             if attempt is not None and comm.rank == 0:
                 # Not read again: of a save that another one has ended it may be gone.

@@ -26,13 +26,11 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.location import (
     as_local_folder,
     check_room,
+    explained_full_disk,
     is_there,
     require_local,
 )
-from dist_checkpointing.format.commit import (
-    CONTENT_METADATA_KEY,
-    CheckpointingConfig,
-)
+from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, CheckpointingConfig
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import (
@@ -474,7 +472,9 @@ class SaveJob:
         """Write what this rank has to write. Not collective."""
         if self._outcome.error is not None:
             raise self._outcome.error  # there are no copies
-        with self.meter.phase("writing", self._local_plan.num_bytes):
+        num_bytes = self._local_plan.num_bytes
+        what = f"what this rank writes ({num_bytes} bytes of tensors)"
+        with self.meter.phase("writing", num_bytes), explained_full_disk(self.folder.path, what):
             files = self._common_files
             if files is None:
                 files = self._write_common()

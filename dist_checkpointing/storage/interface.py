@@ -312,11 +312,13 @@ class StorageReader(ABC):
         trusted: Whether objects may be unpickled without an allow-list.
         is_kept: Whether many reads of single parts follow each other, from several threads, so that
             it pays to remember where parts are.
+        growth: How many times larger values may be than their files, if those are compressed.
         report: Function to call with the number of bytes that have been read since the last call.
     """
 
     trusted: bool = False
     is_kept: bool = False
+    growth: ClassVar[int] = 1
     report: Callable[[int], None] = staticmethod(_ignore)
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
@@ -404,14 +406,13 @@ class StorageReader(ABC):
         del index
         if not claims:
             return
-        num_bytes, _ = size_of_files(self.checkpoint_dir)
+        num_bytes = self.growth * size_of_files(self.checkpoint_dir)[0]
         # Every part takes a byte at least, if only to be named.
         require_backing(claims, lambda claim: (num_bytes, num_bytes, self.claimed_in(claim.key)))
 
     def claimed_in(self, key: str) -> str:
-        """The file that says what a tensor is."""
-        del key
-        return str(self.checkpoint_dir / INDEX_NAME)
+        """The file that says what a tensor is, or the folder of the checkpoint."""
+        return str(self.checkpoint_dir / next(iter(self.describing_names([key])), ""))
 
     def set_up_storage_reader(  # noqa: B027 - a hook
         self, metadata: Any, *args: Any, **kwargs: Any

@@ -87,8 +87,9 @@ def select_strategy(
             "not a strategy for this",
             expected=f"{kind.__name__}, a backend name or (name, version)",
             found=type(selection).__name__,
+            remedy="Make an object of the class." if isinstance(selection, type) else None,
         )
-        raise CheckpointingException(f"cannot {action.value} with {selection!r}", [finding])
+        raise CheckpointingException(f"no strategy of {action.value}: {selection!r}", [finding])
     # A class that is not finished is refused now, and not in the middle of a save.
     for name in ("backend", "version") if isinstance(selection, SaveStrategyBase) else ():
         if not hasattr(selection, name):

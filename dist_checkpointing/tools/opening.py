@@ -331,8 +331,7 @@ def explaining(path: Location) -> Iterator[None]:
 def _what_it_is(path: Location) -> tuple[str, str]:
     """What a path is instead of a checkpoint, and what to do; empty if nobody knows."""
     if isinstance(path, Path) and not path.is_dir():
-        problem = "it is a file, and none of safetensors or torch.save"
-        return (problem if path.is_file() else "", "")
+        return "", ""
     if isinstance(path, Path) and (path / ATTEMPT_NAME).exists():
         holder = holder_of(path)
         now = f"it is being saved now, by process {holder.pid} on {holder.host}" if holder else ""

@@ -28,15 +28,9 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import (
-    DictKey,
-    Path,
-    Position,
-    path_text,
-    value_at,
-)
+from dist_checkpointing.mapping.nested_dicts import DictKey, Path, Position, path_text, value_at
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
-from dist_checkpointing.mapping.state_dict_parts import StateDictParts
+from dist_checkpointing.mapping.state_dict_parts import STATE_REMEDY, StateDictParts
 from dist_checkpointing.mapping.tensor_memory import (
     is_lossless,
     memory_of,
@@ -129,6 +123,7 @@ _DEMANDING: Final = (
     StrictHandling.RAISE_ALL,
 )
 
+_FILLED: Final = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 _WRAP_REMEDY: Final = (
     "Wrap it: ShardedTensor.from_rank_offsets(key, tensor, (axis, part, number of parts)), or the "
     "whole state dict with dist_checkpointing.interop.shard_state_dict."
@@ -300,7 +295,7 @@ def _misfits(leaf: ShardedTensor, shape: Ints, dtype: torch.dtype, cast: Cast) -
         remedy = "cast='any' converts." if cast == "widen" else "cast='widen' or 'any' converts."
         yield Finding("dtype differs", key, own_dtype, dtype, remedy=remedy)
     if data is not None and data.is_meta:
-        remedy = "Materialise it, or pass data=None."
+        remedy = "Materialize it, or pass data=None."
         yield Finding("the tensor to fill is on the meta device", key, remedy=remedy)
     elif data is not None and overlaps_itself(data):
         yield overlap_finding(key, data)
@@ -362,10 +357,11 @@ def plain_tensors(
     parts: StateDictParts, stored: Mapping[Any, Any], cast: Cast, flag: StrictHandling
 ) -> tuple[list[StagedTensor], list[Finding]]:
     """The plain tensors of a template that the common state of the checkpoint, ``stored``, fills;
-    and why it cannot fill others. A tensor that has no value there is only a warning if the flag
-    tolerates unexpected keys.
+    and why it cannot fill others. A tensor, or a module or optimizer, that has no value there is
+    only a warning if the flag tolerates unexpected keys.
     """
-    given = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
+    given: dict[Path, Any]
+    given = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, _FILLED)}
     wanted = [path for path in given if all(isinstance(step, DictKey | Position) for step in path)]
     if not wanted:
         return [], []
@@ -375,15 +371,12 @@ def plain_tensors(
     absent: list[Finding] = []
     for path in wanted:
         tensor, key = given[path], path_text(path)
-        if not _is_there(result, path):
-            problem = (
-                "this tensor of the template is not wrapped, and the common state of the "
-                "checkpoint has no value for it: it would not be filled"
-            )
-            own = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            absent.append(Finding(problem, key, found=own, remedy=_WRAP_REMEDY))
+        is_there, is_tensor = _is_there(result, path), isinstance(tensor, torch.Tensor)
+        value = value_at(result, path) if is_there else None
+        if not is_there or not (is_tensor or value is None or isinstance(value, _FILLED)):
+            absent.append(_unfilled(key, tensor))
             continue
-        if (value := value_at(result, path)) is None:
+        if value is None or not is_tensor:
             continue  # as stored: there was no tensor when this was saved
         if not isinstance(value, torch.Tensor) or value.layout is not tensor.layout:
             found = getattr(value, "layout", type(value).__name__)
@@ -402,6 +395,18 @@ def plain_tensors(
         message = "tensors of the template would not be filled"
         logger.warning("%s", StateMismatchError(message, absent))
     return plain, findings
+
+
+def _unfilled(key: str, given: Any) -> Finding:
+    if not isinstance(given, torch.Tensor):
+        found, problem = type(given).__name__, "this is not a state dict: it would not be filled"
+        return Finding(problem, key, found=found, remedy=STATE_REMEDY)
+    problem = (
+        "this tensor of the template is not wrapped, and the common state of the checkpoint has no "
+        "value for it: it would not be filled"
+    )
+    found = f"{given.dtype} of shape {tuple(given.shape)}"
+    return Finding(problem, key, found=found, remedy=_WRAP_REMEDY)
 
 
 def set_apart(

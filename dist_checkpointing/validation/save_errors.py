@@ -228,7 +228,7 @@ def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
 def without_values(tensor: torch.Tensor) -> list[tuple[str, str]]:
     """Why a tensor has no dense values to write, with a remedy; empty if it has."""
     if tensor.is_meta:
-        return [("on the meta device", "Materialise it, for example with to_empty() and a load.")]
+        return [("on the meta device", "Materialize it, for example with to_empty() and a load.")]
     if tensor.is_nested:
         return [("a nested tensor", "Save its values and its offsets, or a padded tensor.")]
     if tensor.layout is not torch.strided:

@@ -31,10 +31,10 @@ from dist_checkpointing.strategies import (
     ZarrSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
-from faults import failing
+from faults import failing, full_disk, path_of
 from scripts import run_forked
 from simulated_groups import the_one_error
-from states import at_step, between, save_on, shard
+from states import BACKEND, at_step, between, save_on, shard
 
 FORMAT = pytest.mark.parametrize("version", [1, 2], ids=["zarr1", "zarr2"])
 SAVERS: dict[int, Any] = {1: ZarrSaveShardedStrategy, 2: Zarr3SaveShardedStrategy}
@@ -219,6 +219,37 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint_or_none(
     save_state(tmp_path, version, name="second", factor=3.0)
     check_state(tmp_path, name="second", factor=3.0)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@BACKEND
+def test_a_disk_that_runs_full_in_the_middle(tmp_path: Path, backend: Any) -> None:
+    big = 1 << 17
+
+    def is_next(file: int, *_: object) -> bool:
+        return "next" in path_of(file).parts
+
+    def save_rank(comm: Comm) -> None:
+        part = shard("w", torch.full((big,), float(comm.rank)), (0, comm.rank, 2))
+        dc.save({"w": part, "step": 1}, tmp_path / "next", backend, comm=comm)
+
+    previous = {"w": shard("w", torch.ones(3))}
+    dc.save(previous, tmp_path / "previous", backend)
+    (tmp_path / "next").mkdir()
+    written = f"what this rank writes ({4 * big} bytes of tensors)"
+    rest = f"did not fit into {tmp_path / 'next'}, with 16 bytes free. Delete old checkpoints, or"
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        writes = failing("os.writev", "os.write", "os.pwrite", code=code, nth=2, at=is_next)
+        with full_disk(), writes:
+            error = the_one_error(2, save_rank, dc.RankFailedError)
+        assert f"{os.strerror(code)}: {written} {rest}" in str(error)
+        assert set(files_in(tmp_path / "next")) <= {".dckpt/attempt.json"}
+    loaded = dc.load({"w": shard("w", torch.zeros(3))}, tmp_path / "previous")
+    assert torch.equal(loaded["w"], torch.ones(3))
+    with full_disk(), failing("os.replace", code=errno.ENOSPC, at=lambda _, to: "next" in str(to)):
+        error = the_one_error(2, save_rank, dc.RankFailedError)
+    assert f"the record of this save {rest}" in str(error)
+    run_ranks(2, save_rank)
+    assert dc.load({}, tmp_path / "next")["step"] == 1
 
 
 def test_all_failing_ranks_are_named(tmp_path: Path) -> None:

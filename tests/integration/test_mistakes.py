@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import DCPReader, DCPWriter, TorchState, shard_state_dict
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from faults import full_disk
 from samples import BACKENDS
 from states import BACKEND, shard
@@ -217,3 +218,30 @@ def test_a_tensor_that_dcp_fills_overlaps_itself(tmp_path: Path) -> None:
     with pytest.raises((CheckpointException, dc.StateMismatchError), match="share memory"):
         dcp_load({"w": overlapping}, storage_reader=DCPReader(tmp_path / "c"))
     assert not overlapping.any()
+
+
+def test_what_is_no_checkpoint_and_no_state_dict_leads_somewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.txt").write_text("hello")
+    with pytest.raises(dc.CheckpointNotFoundError, match=r"none of safetensors or torch\.save"):
+        dc.load({}, "w.txt")
+    with pytest.raises(dc.CheckpointNotFoundError, match=rf"current folder is {tmp_path}\."):
+        dc.load({}, "missing")
+    with pytest.raises(dc.CheckpointingException, match="Make an object of the class"):
+        dc.save({"a": 1}, "c", TensorStoreSaveShardedStrategy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["model", "other"])
+def test_a_module_in_a_template_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    dc.save({"model": model.state_dict(), "step": 1}, tmp_path / "c")
+    for given, kind in ((model, "Linear"), (optimizer, "SGD")):
+        with pytest.raises(dc.StateMismatchError, match=rf"found {kind}\. .*interop\.TorchState"):
+            dc.load({name: given}, tmp_path / "c")
+    dc.save({name: model}, tmp_path / "pickled", trusted=True)
+    for template in ({name: torch.nn.Linear(2, 2)}, {name: None}, {}):
+        loaded = dc.load(template, tmp_path / "pickled", trusted=True)[name]
+        assert torch.equal(loaded.weight, model.weight)

@@ -19,6 +19,7 @@ from dist_checkpointing.mapping import DTYPES, DType
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.testing import random_bits, run_ranks
 from states import FORMAT, between, flat, rows, save_on, shard
+from stores import copied_up, new_url, put
 
 EXTENDED = [row for row in DTYPES if row.numpy.isbuiltin != 1]
 Format = tuple[str, int]
@@ -340,8 +341,9 @@ def test_without_its_index_a_checkpoint_loads_the_same(
         (tmp_path / lost).unlink()
         with pytest.raises(dc.CorruptCheckpointError, match=r"index\.json"):
             dc.verify_checkpoint(tmp_path)
-    assert dc.load_sharded_metadata(tmp_path) == metadata
-    assert {k: bits(v) for k, v in dc.load_plain_tensors(tmp_path).items()} == plain
+    for place in (tmp_path, copied_up(tmp_path, new_url())):
+        assert dc.load_sharded_metadata(place) == metadata
+        assert {k: bits(v) for k, v in dc.load_plain_tensors(place).items()} == plain
 
     def load_rank(comm: Comm) -> None:
         template, wanted = all_kinds(1 - comm.rank), all_kinds(1 - comm.rank)
@@ -389,6 +391,8 @@ def write_by_tensorstore(folder: Path, kind: str) -> None:
             place = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
         grid = codec("regular", chunk_shape=[4, 4])
         described = {"shape": [6, 5], "data_type": "float32", "fill_value": 7, "chunk_grid": grid}
+        if name == "turned":
+            described["chunk_key_encoding"] = codec("v2", separator="/")
         spec = {"driver": "zarr3", "kvstore": place, "metadata": described | {"codecs": codecs}}
         tensorstore.open(spec, create=True).result().write(FILLED.numpy()).result()
 
@@ -401,17 +405,27 @@ def write_by_zarr(folder: Path) -> None:
     group.create_array("names", shape=(3,), dtype=str)  # is left out
 
 
+@pytest.mark.parametrize("is_in_store", [False, True], ids=["disk", "store"])
 @pytest.mark.parametrize("kind", ["ocdbt", "folders", "zarr-python"])
-def test_a_database_of_another_program_is_read(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "db"
+def test_a_database_of_another_program_is_read(
+    tmp_path: Path, kind: str, *, is_in_store: bool
+) -> None:
+    folder: Any = tmp_path / "db"
     write_by_zarr(folder) if kind == "zarr-python" else write_by_tensorstore(folder, kind)
+    if is_in_store:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+        folder = dc.ObjectPath.of(new_url())
+        for name, content in contents.items():
+            put(folder, name, content)
     opened = dc.Checkpoint.open(folder)
     assert set(opened) == set(CODECS)
     for key in CODECS:
         assert torch.equal(opened[key][...], FILLED), key
         assert torch.equal(opened[key][3:5, 1], FILLED[3:5, 1]), key
     assert opened.common == {}
-    assert opened["sharded"].chunk_shape == ((4, 4) if kind == "zarr-python" else (2, 2))
+    is_read_whole = is_in_store or kind == "zarr-python"
+    assert opened["sharded"].chunk_shape == ((4, 4) if is_read_whole else (2, 2))
     dc.verify_checkpoint(folder)
 
     def load_rank(comm: Comm) -> None:

@@ -28,7 +28,7 @@ from dist_checkpointing.serialization import save_folder
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
-from faults import failing, path_of
+from faults import failing, path_of, without_links
 from samples import BACKENDS, Samples
 from states import at_step, flat, rows, save_on, shard
 
@@ -231,6 +231,7 @@ def test_files_that_no_save_made_are_neither_damage_nor_read(
         *(".nfs0000a1", "data/model/1.0-bc93d159.0", "decoder.weight/c.9.0", "decoder.weight/9.0"),
         *("other/.zarray", "other/zarr.json", "rng/shard_2_3.pt"),
         *(".dckpt/extra.json", ".dckpt/checksums/00009.bin", ".dckpt/checksums/00009.upper"),
+        f"decoder.weight/0.0.{32 * '5'}.tmp",
     }
     for path in (sample.folder / name for name in names):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -265,6 +266,11 @@ def test_files_that_are_listed_before_they_are_found_are_waited_for(tmp_path: Pa
 
     with failing("os.link", code=errno.ENOENT, times=2, at=is_of_w) as links:
         save_on(2, state, tmp_path / "c", ("zarr", 1))
+    for can_rename in (True, False):
+        with without_links(kernel_copies=False, exclusive_renames=can_rename):
+            save_on(2, state, tmp_path / str(can_rename), ("zarr", 1))
+        assert torch.equal(dc.load_plain_tensors(tmp_path / str(can_rename))["w"], full)
+        verify_checkpoint(tmp_path / str(can_rename))
     with failing("os.stat", code=errno.ENOENT, times=2, at=is_of_w) as looks:
         assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], full)
     assert len(links) == 3 < len(looks)

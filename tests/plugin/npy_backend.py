@@ -8,11 +8,17 @@ from threading import Lock
 import numpy as np
 import torch
 
-from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem import file_writer, local_folder
 from dist_checkpointing.format import Index, file_names
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
+from dist_checkpointing.storage import (
+    Durability,
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+    done,
+)
 from dist_checkpointing.strategies import PlannedLoadStrategy, PlannedSaveStrategy
 
 # numpy parses headers as Python, which CPython before 3.11.4 may do in one thread at a time only.
@@ -35,7 +41,8 @@ class NpyWriter(StorageWriter):
             np.save(
                 buffer := io.BytesIO(), tensor_memory.as_numpy(data.cpu()).view(f"V{data.itemsize}")
             )
-            local_folder.write_atomic(path, buffer.getvalue())
+            file_writer.put(path.parent, path.name, buffer.getvalue(), Durability.FSYNC)
+            local_folder.fsync_folder(path.parent)
             results.append(WriteResult(index, data.nbytes))
         local_folder.fsync_folder(self.checkpoint_dir)
         return done(results)

@@ -4,6 +4,7 @@ Only functions that are public outside of this library are replaced: of ``os``, 
 ``time`` and obstore. Each function here is a context manager; the faults end with its body.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.filesystem import locks
+from dist_checkpointing.filesystem import local_folder, locks
 from dist_checkpointing.filesystem.object_store_locks import THREAD
 from dist_checkpointing.manager import tier_copies
 
@@ -199,7 +200,7 @@ def strange_flock(code: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def without_links(*, kernel_copies: bool) -> Iterator[list[int]]:
+def without_links(*, kernel_copies: bool, exclusive_renames: bool = True) -> Iterator[list[int]]:
     """A file system without links; yields the bytes of each copy of the kernel."""
     copied: list[int] = []
 
@@ -209,8 +210,18 @@ def without_links(*, kernel_copies: bool) -> Iterator[list[int]]:
         copied.append(real(*arguments))
         return copied[-1]
 
-    with failing("os.link", code=errno.EXDEV), replaced("os.copy_file_range", copy):
+    with ExitStack() as stack:
+        stack.enter_context(failing("os.link", code=errno.EXDEV))
+        stack.enter_context(replaced("os.copy_file_range", copy))
+        if not exclusive_renames:
+            stack.enter_context(replaced(f"{local_folder.__name__}._renameat2", refused_rename))
         yield copied
+
+
+def refused_rename(*_: object) -> int:
+    """What a network file system answers that cannot rename without replacing."""
+    ctypes.set_errno(errno.EINVAL)
+    return -1
 
 
 @contextmanager

@@ -10,12 +10,14 @@ from typer.testing import CliRunner
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
+from dist_checkpointing.filesystem.local_folder import rename_new
 from dist_checkpointing.filesystem.location import as_local_folder, check_one_destination, is_url
 from dist_checkpointing.interop import DCPReader, DCPWriter
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.convert import convert
+from faults import replaced, without_links
 from real_ranks import run_script
 from states import shard
 
@@ -266,3 +268,22 @@ def test_torchrun_without_a_process_group_is_an_error_before_anything_is_written
     with pytest.raises(AssertionError, match="init_process_group"):
         run_script(2, script, tmp_path / "c", reports=tmp_path / "reports", timeout_seconds=60)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("exclusive_renames", [True, False])
+def test_a_new_name_replaces_no_file(tmp_path: Path, *, exclusive_renames: bool) -> None:
+    """Not even one that another machine has made after the last look."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "theirs").write_text("theirs")
+    without = without_links(kernel_copies=False, exclusive_renames=exclusive_renames)
+    with without, replaced("os.path.lexists", lambda *_: False):
+        with pytest.raises(FileExistsError, match="theirs"):
+            rename_new(tmp_path / "mine", tmp_path / "theirs")
+        with pytest.raises(FileNotFoundError):
+            rename_new(tmp_path / "nothing", tmp_path / "new")
+        assert (tmp_path / "theirs").read_text() == "theirs"
+        rename_new(tmp_path / "mine", tmp_path / "new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "theirs": "theirs",
+        "new": "mine",
+    }

@@ -419,10 +419,6 @@ class TorchDistReader(StorageReader):
         place = self.index.place(self.index.cell_row(key, cell))
         return read_extent(Extent(self.checkpoint_dir, *place), key)
 
-    def claimed_in(self, key: str) -> str:
-        del key
-        return str(self.checkpoint_dir / DCP_METADATA_NAME)
-
     def location(self, chunk: MetadataIndex) -> str:
         return self.location_of(self.index.places[self.index.row(chunk)])
 

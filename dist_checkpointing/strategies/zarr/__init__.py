@@ -4,7 +4,6 @@ Importing this package also teaches zarr-python bfloat16 and the 8-bit floats, s
 ``zarr.open`` reads every array written here.
 """
 
-from dist_checkpointing.strategies.zarr import v3 as _registered_dtypes
 from dist_checkpointing.strategies.zarr.v2 import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 
@@ -14,5 +13,3 @@ __all__ = [
     "ZarrLoadShardedStrategy",
     "ZarrSaveShardedStrategy",
 ]
-
-del _registered_dtypes

@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import numcodecs
 import numpy as np
 import numpy.typing as npt
 import torch
+from numcodecs.abc import Codec
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import file_writer, local_folder, location
@@ -41,13 +42,7 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.format.seal import SealedFile, shared_name
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning import (
-    LoadPlan,
-    LoadPlanner,
-    MetadataIndex,
-    SavePlan,
-    SavePlanner,
-)
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, SavePlan, SavePlanner
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.interface import (
@@ -84,27 +79,16 @@ _GZIP_WINDOW: Final = 31
 _BLOSC_HEADER_BYTES: Final = 16
 
 
-class Codec(Protocol):
-    """Turns the bytes of a chunk into others and back."""
-
-    def encode(self, data: Any) -> Any:
-        """Shorter bytes for a C-contiguous array."""
-
-    def decode(self, data: Any) -> Any:
-        """The bytes of the array."""
-
-
 def unpacked(codec: Codec, data: bytes, num_bytes: int) -> Any:
     """The bytes of a chunk, which must be so many.
 
     Raises:
         ValueError: if it unpacks to anything else; says so before it has unpacked more.
     """
-    name = getattr(codec, "codec_id", None)
-    if name == "gzip":
+    if codec.codec_id == "gzip":
         return _gunzipped(data, num_bytes)
-    said = _zstd_size(data) if name == "zstd" else _blosc_size(data) if name == "blosc" else None
-    if said is not None and said != num_bytes:
+    said = _zstd_size(data) if codec.codec_id == "zstd" else _blosc_size(data)
+    if said != num_bytes:
         raise ValueError(f"it unpacks to {said} bytes, expected {num_bytes}")
     return codec.decode(data)
 
@@ -154,11 +138,8 @@ def make_codec(name: str | None) -> Codec | None:
         expected = ", ".join(CODECS)
         finding = Finding("unknown codec", expected=expected, found=repr(name))
         raise UnsupportedFormatError("cannot store or read chunks this way", [finding])
-    configuration = {"id": name} | CODECS[name]
-    if name == "blosc":
-        configuration["shuffle"] = numcodecs.Blosc.SHUFFLE
-    codec: Codec = numcodecs.get_codec(configuration)
-    return codec
+    own = {"shuffle": numcodecs.Blosc.SHUFFLE} if name == "blosc" else {}
+    return numcodecs.get_codec({"id": name} | CODECS[name] | own)
 
 
 def chunk_array(data: torch.Tensor, chunk_shape: Ints) -> Array:
@@ -204,14 +185,9 @@ def read_decoded(codec: Codec, path: Location, num_bytes: int, key: str) -> Arra
     except FileNotFoundError as error:
         raise corrupt("a chunk is missing") from error
     try:
-        raw = np.frombuffer(unpacked(codec, encoded, num_bytes), dtype=np.uint8)
+        return np.frombuffer(unpacked(codec, encoded, num_bytes), np.uint8, num_bytes)
     except (RuntimeError, ValueError, OSError, EOFError) as error:
         raise corrupt(f"a chunk cannot be decoded: {error}") from error
-    if raw.nbytes != num_bytes:
-        raise corrupt(
-            "a decoded chunk has the wrong size", expected=f"{num_bytes} bytes", found=raw.nbytes
-        )
-    return raw
 
 
 FileContent = tuple[str, bytes]
@@ -386,16 +362,13 @@ class ZarrFolderReader(StorageReader):
             return list(map(ChunkPlace, names, sizes.tolist()))
         return [ChunkPlace(name, self.files.size_of(name) or 0, True) for name in names]
 
-    def array_folder(self, key: str) -> Path:
-        """The folder that holds everything of a tensor."""
-        return self.checkpoint_dir / self.names.folders([key])[0]
-
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         growth = 1 if index.codec is None else MOST_COMPRESSION
 
         def files_of(stated: StatedSize) -> tuple[int, int, str]:
-            num_bytes, num_files = size_of_files(self.array_folder(stated.key))
-            return (num_bytes * growth, num_files, self.claimed_in(stated.key))
+            (folder,) = self.names.folders([stated.key])
+            num_bytes, num_files = size_of_files(self.checkpoint_dir / folder)
+            return num_bytes * growth, num_files, self.claimed_in(stated.key)
 
         require_backing(claims, files_of)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,12 +56,12 @@ class ZarrV2Reader(ZarrFolderReader):
         damaged: list[Finding] = []
         going = noted_removal(root)
 
-        def parse(key: str) -> list[StoredTensor]:
+        def parse(key: str) -> StoredTensor | None:
             try:
-                return [_parse(root / key, key)]
+                return _parse(root / key, key)
             except CorruptCheckpointError as error:
                 damaged.extend(error.findings)
-                return []
+                return None
 
         is_known = known_files(root)
         # Megatron leaves lock folders behind that look like arrays and are none.
@@ -71,14 +70,10 @@ class ZarrV2Reader(ZarrFolderReader):
         parsed = in_threads(parse, keys, self.files.limits.run_threads)
         if damaged:
             raise CorruptCheckpointError("arrays have no readable metadata", damaged)
-        tensors = [tensor for tensors in parsed for tensor in tensors]
-        return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
+        return Index.of(sorted(filter(None, parsed), key=lambda tensor: tensor.key))
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         return [f"{key}/{_METADATA_NAME}" for key in wanted]
-
-    def claimed_in(self, key: str) -> str:
-        return str(self.array_folder(key) / _METADATA_NAME)
 
 
 class ZarrV2Writer(ZarrFolderWriter):
@@ -150,11 +145,7 @@ def _parse(folder: Location, key: str) -> StoredTensor:
     ]
     if findings:
         raise UnsupportedFormatError("an array is stored in a way Megatron never does", findings)
-    try:
-        dtype = tensor_memory.from_zarr_v2(dtype_name)
-    except UnsupportedFormatError as error:
-        findings = [replace(f, key=key, path=str(path)) for f in error.findings]
-        raise UnsupportedFormatError(error.message, findings) from error
+    dtype = tensor_memory.from_zarr_v2(dtype_name, key, str(path))
     return StoredTensor(key, dtype, shape, chunks)
 
 

@@ -118,12 +118,6 @@ class ZarrV3Reader(ZarrFolderReader):
     def rebuild_index(self) -> Index:
         return rebuild_index(self.checkpoint_dir)
 
-    def claimed_in(self, key: str) -> str:
-        del key
-        is_indexed = location.is_file(self.checkpoint_dir / INDEX_NAME)
-        name = INDEX_NAME if is_indexed else METADATA_NAME
-        return str(self.checkpoint_dir / name)
-
 
 class ZarrV3Writer(ZarrFolderWriter):
     """Writes zarr v3 arrays, consolidated metadata and the index."""
@@ -163,10 +157,9 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
         }
-        is_known = known_files(checkpoint_dir)
-        names = [n for n in location.names_in(checkpoint_dir) if is_known(f"{n}/{METADATA_NAME}")]
-        found = {name for name in names if location.is_file(checkpoint_dir / name / METADATA_NAME)}
-        unlisted = sorted(found - going - nodes.keys())
+        is_known, names = known_files(checkpoint_dir), {*location.names_in(checkpoint_dir)}
+        others = sorted(n for n in names - going - nodes.keys() if is_known(f"{n}/{METADATA_NAME}"))
+        unlisted = [n for n in others if location.is_file(checkpoint_dir / n / METADATA_NAME)]
         if unlisted:
             raise ValueError(f"it does not list these arrays: {', '.join(unlisted[:20])}")
         tensors = [parse(name, node) for name, node in nodes.items() if "/" not in name]

@@ -16,7 +16,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.foreign_formats import COMMON_STATE_FNAME
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.mapping import DTYPES
-from dist_checkpointing.serialization import load, load_plain_tensors, load_tensors_metadata, save
+from dist_checkpointing.serialization import load, load_tensors_metadata, save
 from dist_checkpointing.strategies import (
     LoadShardedStrategy,
     PlannedLoadStrategy,
@@ -34,20 +34,9 @@ Observe = Callable[[str, Sequence[Any]], None]
 """Called with the name and arguments of a method before it runs, then with ``"<name>.done"`` and
 its result. An error that it raises is raised by the method."""
 
-WRITER_CALLS = (
-    "set_up_storage_writer",
-    "prepare_local_plan",
-    "prepare_global_plan",
-    "write_data",
-    "finish",
-)
-READER_CALLS = (
-    "read_metadata",
-    "set_up_storage_reader",
-    "prepare_local_plan",
-    "prepare_global_plan",
-    "read_data",
-)
+_PLANS = ("prepare_local_plan", "prepare_global_plan")
+WRITER_CALLS = ("set_up_storage_writer", *_PLANS, "write_data", "finish")
+READER_CALLS = ("read_metadata", "set_up_storage_reader", *_PLANS, "read_data")
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
 Strategy = TypeVar("Strategy", PlannedSaveStrategy, PlannedLoadStrategy)
@@ -134,8 +123,6 @@ class BackendHooks:
     def load_whole(self, folder: Path) -> dict[str, Any]:
         """All tensors whole, in this process, by key, and the common state."""
         strategy = self.load_strategy()
-        if strategy is None:
-            return load_plain_tensors(folder)
         everything: Any = load_tensors_metadata(folder, strategy)
         result: Any = load(everything, folder, strategy)
         assert isinstance(result, dict)
@@ -174,24 +161,26 @@ def observed(strategy: Strategy, observe: Observe) -> Strategy:
         name, calls = "make_writer", WRITER_CALLS
     make = getattr(strategy, name)
 
-    def reporting(folder: Path) -> Any:
-        # A subclass, so that the driver and the backend still recognise it; set on the object
+    def made(folder: Path) -> Any:
+        # A subclass, so that the driver and the backend still recognize it; set on the object
         # itself, because its constructor may take any arguments.
         storage = make(folder)
         kind = type(storage)
-        methods = {call: _reporting(call, getattr(kind, call), observe) for call in calls}
+        methods = {call: reporting(call, getattr(kind, call), observe) for call in calls}
         storage.__class__ = type(kind.__name__, (kind,), methods)
         return storage
 
-    setattr(copied, name, reporting)
+    setattr(copied, name, made)
     return copied  # type: ignore[no-any-return]
 
 
-def _reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
+def reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
+    """The function or method, with a report of each call."""
+
     @functools.wraps(method)  # with its parameters, which say what it is told
-    def call(self: object, *args: Any, **kwargs: Any) -> Any:
-        observe(name, args)
-        result = method(self, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        observe(name, args[1:])
+        result = method(*args, **kwargs)
         observe(f"{name}.done", (result,))
         return result
 

@@ -44,6 +44,7 @@ from dist_checkpointing.testing.conformance.backend_hooks import (
     Observe,
     failures_on,
     observed,
+    reporting,
 )
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUTS,
@@ -187,15 +188,6 @@ class StorageProtocol(BackendHooks):
                 name = path.relative_to(folder)
                 above = {name.as_posix(), *(parent.as_posix() for parent in name.parents)}
                 assert above & announced, f"{name} was not announced"
-
-    @pytest.mark.parametrize("is_empty", [False, True])
-    def test_a_direct_save_makes_the_folder(self, tmp_path: Path, is_empty: bool) -> None:
-        """The folder is also made if there is only metadata to write."""
-        folder = tmp_path / "not" / "yet"
-        state = {} if is_empty else _state(1, 0)
-        self.planned_saver().save(state, folder)
-        found = self.planned_loader().load_tensors_metadata(folder)
-        assert found.keys() == state.keys()
 
     def test_async_commits_at_the_end(self, tmp_path: Path) -> None:
         """An asynchronous save is a checkpoint after it is finalized on all ranks, not before."""
@@ -362,22 +354,12 @@ class Failures(BackendHooks):
 def _full_disk(strategy: SaveShardedStrategy, *, fails: bool) -> SaveShardedStrategy:
     """The strategy with a disk that is full after something has been written."""
 
-    def write() -> None:
-        if fails:
+    def observe(name: str, _: Sequence[Any]) -> None:
+        if fails and name in ("write_data.done", "save.done"):
             raise OSError(28, "no space left on device")
 
     if isinstance(strategy, PlannedSaveStrategy):
-
-        def observe(name: str, _: Sequence[Any]) -> None:
-            if name == "write_data.done":
-                write()
-
         return observed(strategy, observe)
-    failing, save_all = copy.copy(strategy), strategy.save
-
-    def save_and_fail(*args: Any) -> None:
-        save_all(*args)
-        write()
-
-    failing.save = save_and_fail  # type: ignore[method-assign, assignment]
+    failing = copy.copy(strategy)
+    failing.save = reporting("save", strategy.save, observe)  # type: ignore[method-assign]
     return failing

@@ -21,7 +21,7 @@ from dist_checkpointing.serialization import (
     remove_sharded_tensors,
     save,
 )
-from dist_checkpointing.strategies import LoadShardedStrategy
+from dist_checkpointing.strategies import LoadShardedStrategy, PlannedSaveStrategy
 from dist_checkpointing.testing.conformance.backend_hooks import WORLD_SIZES, BackendHooks
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUT_SHAPE,
@@ -442,15 +442,22 @@ class Contents(BackendHooks):
         rng = {"rng": ShardedObject("optimizer.rng", None, (1,), (0,))}
         assert self.load_on(1, folder, lambda _: rng) == [{"rng": [1], "step": 3}]
 
-    def test_direct_calls(self, tmp_path: Path) -> None:
-        """Strategies also work alone, without ``save`` and ``load``."""
-        full = _numbered(["a", "b"])
-        self.saver().save(whole(full), tmp_path)
+    @pytest.mark.parametrize("keys", ["ab", ""])
+    def test_direct_calls(self, tmp_path: Path, keys: str) -> None:
+        """Strategies also work alone, without ``save`` and ``load``.
+
+        Those with a StorageWriter make the folder, also if there is only metadata to write.
+        """
+        full, is_planned = _numbered(keys), isinstance(self.saver(), PlannedSaveStrategy)
+        folder = tmp_path / "not" / "yet" if is_planned else tmp_path
+        self.saver().save(whole(full), folder)
         given = {key: [shard] for key, shard in blank(whole(full)).items()}
-        result = self.loader().load(given, tmp_path)
+        result = self.loader().load(given, folder)
         for key, tensor in full.items():
             assert_same_bits(result[key][0], tensor, key)
             assert result[key][0] is given[key][0].data
-        assert not check_is_distributed_checkpoint(tmp_path)
+        assert self.loader().load_tensors_metadata(folder).keys() == full.keys()
+        # Nothing but the metadata of DCP is what DCP itself leaves.
+        assert not keys or not check_is_distributed_checkpoint(folder)
         save({}, tmp_path / "committed", self.saver())
         assert check_is_distributed_checkpoint(tmp_path / "committed")

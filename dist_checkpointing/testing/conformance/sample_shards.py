@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,11 +141,6 @@ def rows_of(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> dic
     return {key: by_rows(key, tensor, world_size)[rank][0] for key, tensor in full.items()}
 
 
-def by_rows_backwards(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Parts along axis 0, the last one on rank 0."""
-    return by_rows(key, full, world_size)[::-1]
-
-
 def by_columns(key: str, full: torch.Tensor, world_size: int) -> Shards:
     """Parts along axis 1."""
     return _along(1, key, full, world_size)
@@ -250,22 +246,17 @@ def _flat(
     )
 
 
-def _flattened(num_rows: int, key: str, full: torch.Tensor, world_size: int) -> Shards:
+def flattened(key: str, full: torch.Tensor, world_size: int, num_rows: int | None = 1) -> Shards:
+    """Ranges of the flattening of the whole tensor; with four ranks, one of them is empty.
+
+    Or of rows of it, each for a few ranks; None for one of every pair of ranks.
+    """
+    count = num_rows or max(1, world_size // 2)
     return [
-        [_flat(key, rows, part, (0, i, num_rows))]
-        for i, rows in enumerate(full.chunk(num_rows, 0))
-        for part in _ranges(rows.numel(), world_size // num_rows)
+        [_flat(key, rows, part, (0, i, count))]
+        for i, rows in enumerate(full.chunk(count, 0))
+        for part in _ranges(rows.numel(), world_size // count)
     ]
-
-
-def flattened(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Ranges of the flattening of the whole tensor; with four ranks, one of them is empty."""
-    return _flattened(1, key, full, world_size)
-
-
-def flattened_rows(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Rows over pairs of ranks; each pair shares the flattening of its rows."""
-    return _flattened(max(1, world_size // 2), key, full, world_size)
 
 
 def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> Shards:
@@ -277,22 +268,19 @@ def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> Shards:
 
 
 CUTS: dict[str, Sharding] = {
-    cut.__name__: cut
-    for cut in (
-        by_rows,
-        by_rows_backwards,
-        by_columns,
-        by_blocks,
-        interleaved,
-        unevenly,
-        ragged,
-        replicated,
-        in_replicated_pairs,
-        prepended,
-        prepended_columns,
-        flattened,
-        flattened_rows,
-        flattened_layers,
-    )
+    "by_rows": by_rows,
+    "by_rows_backwards": lambda key, full, world_size: by_rows(key, full, world_size)[::-1],
+    "by_columns": by_columns,
+    "by_blocks": by_blocks,
+    "interleaved": interleaved,
+    "unevenly": unevenly,
+    "ragged": ragged,
+    "replicated": replicated,
+    "in_replicated_pairs": in_replicated_pairs,
+    "prepended": prepended,
+    "prepended_columns": prepended_columns,
+    "flattened": flattened,
+    "flattened_rows": partial(flattened, num_rows=None),
+    "flattened_layers": flattened_layers,
 }
 """All cuts by name."""
