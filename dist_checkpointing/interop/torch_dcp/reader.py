@@ -91,12 +91,6 @@ class DCPKeys:
         """The values at their paths; in lists, None replaces a tensor."""
         return nested({path: values.get(name, ABSENT) for name, path in self.paths.items()})
 
-    def values_in(self, common: Any) -> list[tuple[str, Any]]:
-        """Name and value of what ``nest`` has nested; KeyError, IndexError or TypeError if one is
-        missing.
-        """
-        return [(name, reduce(getitem, self.paths[name], common)) for name in self.values]
-
     def write(self, folder: Path, durability: local_folder.Durability) -> None:
         """Write the file, atomically."""
         content = {
@@ -293,7 +287,7 @@ class DCPReader(dcp_storage.StorageReader):
             found = [(".".join(map(str, p)), p, v) for p, v in dcp_paths_in(state, self._index)]
             return [(name, v) for name, _, v in found], {name: path for name, path, _ in found}
         try:
-            named = keys.values_in(state)
+            named = [(name, reduce(getitem, keys.paths[name], state)) for name in keys.values]
             odd = sorted(n for n, v in named if n in self._raw and not isinstance(v, bytes))
             if odd:
                 raise TypeError(f"{odd} are not bytes")

@@ -72,15 +72,6 @@ class RankPlan(NamedTuple):
     save: int
 
 
-class Report(NamedTuple):
-    """What a rank sends to the coordinator, as the last of its results: what it has written, and
-    the bytes of each value that is not a tensor, by name.
-    """
-
-    written: Written
-    contents: dict[str, bytes]
-
-
 def is_usable(plan: dcp.SavePlan) -> bool:
     return bool(getattr(plan, "usable", True))
 
@@ -118,26 +109,24 @@ def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePla
     """
     planner = DefaultSavePlanner()
     planner.configure_planner({}, is_coordinator=True, rank=0, layout=layout)
-    announced = LocalPlans(_announced(plan, rank) for rank, plan in enumerate(plans))
-    own_plans, index = checked_plans(announced, planner)
+    announced = []
+    for rank, plan in enumerate(plans):
+        rows = []
+        for position, item in enumerate(plan.items):
+            if (data := item.tensor_data) is not None:
+                name = item.index.fqn
+                dtype = tensor_memory.from_torch(data.properties.dtype, key=name).name
+                box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                # All are main replicas: DCP has chosen among them.
+                rows.append((name, dtype, tuple(data.size), *box, None, True, position))
+        announced.append(SavePlan(table_of_rows(rank, rows)))
+    own_plans, index = checked_plans(LocalPlans(announced), planner)
     return [planner.finalize_plan(plan) for plan in own_plans], index
-
-
-def _announced(plan: dcp.SavePlan, rank: int) -> SavePlan:
-    rows = []
-    for position, item in enumerate(plan.items):
-        if (data := item.tensor_data) is not None:
-            name = item.index.fqn
-            dtype = tensor_memory.from_torch(data.properties.dtype, key=name).name
-            box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-            # All are main replicas: DCP has chosen among them.
-            rows.append((name, dtype, tuple(data.size), *box, None, True, position))
-    return SavePlan(table_of_rows(rank, rows))
 
 
 def check_complete(
     metadata: dcp_metadata.Metadata,
-    reports: Sequence[Report],
+    of_ranks: Sequence[Written],
     index: Index,
     values: Collection[str],
 ) -> None:
@@ -146,7 +135,7 @@ def check_complete(
     """
     findings = []
     remedy = "Switch enable_plan_caching off, or save again."
-    if len({report.written.save for report in reports}) > 1:
+    if len({written.save for written in of_ranks}) > 1:
         findings.append(Finding("the ranks wrote plans of different saves", remedy=remedy))
     for name, stored in metadata.state_dict_metadata.items():
         size = getattr(stored, "size", None)  # of a tensor
@@ -323,19 +312,21 @@ class DCPWriter(dcp_storage.StorageWriter):
         data = _ResolvedData(plan.items, rank_plan.plan.items, planner)
         written = write_plan(rank_plan.plan, data, self._writer, rank_plan.rank).packed()
         for_finish = written.writer_results if self._writer.gathers_results else ()
-        report = Report(replace(written, writer_results=for_finish, save=rank_plan.save), {})
+        written = replace(written, writer_results=for_finish, save=rank_plan.save)
         results = []
         for item in plan.items:
+            content: bytes | None = None
             if item.type is dcp.WriteItemType.BYTE_IO:
                 stream: Any = planner.resolve_data(item)
                 stream.seek(0)
-                content = report.contents[item.index.fqn] = stream.read()
+                content = stream.read()
                 num_bytes = len(content)
             else:
                 part: Any = item.tensor_data
                 num_bytes = math.prod(part.chunk.sizes) * part.properties.dtype.itemsize
-            results.append(dcp_storage.WriteResult(item.index, num_bytes, None))
-        results.append(dcp_storage.WriteResult(dcp_metadata.MetadataIndex(""), 0, report))
+            results.append(dcp_storage.WriteResult(item.index, num_bytes, content))
+        # The last one is what this rank has written of tensors.
+        results.append(dcp_storage.WriteResult(dcp_metadata.MetadataIndex(""), 0, written))
         done: Future[list[dcp_storage.WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -347,9 +338,14 @@ class DCPWriter(dcp_storage.StorageWriter):
         assert self._writer is not None
         assert self._index is not None
         assert self._attempt is not None
-        reports: list[Report] = [of_rank[-1].storage_data for of_rank in results]
-        contents = {name: value for report in reports for name, value in report.contents.items()}
-        check_complete(metadata, reports, self._index, contents.keys())
+        of_ranks: list[Written] = [of_rank[-1].storage_data for of_rank in results]
+        contents = {
+            result.index.fqn: result.storage_data
+            for of_rank in results
+            for result in of_rank[:-1]
+            if result.storage_data is not None
+        }
+        check_complete(metadata, of_ranks, self._index, contents.keys())
         values, raw = _loaded(contents)
         names = metadata.state_dict_metadata
         keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
@@ -359,16 +355,12 @@ class DCPWriter(dcp_storage.StorageWriter):
         except CheckpointingException:
             self._give_up()
             raise
-        files, tables = finish_all(
-            self._index, [report.written for report in reports], self._writer
-        )
+        files, tables = finish_all(self._index, of_ranks, self._writer)
         durability = self._writer.options.durability
         self._common.lasting(durability).save_common(nested, self.path)
         keys.write(self.path, durability)
-        strategy, common = self._strategy, self._common
-        config = CheckpointingConfig(
-            strategy.backend, strategy.version, common.backend, common.version
-        )
+        common = self._common
+        config = CheckpointingConfig(*self._writes, common.backend, common.version)
         write_seal(
             self.path,
             config,
