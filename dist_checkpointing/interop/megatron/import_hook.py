@@ -58,13 +58,13 @@ _LIBRARY = "dist_checkpointing"
 
 
 _SOURCES = {
-    "": ".serialization mapping",
+    "": ".serialization mapping serialization",
     "core": ".serialization errors",
     "dict_utils": ".state_dicts",
     "exchange_utils": ".shard_exchange",
     "mapping": "mapping",
     "optimizer": ".optimizer",
-    "serialization": ".serialization",
+    "serialization": ".serialization serialization",
     "state_dict_utils": ".tensor_aware_state_dict",
     "strategies": "",
     "strategies.async_utils": "strategies.async_calls",
@@ -131,7 +131,7 @@ def _attribute(module: str, name: str) -> Any:
         return type(name, (), {"__new__": refuse})
     if name.startswith("register_default_"):
         return lambda: None  # ours are registered
-    if f"{module}.{name}".removeprefix(f"{PACKAGE}.") in _SOURCES:
+    if _below(f"{module}.{name}") in _SOURCES:
         return importlib.import_module(f"{module}.{name}")
     for source in () if name.startswith("__") else _SOURCES[below].split():
         package = f"{__package__}{source}" if source.startswith(".") else f"{_LIBRARY}.{source}"

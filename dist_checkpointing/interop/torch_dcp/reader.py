@@ -277,9 +277,7 @@ class DCPReader(dcp_storage.StorageReader):
             described, planner_data={name: paths.get(name, (name,)) for name in described}
         )
 
-    def _named_values(
-        self, state: dict[str, Any]
-    ) -> tuple[list[tuple[str, Any]], Mapping[str, KeyPath]]:
+    def _named_values(self, state: Any) -> tuple[list[tuple[str, Any]], Mapping[str, KeyPath]]:
         """Names and values of everything in common state, and the known paths."""
         keys = DCPKeys.read(self._folder)
         self._raw = frozenset(() if keys is None else keys.raw)
