@@ -5,6 +5,7 @@ A DTensor becomes one shard, or several if its local part is not one box of the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -66,19 +67,16 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
     with comm.agreed("describing the tensors"):
         parts = _parts({path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)})
     # Hashes, because every rank gets those of all ranks. A collision would be found as a gap.
-    hashes = np.array(
-        [
-            xxhash.xxh3_64_intdigest(repr((_name(path), part.boxes)).encode())
-            for path, part in parts.items()
-            if part is not None
-        ],
-        dtype=np.uint64,
-    )
+    hashes = [
+        xxhash.xxh3_64_intdigest(repr((_name(path), part.boxes)).encode())
+        for path, part in parts.items()
+        if part is not None
+    ]
+    packed = np.array(hashes, dtype=np.uint64)
     # A part that lower ranks hold too is a replica.
-    lower = comm.exchange("finding replicas", lambda: hashes)[: comm.rank]
-    known = np.sort(np.concatenate([*lower, np.array([], dtype=np.uint64)]))
-    first, last = (np.searchsorted(known, hashes, side=side) for side in ("left", "right"))
-    numbers = iter((last - first).tolist())
+    lower = comm.exchange("finding replicas", lambda: packed)[: comm.rank]
+    counts = Counter(number for own in lower for number in own.tolist())
+    numbers = iter([counts[number] for number in hashes])
     for path, part in parts.items():
         tensor = leaves[path]
         if part is None:

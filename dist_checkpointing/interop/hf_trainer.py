@@ -110,7 +110,6 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
             return  # callbacks may ask for a second save of a step
         trainer.store_flos()
         # The ranks differ in who they are; the Trainer itself keeps what rank 0 knows.
-        state = default_comm().broadcast(json.dumps(asdict(trainer.state)))
-        self._progress["state"] = state
+        self._progress["state"] = default_comm().broadcast(json.dumps(asdict(trainer.state)))
         self._state.step = trainer.state.global_step
         self._manager.async_save(self._state.step, self._state)

@@ -17,7 +17,7 @@ from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.interop.torch_state import TorchState
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, put_at, unflatten
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.load_metadata import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
@@ -151,18 +151,12 @@ class DistCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning may be 
         del weights_only  # that is what trusted=False is
         template = {"tensors": load_tensors_metadata(path)}
         loaded = load(template, path, comm=SingleProcess(), trusted=self._trusted)
-
-        def filled(value: Any) -> Any:
-            if isinstance(value, dict) and value.keys() == {_TENSOR}:
-                tensor = loaded["tensors"][value[_TENSOR]]
-                return tensor if map_location is None else tensor.to(map_location)
-            if isinstance(value, dict):
-                return type(value)((key, filled(below)) for key, below in value.items())
-            if type(value) in (list, tuple):
-                return type(value)(map(filled, value))
-            return value
-
-        checkpoint: dict[str, Any] = filled(loaded["checkpoint"])
+        checkpoint: dict[str, Any] = loaded["checkpoint"]
+        for place, key in flatten(checkpoint)[0].items():
+            if place[-1][0] == _TENSOR:
+                tensor = loaded["tensors"][key]
+                tensor = tensor if map_location is None else tensor.to(map_location)
+                put_at(checkpoint, place[:-1], tensor)
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -144,10 +144,7 @@ class ModuleTensors:
         return {name: outlined for name, outlined in outlines.items() if any(keys_of(outlined))}
 
     def take_extra(
-        self,
-        nests: Mapping[str, Any],
-        common: Container[str],
-        tensor: Callable[[str, object], Any],
+        self, nests: Mapping[str, Any], common: Container[str], tensor: Callable[[str, object], Any]
     ) -> None:
         """Ask for what modules have saved beside parameters and buffers, whatever it is here."""
         for name in self.values:
@@ -311,11 +308,7 @@ class OptimizerTemplate:
         return found
 
     def _add_missing(
-        self,
-        name: str,
-        parameter: torch.Tensor,
-        group: Mapping[str, Any],
-        stored: Described,
+        self, name: str, parameter: torch.Tensor, group: Mapping[str, Any], stored: Described
     ) -> list[Finding]:
         """Make the tensors that a step would make; what cannot be made."""
         own, findings = self.tree[name], []

@@ -47,9 +47,7 @@ def save_preprocess(
     return sharded, common
 
 
-def load_preprocess(
-    sharded_state_dict: StateDict,
-) -> tuple[StateDict, Any, Any]:
+def load_preprocess(sharded_state_dict: StateDict) -> tuple[StateDict, Any, Any]:
     """A template with its factories applied, its local values, and the factories without data."""
     copied = filter_out_empty_flatten_tensor(
         nests.extract_matching_values(sharded_state_dict, lambda _: True)[0]

@@ -46,11 +46,7 @@ from dist_checkpointing.planning.planners import saved_stream
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
-from dist_checkpointing.strategies.selection import (
-    LoadStrategies,
-    Selection,
-    open_checkpoint,
-)
+from dist_checkpointing.strategies.selection import LoadStrategies, Selection, open_checkpoint
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
 from dist_checkpointing.strategies.unplanned_strategies import as_planned
 from dist_checkpointing.validation.load_errors import overlap_finding
