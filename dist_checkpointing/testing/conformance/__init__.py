@@ -9,8 +9,6 @@ from dist_checkpointing.testing.conformance.calls_and_failures import (
     StorageProtocol as StorageProtocol,
 )
 from dist_checkpointing.testing.conformance.contents import (
-    HOSTILE_KEYS as HOSTILE_KEYS,
-    WEIRD_KEYS as WEIRD_KEYS,
     Contents as Contents,
     RoundTrips as RoundTrips,
 )

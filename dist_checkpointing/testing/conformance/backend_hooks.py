@@ -16,7 +16,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.mapping import DTYPES
-from dist_checkpointing.serialization import load, load_plain_tensors, load_tensors_metadata, save
+from dist_checkpointing.serialization import load, load_tensors_metadata, save
 from dist_checkpointing.strategies import (
     LoadShardedStrategy,
     PlannedLoadStrategy,
@@ -88,20 +88,13 @@ class BackendHooks:
         path = _largest_file(folder)
         os.truncate(path, path.stat().st_size // 2)
 
-    def saver(self) -> SaveShardedStrategy:
+    def saver(self) -> Any:
         """The strategy object that ``save_strategy`` means."""
-        strategy: SaveShardedStrategy = select_strategy(
-            StrategyAction.SAVE_SHARDED, self.save_strategy()
-        )
-        return strategy
+        return select_strategy(StrategyAction.SAVE_SHARDED, self.save_strategy())
 
-    def loader(self) -> LoadShardedStrategy:
+    def loader(self) -> Any:
         """The strategy object for ``load_strategy``."""
-        selection = self.load_strategy()
-        strategy: LoadShardedStrategy = select_strategy(
-            StrategyAction.LOAD_SHARDED, self.backend if selection is None else selection
-        )
-        return strategy
+        return select_strategy(StrategyAction.LOAD_SHARDED, self.load_strategy() or self.backend)
 
     def save_on(self, world_size: int, folder: Path, state_of: StateOf, **options: Any) -> None:
         """Save the state dicts of simulated ranks, by default with the backend's strategy."""
@@ -134,8 +127,6 @@ class BackendHooks:
     def load_whole(self, folder: Path) -> dict[str, Any]:
         """All tensors whole, in this process, by key, and the common state."""
         strategy = self.load_strategy()
-        if strategy is None:
-            return load_plain_tensors(folder)
         everything: Any = load_tensors_metadata(folder, strategy)
         result: Any = load(everything, folder, strategy)
         assert isinstance(result, dict)

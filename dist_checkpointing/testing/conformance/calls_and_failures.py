@@ -207,11 +207,7 @@ class StorageProtocol(BackendHooks):
             state = _state(2, comm.rank)
             request = save(state, folder, self.saver(), async_sharded_save=True, comm=comm)
             assert request is not None
-            args = list(request.async_fn_args)
-            if request.preload_fn is not None:
-                args[1] = request.preload_fn()
-            if request.async_fn is not None:
-                request.async_fn(*args, **request.async_fn_kwargs)
+            request.execute()
             comm.all_gather(None)
             assert not location.is_there(folder / CONFIG_FNAME), "committed too early"
             comm.all_gather(None)
