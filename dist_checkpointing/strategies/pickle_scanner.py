@@ -96,10 +96,8 @@ def check_pickle(data: Any, start: int = 0, storage: StorageCheck = _no_storage)
         # Stubs form no cycles, and many of them exist at a time.
         with paused_collector():
             return _Walk(storage).run(data, start)
-    except KeyError as error:
-        raise BadPickle(f"opcode {error} is in no pickle of a state dict") from error
-    except IndexError as error:
-        raise BadPickle("it is cut off, or its opcodes contradict each other") from error
+    except (KeyError, IndexError) as error:
+        raise BadPickle("it is cut off, or no pickle of a state dict has its opcodes") from error
 
 
 # The opcodes that picklers of state dicts write, see pickletools. All others are refused.

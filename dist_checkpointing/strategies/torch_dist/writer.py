@@ -93,17 +93,12 @@ STORAGE_CLASSES: dict[torch.dtype, Any] = {
 """Dtypes that pickles name by a class; the others came later and are rebuilt from bytes."""
 
 
-class _Tensor:
-    """Pickles like a tensor, as the call that rebuilds one."""
-
-    def __init__(self, *call: Any) -> None:
-        self._call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._call
-
-
 class _TensorPickler(pickle.Pickler):
+    """Pickles a call like the tensor that it rebuilds."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (obj.func, obj.args) if type(obj) is partial else NotImplemented
+
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         # What stands for the memory of a tensor: kind, class, name, device, size.
         return obj if type(obj) is tuple and obj[:1] == ("storage",) else None
@@ -151,7 +146,7 @@ def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
         rebuild = torch._utils._rebuild_tensor_v3  # noqa: SLF001
     storage, description = ("storage", cls, "0", "cpu", size), io.BytesIO()
     tensor = (storage, 0, shape, contiguous_stride(shape), False, OrderedDict(), *dtypes)
-    _TensorPickler(description, protocol=2).dump(_Tensor(rebuild, tensor))
+    _TensorPickler(description, protocol=2).dump(partial(rebuild, *tensor))
     small = {"data.pkl": description.getvalue(), "byteorder": b"little", "version": b"3\n"}
     head, directory = b"", b""
     for name, content in small.items():
