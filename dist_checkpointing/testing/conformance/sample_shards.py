@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,24 +131,13 @@ def _along(axis: int, key: str, full: torch.Tensor, count: int) -> Shards:
     return shards
 
 
-def by_rows(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Parts along axis 0."""
-    return _along(0, key, full, world_size)
+by_rows: Sharding = partial(_along, 0)
+by_columns: Sharding = partial(_along, 1)
 
 
 def rows_of(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
     """The part of each tensor along axis 0 that a rank has."""
     return {key: by_rows(key, tensor, world_size)[rank][0] for key, tensor in full.items()}
-
-
-def by_rows_backwards(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Parts along axis 0, the last one on rank 0."""
-    return by_rows(key, full, world_size)[::-1]
-
-
-def by_columns(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Parts along axis 1."""
-    return _along(1, key, full, world_size)
 
 
 def by_blocks(key: str, full: torch.Tensor, world_size: int) -> Shards:
@@ -251,21 +241,12 @@ def _flat(
 
 
 def _flattened(num_rows: int, key: str, full: torch.Tensor, world_size: int) -> Shards:
+    """Rows over groups of ranks; each group shares the flattening of its rows."""
     return [
         [_flat(key, rows, part, (0, i, num_rows))]
         for i, rows in enumerate(full.chunk(num_rows, 0))
         for part in _ranges(rows.numel(), world_size // num_rows)
     ]
-
-
-def flattened(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Ranges of the flattening of the whole tensor; with four ranks, one of them is empty."""
-    return _flattened(1, key, full, world_size)
-
-
-def flattened_rows(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Rows over pairs of ranks; each pair shares the flattening of its rows."""
-    return _flattened(max(1, world_size // 2), key, full, world_size)
 
 
 def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> Shards:
@@ -277,22 +258,19 @@ def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> Shards:
 
 
 CUTS: dict[str, Sharding] = {
-    cut.__name__: cut
-    for cut in (
-        by_rows,
-        by_rows_backwards,
-        by_columns,
-        by_blocks,
-        interleaved,
-        unevenly,
-        ragged,
-        replicated,
-        in_replicated_pairs,
-        prepended,
-        prepended_columns,
-        flattened,
-        flattened_rows,
-        flattened_layers,
-    )
+    "by_rows": by_rows,
+    "by_rows_backwards": lambda *tensor: by_rows(*tensor)[::-1],
+    "by_columns": by_columns,
+    "by_blocks": by_blocks,
+    "interleaved": interleaved,
+    "unevenly": unevenly,
+    "ragged": ragged,
+    "replicated": replicated,
+    "in_replicated_pairs": in_replicated_pairs,
+    "prepended": prepended,
+    "prepended_columns": prepended_columns,
+    "flattened": partial(_flattened, 1),
+    "flattened_rows": lambda *tensor: _flattened(max(1, tensor[-1] // 2), *tensor),
+    "flattened_layers": flattened_layers,
 }
 """All cuts by name."""
