@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from concurrent.futures import Future
 from os import PathLike
 from typing import Any, ClassVar, Self
@@ -19,7 +19,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, large_objects
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
@@ -544,15 +544,17 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         reader = self.make_reader(as_location(checkpoint_dir))
         index = reader.read_metadata()
         reader.require_stored(large_objects(index.objects), index)
-        metadata: ShardedStateDict = dict(_whole_tensors(index))
-        for key, shape in index.objects.items():
-            for cell in itertools.product(*map(range, shape)):
-                leaf = ShardedObject(key, None, shape, cell)
-                metadata[leaf.unique_key] = leaf
-        return metadata
+        return _whole_tensors(index) | {x.unique_key: x for x in object_cells(index.objects)}
 
 
-def _whole_tensors(index: Index) -> dict[str, ShardedTensor]:
+def object_cells(objects: Mapping[str, Ints]) -> Iterator[ShardedObject]:
+    """All cells of sharded objects with these grids, in C order."""
+    for key, shape in objects.items():
+        for cell in itertools.product(*map(range, shape)):
+            yield ShardedObject(key, None, shape, cell)
+
+
+def _whole_tensors(index: Index) -> dict[str, Any]:
     stored = map(index.__getitem__, index)
     return {s.key: ShardedTensor.of_box(s, Box.whole(s.global_shape)) for s in stored}
 

@@ -42,6 +42,7 @@ from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
+from dist_checkpointing.strategies.base import object_cells
 from dist_checkpointing.strategies.data_files import DataFiles, balanced, write_shares
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_archives import (
@@ -64,7 +65,6 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
     dcp_tensor,
     flattened_chunk,
     to_pickle,
-    unique_keys,
 )
 
 ALIGNMENT = 64
@@ -271,7 +271,8 @@ class TorchDistWriter(StorageWriter):
         self.with_crc = get_crc32_options()  # which other threads may not see
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        clashes = [key for key in unique_keys(index.objects) if key in index]
+        names_of_cells = (cell.unique_key for cell in object_cells(index.objects))
+        clashes = [key for key in names_of_cells if key in index]
         if clashes:
             problem = "is also the name of a cell of a ShardedObject"
             findings = [Finding(problem, key, remedy="Rename it.") for key in clashes]
