@@ -40,13 +40,14 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint, data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath, Position
+from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.planning.planners import saved_stream
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
 from dist_checkpointing.strategies.selection import LoadStrategies, Selection, open_checkpoint
+from dist_checkpointing.strategies.torch_dist.metadata import StatePath
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
 from dist_checkpointing.strategies.unplanned_strategies import as_planned
 from dist_checkpointing.validation.load_errors import overlap_finding
@@ -54,8 +55,6 @@ from dist_checkpointing.validation.load_errors import overlap_finding
 DCP_KEYS_NAME = ".dckpt/dcp.json"
 _FORMAT = "dist_checkpointing.dcp_keys"
 _MAX_BYTES = 1 << 32
-KeyPath = tuple[str | int, ...]
-"""Steps into dicts (texts) and lists (numbers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class DCPKeys:
     which are stored as bytes.
     """
 
-    paths: Mapping[str, KeyPath]
+    paths: Mapping[str, StatePath]
     values: tuple[str, ...]
     raw: tuple[str, ...] = ()
 
@@ -120,7 +119,7 @@ class DCPKeys:
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 
-def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[KeyPath, Any]]:
+def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[StatePath, Any]]:
     """Path that DCP would give it, and value, of everything in the common state of a checkpoint
     that DCP has not written. A list that held one of ``tensors`` counts as flattened; None replaces
     the tensor there.
@@ -129,7 +128,7 @@ def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[KeyPath,
     return _walk(common, (), {name for own in parts for name in accumulate(own, "{}.{}".format)})
 
 
-def _walk(value: Any, path: KeyPath, above: set[str]) -> Iterator[tuple[KeyPath, Any]]:
+def _walk(value: Any, path: StatePath, above: set[str]) -> Iterator[tuple[StatePath, Any]]:
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _walk(child, (*path, str(key)), above)
@@ -152,7 +151,7 @@ def _is_opened(value: list[Any], name: str, above: set[str]) -> bool:
     )
 
 
-def _path(steps: object) -> KeyPath | None:
+def _path(steps: object) -> StatePath | None:
     if not isinstance(steps, list | tuple) or not steps:
         return None
     # A number is a position in a list. A limit keeps a hostile file from asking for a huge list.
@@ -160,10 +159,10 @@ def _path(steps: object) -> KeyPath | None:
     return tuple(steps) if fits else None
 
 
-def _fit_together(paths: Iterable[KeyPath]) -> bool:
+def _fit_together(paths: Iterable[StatePath]) -> bool:
     """Whether no path is the beginning of another, and no container is both a list and a dict."""
     leaves = list(paths)
-    kinds: dict[KeyPath, type] = {(): str}  # the outermost container is a dict
+    kinds: dict[StatePath, type] = {(): str}  # the outermost container is a dict
     for path in leaves:
         for depth, step in enumerate(path):
             if kinds.setdefault(path[:depth], type(step)) is not type(step):
@@ -273,7 +272,7 @@ class DCPReader(dcp_storage.StorageReader):
             described, planner_data={name: paths.get(name, (name,)) for name in described}
         )
 
-    def _named_values(self, state: Any) -> tuple[list[tuple[str, Any]], Mapping[str, KeyPath]]:
+    def _named_values(self, state: Any) -> tuple[list[tuple[str, Any]], Mapping[str, StatePath]]:
         """Names and values of everything in common state, and the known paths."""
         keys = DCPKeys.read(self._folder)
         self._raw = frozenset(() if keys is None else keys.raw)
@@ -304,22 +303,21 @@ class DCPReader(dcp_storage.StorageReader):
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         filled: list[tuple[dcp.ReadItem, torch.Tensor]] = []
-        leaves: dict[TreePath, ShardedBase] = {}
+        leaves: list[ShardedBase] = []
         objects: dict[str, ShardedObject] = {}
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is not dcp.LoadItemType.BYTE_IO:
                 tensor = planner.resolve_tensor(item).detach()
-                leaves[(Position(len(leaves)),)] = self._wanted(item, tensor)
+                leaves.append(self._wanted(item, tensor))
                 filled.append((item, tensor))
             elif name in self._objects:
                 objects[name] = self._objects[name].without_data()
         strategy = as_planned(self._found.sharded)
         own_objects: dict[str, ShardedObject] = objects if handles_objects(strategy) else {}
-        for leaf in own_objects.values():
-            leaves[(Position(len(leaves)),)] = leaf
+        by_path, _ = flatten([*leaves, *own_objects.values()])
         # Every rank reads by itself: DCP does what needs all ranks.
-        read(leaves, self._index, strategy.planner, self._reader, SingleProcess())
+        read(by_path, self._index, strategy.planner, self._reader, SingleProcess())
         values = {name: leaf.data for name, leaf in own_objects.items()}
         if objects and not own_objects:
             values = self._found.common.load_sharded_objects(dict(objects), self._folder)

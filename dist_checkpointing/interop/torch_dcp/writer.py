@@ -125,19 +125,16 @@ def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePla
 
 
 def check_complete(
-    metadata: dcp_metadata.Metadata,
-    of_ranks: Sequence[Written],
-    index: Index,
-    values: Collection[str],
+    described: Mapping[str, Any], saves: Collection[int], index: Index, values: Collection[str]
 ) -> None:
     """Refuse to commit something else than DCP's plans say, whose cache may be out of date:
     CheckpointingException with every name that is missing or has another shape.
     """
     findings = []
     remedy = "Switch enable_plan_caching off, or save again."
-    if len({written.save for written in of_ranks}) > 1:
+    if len(saves) > 1:
         findings.append(Finding("the ranks wrote plans of different saves", remedy=remedy))
-    for name, stored in metadata.state_dict_metadata.items():
+    for name, stored in described.items():
         size = getattr(stored, "size", None)  # of a tensor
         if name not in (values if size is None else index):
             findings.append(Finding("was not written by any rank", name, remedy=remedy))
@@ -345,9 +342,9 @@ class DCPWriter(dcp_storage.StorageWriter):
             for result in of_rank[:-1]
             if result.storage_data is not None
         }
-        check_complete(metadata, of_ranks, self._index, contents.keys())
+        names, saves = metadata.state_dict_metadata, {written.save for written in of_ranks}
+        check_complete(names, saves, self._index, contents.keys())
         values, raw = _loaded(contents)
-        names = metadata.state_dict_metadata
         keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
         nested = keys.nest(values)
         try:
