@@ -27,6 +27,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.futures import Future
 
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
@@ -34,15 +36,15 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.location import as_local_folder, is_url
-from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, check_distinct
+from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.seal import SEAL_NAME, write_seal
 from dist_checkpointing.interop.torch_dcp.reader import DCP_KEYS_NAME, DCPKeys
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import Layout
 from dist_checkpointing.planning.save_plan import checked_plans
 from dist_checkpointing.planning.shard_table import table_of_rows
+from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
 from dist_checkpointing.storage.driver import Written, finish_all, write_plan
 from dist_checkpointing.storage.interface import StorageWriter, set_up_writer
 from dist_checkpointing.storage.options import Durability
@@ -227,7 +229,7 @@ class DCPWriter(dcp_storage.StorageWriter):
             StrategyAction.SAVE_COMMON, common_backend
         )
         self._save_id = uuid.uuid4().hex
-        self._attempt: Attempt | None = None
+        self._folder: SaveFolder | None = None
         self._writer: StorageWriter | None = None
         self._index: Index | None = None
 
@@ -266,16 +268,17 @@ class DCPWriter(dcp_storage.StorageWriter):
         every = full_plans(plans)
         writer = self._strategy.make_writer(self.path)
         laid_out = [lay_out(full, writer.layout) for full in every]
-        others = [*self._common.created_names([]), DCP_KEYS_NAME, SEAL_NAME]
+        others = [*self._common.created_names([]), DCP_KEYS_NAME]
         names: dict[str, None] = {}
         for _, index in laid_out:
             created = [*writer.created_names(index, world_size=len(plans)), *others]
             check_distinct(created)
             names |= dict.fromkeys(created)
-        self._attempt = Attempt.begin(
-            self.path, names, overwrite=self.overwrite, durability=writer.options.durability
-        )
-        self._attempt.make_durable()
+        self._folder = SaveFolder(self.path, SaveHooks(), overwrite=self.overwrite)
+        config = CheckpointingConfig(*self._writes, self._common.backend, self._common.version)
+        self._folder.config, self._folder.durability = config, writer.options.durability
+        planned = Outcome("planning the save", laid_out[0][1], None)
+        self._folder.claim(SingleProcess(), planned, lambda _: names, durable=True)
         set_up_writer(writer, rank=0, world_size=len(plans))
         self._writer = writer
         # Between its local and global plans, DCP calls nothing of this library: the writer of the
@@ -334,7 +337,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         """Write the metadata of the checkpoint, and commit it."""
         assert self._writer is not None
         assert self._index is not None
-        assert self._attempt is not None
+        assert self._folder is not None
         of_ranks: list[Written] = [of_rank[-1].storage_data for of_rank in results]
         contents = {
             result.index.fqn: result.storage_data
@@ -352,23 +355,12 @@ class DCPWriter(dcp_storage.StorageWriter):
         except CheckpointingException:
             self._give_up()
             raise
-        files, tables = finish_all(self._index, of_ranks, self._writer)
+        finished = finish_all(self._index, of_ranks, self._writer)
         durability = self._writer.options.durability
         self._common.lasting(durability).save_common(nested, self.path)
         keys.write(self.path, durability)
-        common = self._common
-        config = CheckpointingConfig(*self._writes, common.backend, common.version)
-        write_seal(
-            self.path,
-            config,
-            files,
-            attempt=self._attempt.id,
-            tables=tables,
-            created=self._attempt.creates,
-            durability=durability,
-        )
-        self._attempt.commit(config)
-        self._attempt = None
+        self._folder.commit(SingleProcess(), lambda: finished, is_opaque=False)
+        self._folder = None
         metadata.storage_meta = self.storage_meta()
         metadata.version = DCP_VERSION
 
@@ -377,9 +369,9 @@ class DCPWriter(dcp_storage.StorageWriter):
         return self._strategy.backend, self._strategy.version
 
     def _give_up(self) -> None:
-        if self._attempt is not None:
-            self._attempt.abandon()
-        self._attempt = self._writer = self._index = None
+        if self._folder is not None:
+            self._folder.give_up(CheckpointingException())
+        self._folder = self._writer = self._index = None
 
 
 class _ResolvedData(DefaultSavePlanner):
