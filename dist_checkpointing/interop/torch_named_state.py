@@ -405,10 +405,6 @@ class OptimizerTemplate:
                 group[key] = values[0]
 
 
-_OF_GROUPS: Final = ("base_lrs", "min_lrs", "max_lrs")
-"""What schedulers keep for each group, beside the last rates."""
-
-
 def regroup(scheduler: LRScheduler, optimizer: OptimizerTemplate) -> None:
     """Give each group what the scheduler has loaded for the saved groups of its parameters."""
     groups = scheduler.optimizer.param_groups
@@ -418,7 +414,8 @@ def regroup(scheduler: LRScheduler, optimizer: OptimizerTemplate) -> None:
     known = [number for numbers in sources for number in numbers]
     first = min(known) if known and num_saved < len(optimizer.groups) else 0
     if sources != [[first + number] for number in range(num_saved)]:
-        for name in _OF_GROUPS:
+        # What schedulers keep for each group, beside the last rates.
+        for name in ("base_lrs", "min_lrs", "max_lrs"):
             saved = getattr(scheduler, name, None)
             if not isinstance(saved, list) or len(saved) != num_saved:
                 continue

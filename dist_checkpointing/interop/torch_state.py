@@ -192,7 +192,8 @@ class TorchState:
         sharded = shard_state_dict(state, comm=comm)
         per_rank["rng"] = rng_state()
         cells = {name: _cell(name, own, comm) for name, own in per_rank.items()}
-        cells |= {name: _object(name, own, comm) for name, own in objects.items()}
+        for name, own in objects.items():
+            cells[name] = ShardedObject(name, own, (1,), (0,), comm.rank)
         return {**sharded, **cells}
 
     def template_for(
@@ -234,7 +235,7 @@ class TorchState:
                 if name in record["per_rank"]:
                     cells[name] = _cell(name, None, comm)
                 elif name in record["objects"]:
-                    cells[name] = _object(name, None, comm)
+                    cells[name] = ShardedObject(name, None, (1,), (0,))
                 elif nests is not None:
                     if name in nests:
                         state[name] = tensors_to_fill(nests[name], self._state_of(name), tensor)
@@ -307,10 +308,6 @@ class TorchState:
 
 def _cell(name: str, value: object, comm: Comm, world_size: int | None = None) -> ShardedObject:
     return ShardedObject(name, value, (world_size or comm.world_size,), (comm.rank,))
-
-
-def _object(name: str, value: object, comm: Comm) -> ShardedObject:
-    return ShardedObject(name, value, (1,), (0,), comm.rank)
 
 
 def _is_tensor(value: object) -> bool:

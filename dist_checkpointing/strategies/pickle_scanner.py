@@ -374,12 +374,8 @@ def _arguments(name: str, args: Sequence[Any], kinds: Sequence[str], each: int, 
     return base + each * sum(map(_copied, args))
 
 
-_container = partial(
-    _arguments,
-    kinds=("literal", "list", "dict", "set", "tuple"),
-    each=0,
-    base=_CONTAINER_BYTES["set"],
-)
+_CONTAINED = ("literal", "list", "dict", "set", "tuple")
+_container = partial(_arguments, kinds=_CONTAINED, each=0, base=_CONTAINER_BYTES["set"])
 _literal = partial(_arguments, kinds=("literal", "text"), each=_ELEMENT_BYTES, base=0)
 
 
