@@ -49,7 +49,6 @@ from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_obje
 from dist_checkpointing.strategies.selection import LoadStrategies, Selection, open_checkpoint
 from dist_checkpointing.strategies.torch_dist.metadata import StatePath
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
-from dist_checkpointing.strategies.unplanned_strategies import as_planned
 from dist_checkpointing.validation.load_errors import overlap_finding
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
@@ -245,14 +244,10 @@ class DCPReader(dcp_storage.StorageReader):
         """
         self._folder = data_folder(self.path)
         self._found = found = open_checkpoint(self._folder, self._backend, trusted=self.trusted)
-        sharded, common = found.sharded, found.common
-        self._reader = as_planned(sharded).make_reader(self._folder)
+        self._reader = found.sharded.make_reader(self._folder)
         self._index = self._reader.read_metadata()
-        named, paths = self._named_values(common.load_common(self._folder))
-        with_objects = sharded if handles_objects(sharded) else common
-        leaves = with_objects.load_sharded_metadata(self._folder).values()
-        objects = (leaf for leaf in leaves if isinstance(leaf, ShardedObject))
-        self._objects = {leaf.unique_key: leaf for leaf in objects}
+        named, paths = self._named_values(found.common.load_common(self._folder))
+        self._objects = found.objects(self._folder)
         self._values = dict(named)
         counts = Counter([*self._index, *(name for name, _ in named), *self._objects])
         problem, path = "several tensors, values or objects have this name", str(self.path)
@@ -313,7 +308,7 @@ class DCPReader(dcp_storage.StorageReader):
                 filled.append((item, tensor))
             elif name in self._objects:
                 objects[name] = self._objects[name].without_data()
-        strategy = as_planned(self._found.sharded)
+        strategy = self._found.sharded
         own_objects: dict[str, ShardedObject] = objects if handles_objects(strategy) else {}
         by_path, _ = flatten([*leaves, *own_objects.values()])
         # Every rank reads by itself: DCP does what needs all ranks.
