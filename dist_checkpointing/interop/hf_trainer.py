@@ -81,10 +81,9 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
                 del vars(trainer)[name]
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, _: TrainerControl, **given: Any
     ) -> None:
         """Load the step that is resumed: everything is made, and nothing has been trained."""
-        del control
         self._state = TorchState(
             given["model"],
             given["optimizer"],

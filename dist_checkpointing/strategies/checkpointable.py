@@ -51,13 +51,11 @@ class _WithoutMemory(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # an instance method in torch's stubs
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, *_: Any, **__: Any
     ) -> NoReturn:
-        del types, args, kwargs
         raise NotImplementedError(f"{cls.__name__} is only saved and loaded: {func}")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        del tensor_contents
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(size={tuple(self.size())}, dtype={self.dtype})"
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

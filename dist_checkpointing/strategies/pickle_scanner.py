@@ -68,8 +68,7 @@ StorageCheck = Callable[[Any], int]
 """The id of a storage -> its number of elements; raises BadPickle if there is no such storage."""
 
 
-def _no_storage(pid: Any) -> int:
-    del pid
+def _no_storage(_: Any) -> int:
     raise BadPickle("it refers to something outside of it")
 
 
@@ -379,9 +378,8 @@ _container = partial(_arguments, kinds=_CONTAINED, each=0, base=_CONTAINER_BYTES
 _literal = partial(_arguments, kinds=("literal", "text"), each=_ELEMENT_BYTES, base=0)
 
 
-def _any(name: str, args: Sequence[Any], *, base: int = 0) -> int:
+def _any(*_: Any, base: int = 0) -> int:
     """Accept any arguments: they do not become memory."""
-    del name, args
     return base
 
 
@@ -449,8 +447,7 @@ def _subclass(name: str, args: Sequence[Any]) -> int:
     return check_call(args[0].name, args[2].items)[0]
 
 
-def _unchecked(name: str, args: Sequence[Any]) -> int:
-    del args
+def _unchecked(name: str, _: Sequence[Any]) -> int:
     raise BadPickle(f"{name}: the memory of the tensor that it makes cannot be checked")
 
 

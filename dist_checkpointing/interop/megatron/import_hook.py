@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
@@ -144,10 +143,7 @@ def _attribute(module: str, name: str) -> Any:
 class _Finder(MetaPathFinder, Loader):
     """Finds the modules of Megatron's package, and makes them of ours."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        del path, target
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
             return None
         if _below(fullname) in _INTERNAL:

@@ -147,8 +147,7 @@ class _Writer(StorageWriter):
         del index, world_size
         return [FOLDER_NAME]
 
-    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-        del world_size
+    def set_up_storage_writer(self, *, rank: int) -> None:
         folder = self.checkpoint_dir / FOLDER_NAME
         folder.mkdir(parents=True, exist_ok=True)
         self._storage = self._make(str(folder))
@@ -221,8 +220,7 @@ class _Reader(StorageReader):
     def _metadata(self) -> dcp_metadata.Metadata:
         return self._storage.read_metadata()
 
-    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
-        del metadata, world_size
+    def set_up_storage_reader(self, _: Index, *, rank: int) -> None:
         set_up = self._storage.set_up_storage_reader
         call_hook(set_up, self._metadata, rank == 0, rank=rank, use_collectives=True)
 

@@ -407,8 +407,7 @@ class TorchDistReader(StorageReader):
     def read_metadata(self) -> PlacedIndex:
         return placed_index(read_dcp_metadata(self.checkpoint_dir), self.checkpoint_dir)
 
-    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
-        del rank, world_size
+    def set_up_storage_reader(self, metadata: Index) -> None:
         # An index that a planner has made does not say where the chunks are.
         self.index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
 

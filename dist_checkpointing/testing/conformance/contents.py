@@ -283,8 +283,7 @@ class Contents(BackendHooks):
 
         self.save_on(world_size, tmp_path / "c", state_of, content_metadata={"version": 2})
 
-        def all_of(rank: int) -> dict[str, Any]:
-            del rank
+        def all_of(_: int) -> dict[str, Any]:
             cells = [ShardedObject("rng", None, (world_size,), (r,)) for r in range(world_size)]
             return {"all": cells, "extra": ShardedObject("extra", None, (1,), (0,))}
 
