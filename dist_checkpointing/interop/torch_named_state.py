@@ -136,12 +136,11 @@ class ModuleTensors:
 
     def nests(self, key: str) -> dict[str, Any]:
         """Outlines of what modules save beside parameters and buffers, if there are tensors."""
-        outlines = {
-            name: outline(value, f"{key}.{name}")
+        return {
+            name: outlined
             for name, value in self.values.items()
-            if name.endswith(_EXTRA)
+            if name.endswith(_EXTRA) and any(keys_of(outlined := outline(value, f"{key}.{name}")))
         }
-        return {name: outlined for name, outlined in outlines.items() if any(keys_of(outlined))}
 
     def take_extra(
         self, nests: Mapping[str, Any], common: Container[str], tensor: Callable[[str, object], Any]

@@ -124,9 +124,8 @@ class TorchState:
                     f"{name} must be a module, a dict, or have state_dict and load_state_dict; "
                     f"it is a {type(other).__name__}"
                 )
-        given_model: object = model
-        if not isinstance(given_model, nn.Module):
-            kind = type(given_model).__name__
+        if not issubclass(type(model), nn.Module):
+            kind = type(model).__name__
             message = f"model must be a torch.nn.Module, not a {kind}: TorchState(model, optimizer)"
             raise TypeError(message)
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]

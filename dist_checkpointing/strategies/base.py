@@ -158,7 +158,7 @@ class LoadCommonStrategy(LoadStrategyBase):
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         """All stored ShardedObjects by unique key, without data."""
-        if not self.can_handle_sharded_objects:
+        if not handles_objects(self):
             return {}
         del checkpoint_dir
         raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
@@ -192,7 +192,7 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         """All stored tensors by key, and objects by unique key if this strategy has them."""
-        if not self.can_handle_sharded_objects:
+        if not handles_objects(self):
             return dict(self.load_tensors_metadata(checkpoint_dir))
         raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
 

@@ -186,11 +186,7 @@ class ForeignReader(StorageReader):
 
     def read_metadata(self) -> Index:
         with _any_error(self.checkpoint_dir):
-            if handles_objects(self._strategy):
-                stored = self._strategy.load_sharded_metadata(self.checkpoint_dir)
-            else:
-                stored = dict(self._strategy.load_tensors_metadata(self.checkpoint_dir))
-        leaves = stored.values()
+            leaves = self._strategy.load_sharded_metadata(self.checkpoint_dir).values()
         return Index.of(
             (
                 StoredTensor.undivided(

@@ -82,7 +82,6 @@ def exchange_by_distribution(
     if exchange_algo not in ("broadcast", "gather_object", "gather_rounds"):
         raise NotImplementedError(f"unknown exchange_algo: {exchange_algo}")
     group = dist.group.WORLD if parallelization_group is None else parallelization_group
-    assert shard_distribution is not None
     assert group is not None
     rank, on_cpu = dist.get_rank(group), dist.get_backend(group) != "nccl"
     tensors = dict(loaded_tensors)

@@ -105,12 +105,8 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
         sharded, common = save_preprocess(sharded_state_dict, cached_metadata is None)
         if algo == "atomic":
             return cls(common, sharded), (None, None, None, None)
-        distribution = (
-            cached_metadata
-            or shard_exchange.determine_main_replica_uniform_distribution(
-                sharded, parallelization_group, ignore_groups=True
-            )
-        )
+        determine = shard_exchange.determine_main_replica_uniform_distribution
+        distribution = cached_metadata or determine(sharded, parallelization_group, True)
         if distribution is not None:
             rank = dist.get_rank(parallelization_group)
             for leaf in nests.nested_values(nests.extract_sharded_tensors(sharded)[0]):

@@ -20,6 +20,7 @@ from dist_checkpointing.mapping import ReplicaId, ShardedTensor, flatten, unflat
 from dist_checkpointing.mapping.nested_dicts import path_text, value_at
 
 Shards = list[list[ShardedTensor]]
+Place = tuple[int, int, int]
 Sharding = Callable[[str, torch.Tensor, int], Shards]
 """``(key, full tensor, world size)`` -> the shards of each rank, in rank order."""
 
@@ -96,11 +97,7 @@ def one_for_each_cut(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _regular(
-    key: str,
-    part: torch.Tensor,
-    *places: tuple[int, int, int],
-    replica_id: ReplicaId = 0,
-    prepended: int = 0,
+    key: str, part: torch.Tensor, *places: Place, replica_id: ReplicaId = 0, prepended: int = 0
 ) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(
         key, part.clone(), *places, replica_id=replica_id, prepend_axis_num=prepended
@@ -232,7 +229,7 @@ def _ranges(size: int, count: int) -> list[slice]:
 
 
 def _flat(
-    key: str, whole: torch.Tensor, part: slice, place: tuple[int, int, int], prepended: int = 0
+    key: str, whole: torch.Tensor, part: slice, place: Place, prepended: int = 0
 ) -> ShardedTensor:
     data, shape = whole.reshape(-1)[part].clone(), tuple(whole.shape)
     return ShardedTensor.from_rank_offsets_flat(
