@@ -34,20 +34,9 @@ Observe = Callable[[str, Sequence[Any]], None]
 """Called with the name and arguments of a method before it runs, then with ``"<name>.done"`` and
 its result. An error that it raises is raised by the method."""
 
-WRITER_CALLS = (
-    "set_up_storage_writer",
-    "prepare_local_plan",
-    "prepare_global_plan",
-    "write_data",
-    "finish",
-)
-READER_CALLS = (
-    "read_metadata",
-    "set_up_storage_reader",
-    "prepare_local_plan",
-    "prepare_global_plan",
-    "read_data",
-)
+_PLANNING = ("prepare_local_plan", "prepare_global_plan")
+WRITER_CALLS = ("set_up_storage_writer", *_PLANNING, "write_data", "finish")
+READER_CALLS = ("read_metadata", "set_up_storage_reader", *_PLANNING, "read_data")
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
 Strategy = TypeVar("Strategy", PlannedSaveStrategy, PlannedLoadStrategy)

@@ -36,7 +36,6 @@ from dist_checkpointing.strategies import (
     AsyncSaveShardedStrategy,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
-    SaveShardedStrategy,
 )
 from dist_checkpointing.testing.conformance.backend_hooks import (
     WORLD_SIZES,
@@ -355,25 +354,18 @@ class Failures(BackendHooks):
                 load({}, folder, selection)
 
 
-def _full_disk(strategy: SaveShardedStrategy, *, fails: bool) -> SaveShardedStrategy:
+def _full_disk(strategy: Any, *, fails: bool) -> Any:
     """The strategy with a disk that is full after something has been written."""
+    full, failing = OSError(28, "no space left on device"), copy.copy(strategy)
 
-    def write() -> None:
-        if fails:
-            raise OSError(28, "no space left on device")
-
-    if isinstance(strategy, PlannedSaveStrategy):
-
-        def observe(name: str, _: Sequence[Any]) -> None:
-            if name == "write_data.done":
-                write()
-
-        return observed(strategy, observe)
-    failing, save_all = copy.copy(strategy), strategy.save
+    def observe(name: str, _: Sequence[Any]) -> None:
+        if fails and name == "write_data.done":
+            raise full
 
     def save_and_fail(*args: Any) -> None:
-        save_all(*args)
-        write()
+        strategy.save(*args)
+        if fails:
+            raise full
 
-    failing.save = save_and_fail  # type: ignore[method-assign, assignment]
-    return failing
+    failing.save = save_and_fail
+    return observed(strategy, observe) if isinstance(strategy, PlannedSaveStrategy) else failing
