@@ -229,10 +229,9 @@ def _without_tensors(state: dict[str, Any], key: str) -> tuple[dict[str, Any], d
     if not any(map(is_container, state.values())):
         return {entry: v for entry, v in state.items() if not isinstance(v, torch.Tensor)}, {}
     rest = mapped(state, lambda leaf: MISSING if isinstance(leaf, torch.Tensor) else leaf)
-    outlined = outline(state, key)
     nests = {
         entry: nest
-        for entry, nest in outlined.items()
+        for entry, nest in outline(state, key).items()
         if not isinstance(nest, str) and any(keys_of(nest))
     }
     return rest, nests

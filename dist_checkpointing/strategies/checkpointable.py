@@ -24,11 +24,7 @@ from dist_checkpointing.mapping import ShardedTensor
 
 
 def shard_item(
-    fqn: str,
-    box: Box,
-    properties: TensorProperties,
-    size: Sequence[int],
-    position: int | None = None,
+    fqn: str, box: Box, properties: TensorProperties, size: Sequence[int], position: int | None
 ) -> WriteItem:
     """A box of a tensor as an item of a plan of DCP."""
     chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))

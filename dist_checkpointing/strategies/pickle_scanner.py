@@ -496,11 +496,8 @@ _RULES: dict[str, Rule] = {
         ("torch._utils", "_rebuild_nested_tensor", _unchecked),
         ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", _unchecked),
         ("torch._utils", "_rebuild_device_tensor_from_numpy", _unchecked),
-        (
-            "torch._utils",
-            "_rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass _rebuild_sparse_tensor",
-            _small_object,
-        ),
+        ("torch._utils", "_rebuild_meta_tensor_no_storage _rebuild_sparse_tensor", _small_object),
+        ("torch._utils", "_rebuild_wrapper_subclass", _small_object),
     )
     for name in names.split()
 }

@@ -260,9 +260,8 @@ class DCPReader(dcp_storage.StorageReader):
         if findings:
             raise UnsupportedFormatError("in DCP, a name belongs to one value", findings)
         described: dict[str, Any] = {key: _described(self._index, key) for key in self._index}
-        described |= {
-            name: dcp_metadata.BytesStorageMetadata() for name in (*self._values, *self._objects)
-        }
+        in_bytes = dcp_metadata.BytesStorageMetadata()
+        described |= dict.fromkeys([*self._values, *self._objects], in_bytes)
         return dcp_metadata.Metadata(
             described, planner_data={name: paths.get(name, (name,)) for name in described}
         )
@@ -303,8 +302,15 @@ class DCPReader(dcp_storage.StorageReader):
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is not dcp.LoadItemType.BYTE_IO:
-                tensor = planner.resolve_tensor(item).detach()
-                leaves.append(self._wanted(item, tensor))
+                tensor, whole = (
+                    planner.resolve_tensor(item).detach(),
+                    self._index[name].global_shape,
+                )
+                if overlaps_itself(tensor):
+                    finding = overlap_finding(name, tensor)
+                    raise StateMismatchError("a tensor cannot be filled", [finding])
+                box = tuple(item.lengths), whole, tuple(item.storage_offsets)
+                leaves.append(ShardedTensor(name, tensor, tensor.dtype, *box, None))
                 filled.append((item, tensor))
             elif name in self._objects:
                 objects[name] = self._objects[name].without_data()
@@ -320,23 +326,14 @@ class DCPReader(dcp_storage.StorageReader):
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type is dcp.LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._stream(item.storage_index.fqn, values))
+                name = item.storage_index.fqn
+                value: Any = values[name] if name in values else self._values[name]
+                # As bytes that DCP's planners can load.
+                stream = io.BytesIO(value) if name in self._raw else saved_stream(value)
+                planner.load_bytes(item, stream)
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _wanted(self, item: dcp.ReadItem, tensor: torch.Tensor) -> ShardedTensor:
-        name, shape = item.storage_index.fqn, tuple(item.lengths)
-        if overlaps_itself(tensor):
-            message = "a tensor cannot be filled"
-            raise StateMismatchError(message, [overlap_finding(name, tensor)])
-        whole, start = self._index[name].global_shape, tuple(item.storage_offsets)
-        return ShardedTensor(name, tensor, tensor.dtype, shape, whole, start, None)
-
-    def _stream(self, name: str, objects: Mapping[str, Any]) -> io.BytesIO:
-        """The value as bytes that DCP's planners can load."""
-        value = objects[name] if name in objects else self._values[name]
-        return io.BytesIO(value) if name in self._raw else saved_stream(value)
 
 
 def _described(index: Index, key: str) -> dcp_metadata.TensorStorageMetadata:

@@ -258,7 +258,7 @@ class _Planner:
 def _write_item(item: WriteItem) -> dcp.WriteItem:
     part: Any = item.tensor_data
     properties = dcp_metadata.TensorProperties(dtype=tensor_memory.from_name(part.dtype).torch)
-    return shard_item(item.index.fqn, part.chunk, properties, part.size)
+    return shard_item(item.index.fqn, part.chunk, properties, part.size, None)
 
 
 def _read_item(item: ReadItem, position: int) -> dcp.ReadItem:
