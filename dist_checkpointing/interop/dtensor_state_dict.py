@@ -72,10 +72,9 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
         for path, part in parts.items()
         if part is not None
     ]
-    packed = np.array(hashes, dtype=np.uint64)
     # A part that lower ranks hold too is a replica.
-    lower = comm.exchange("finding replicas", lambda: packed)[: comm.rank]
-    counts = Counter(number for own in lower for number in own.tolist())
+    of_ranks = comm.exchange("finding replicas", lambda: np.array(hashes, dtype=np.uint64))
+    counts = Counter(number for own in of_ranks[: comm.rank] for number in own.tolist())
     numbers = iter([counts[number] for number in hashes])
     for path, part in parts.items():
         tensor = leaves[path]

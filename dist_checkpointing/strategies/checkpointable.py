@@ -46,9 +46,7 @@ class _WithoutMemory(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # an instance method in torch's stubs
-        cls, func: Any, *_: Any, **__: Any
-    ) -> NoReturn:
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
         raise NotImplementedError(f"{cls.__name__} is only saved and loaded: {func}")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

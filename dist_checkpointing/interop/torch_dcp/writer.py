@@ -387,16 +387,14 @@ class _ResolvedData(DefaultSavePlanner):
         self._resolved: dict[int, Any] = {}
         self._lock = threading.Lock()
         for part in parts:
-            position = part.index.index
-            assert position is not None
+            position: Any = part.index.index
             if position >= len(items) or items[position].index.fqn != part.index.fqn:
                 finding = Finding("the plan is another one after finish_plan", part.index.fqn)
                 raise CheckpointingException("the planner changed a plan too late", [finding])
 
     def get_data(self, item: WriteItem) -> torch.Tensor:
-        position, part = item.index.index, item.tensor_data
-        assert position is not None
-        assert part is not None
+        position: Any = item.index.index
+        part: Any = item.tensor_data
         own: Any = self._items[position].tensor_data
         # A planner may compute the data, and a large tensor is written in several parts.
         with self._lock:
