@@ -5,7 +5,6 @@ A DTensor becomes one shard, or several if its local part is not one box of the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -72,10 +71,12 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
         for path, part in parts.items()
         if part is not None
     ]
+    own = np.array(hashes, dtype=np.uint64)
     # A part that lower ranks hold too is a replica.
-    of_ranks = comm.exchange("finding replicas", lambda: np.array(hashes, dtype=np.uint64))
-    counts = Counter(number for own in of_ranks[: comm.rank] for number in own.tolist())
-    numbers = iter([counts[number] for number in hashes])
+    known = np.concatenate([own[:0], *comm.exchange("finding replicas", lambda: own)[: comm.rank]])
+    known.sort()
+    first, last = (np.searchsorted(known, own, side=side) for side in ("left", "right"))
+    numbers = iter((last - first).tolist())
     for path, part in parts.items():
         tensor = leaves[path]
         if part is None:

@@ -198,6 +198,7 @@ _KNOWN = {
     }.items()
     for name in names.split()
 }
+_PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 _METADATA_CLASSES = {(f"{_DCP}.metadata", "Metadata"), (_MEGATRON, "MCoreMetadata")}
 
 
@@ -227,13 +228,11 @@ class _Unpickler(pickle.Unpickler):
         self._stubs: dict[tuple[str, str], type[_Object]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return tuple
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
         value = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return value
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
         if (module, name) not in _KNOWN:
             # Go on, to name all of them; one stub serves for them, because a class takes 1 KiB.
             self.foreign.add(f"{module}.{name}")
