@@ -1,12 +1,12 @@
 """Doors to torch (DTensor state dicts, and DCP storages both ways), and to Megatron's own code."""
 
 from dist_checkpointing.interop.dtensor_state_dict import shard_state_dict, unshard_state_dict
-from dist_checkpointing.interop.torch_dcp import (
-    DCPReader,
+from dist_checkpointing.interop.torch_dcp.reader import DCPReader
+from dist_checkpointing.interop.torch_dcp.storage_strategy import (
     DCPStorageLoadStrategy,
     DCPStorageSaveStrategy,
-    DCPWriter,
 )
+from dist_checkpointing.interop.torch_dcp.writer import DCPWriter
 from dist_checkpointing.interop.torch_state import TorchState
 
 __all__ = [

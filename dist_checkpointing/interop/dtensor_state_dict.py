@@ -66,18 +66,16 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
     with comm.agreed("describing the tensors"):
         parts = _parts({path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)})
     # Hashes, because every rank gets those of all ranks. A collision would be found as a gap.
-    hashes = np.array(
-        [
-            xxhash.xxh3_64_intdigest(repr((_name(path), part.boxes)).encode())
-            for path, part in parts.items()
-            if part is not None
-        ],
-        dtype=np.uint64,
-    )
+    hashes = [
+        xxhash.xxh3_64_intdigest(repr((_name(path), part.boxes)).encode())
+        for path, part in parts.items()
+        if part is not None
+    ]
+    own = np.array(hashes, dtype=np.uint64)
     # A part that lower ranks hold too is a replica.
-    lower = comm.exchange("finding replicas", lambda: hashes)[: comm.rank]
-    known = np.sort(np.concatenate([*lower, np.array([], dtype=np.uint64)]))
-    first, last = (np.searchsorted(known, hashes, side=side) for side in ("left", "right"))
+    known = np.concatenate([own[:0], *comm.exchange("finding replicas", lambda: own)[: comm.rank]])
+    known.sort()
+    first, last = (np.searchsorted(known, own, side=side) for side in ("left", "right"))
     numbers = iter((last - first).tolist())
     for path, part in parts.items():
         tensor = leaves[path]

@@ -81,10 +81,9 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
                 del vars(trainer)[name]
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, _: TrainerControl, **given: Any
     ) -> None:
         """Load the step that is resumed: everything is made, and nothing has been trained."""
-        del control
         self._state = TorchState(
             given["model"],
             given["optimizer"],
@@ -110,7 +109,6 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
             return  # callbacks may ask for a second save of a step
         trainer.store_flos()
         # The ranks differ in who they are; the Trainer itself keeps what rank 0 knows.
-        state = default_comm().broadcast(json.dumps(asdict(trainer.state)))
-        self._progress["state"] = state
+        self._progress["state"] = default_comm().broadcast(json.dumps(asdict(trainer.state)))
         self._state.step = trainer.state.global_step
         self._manager.async_save(self._state.step, self._state)

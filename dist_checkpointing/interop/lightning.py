@@ -17,7 +17,7 @@ from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.interop.torch_state import TorchState
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, put_at, unflatten
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.load_metadata import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
@@ -45,11 +45,11 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
         self, root: str | PathLike[str], *, every_n_steps: int | None = None, **options: Any
     ) -> None:
         self._root, self._every, self._options = root, every_n_steps, options
-        self._manager: CheckpointManager | None = None
+        self._manager: Any = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the newest checkpoint: model and optimizers are set up, the loops have not begun."""
-        self._manager = manager = CheckpointManager(self._root, **self._options)
+        self._manager = CheckpointManager(self._root, **self._options)
         schedulers = {
             f"scheduler{number}": config.scheduler
             for number, config in enumerate(trainer.lr_scheduler_configs)
@@ -61,8 +61,8 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
             lightning=_Progress(trainer, self),
             **schedulers,
         )
-        if manager.latest() is not None:
-            manager.load(self._state)
+        if self._manager.latest() is not None:
+            self._manager.load(self._state)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save, if it is time."""
@@ -76,7 +76,6 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
 
     def on_fit_end(self, *_: Any) -> None:
         """Wait for the last save."""
-        assert self._manager is not None
         self._manager.close()
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
@@ -85,7 +84,6 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
             self._manager.close()
 
     def _save(self, trainer: Trainer) -> None:
-        assert self._manager is not None
         self._state.step = trainer.global_step
         self._manager.async_save(self._state.step, self._state)
 
@@ -151,18 +149,12 @@ class DistCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning may be 
         del weights_only  # that is what trusted=False is
         template = {"tensors": load_tensors_metadata(path)}
         loaded = load(template, path, comm=SingleProcess(), trusted=self._trusted)
-
-        def filled(value: Any) -> Any:
-            if isinstance(value, dict) and value.keys() == {_TENSOR}:
-                tensor = loaded["tensors"][value[_TENSOR]]
-                return tensor if map_location is None else tensor.to(map_location)
-            if isinstance(value, dict):
-                return type(value)((key, filled(below)) for key, below in value.items())
-            if type(value) in (list, tuple):
-                return type(value)(map(filled, value))
-            return value
-
-        checkpoint: dict[str, Any] = filled(loaded["checkpoint"])
+        checkpoint: dict[str, Any] = loaded["checkpoint"]
+        for place, key in flatten(checkpoint)[0].items():
+            if place[-1][0] == _TENSOR:
+                tensor = loaded["tensors"][key]
+                tensor = tensor if map_location is None else tensor.to(map_location)
+                put_at(checkpoint, place[:-1], tensor)
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:

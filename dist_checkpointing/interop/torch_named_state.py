@@ -136,18 +136,14 @@ class ModuleTensors:
 
     def nests(self, key: str) -> dict[str, Any]:
         """Outlines of what modules save beside parameters and buffers, if there are tensors."""
-        outlines = {
-            name: outline(value, f"{key}.{name}")
+        return {
+            name: outlined
             for name, value in self.values.items()
-            if name.endswith(_EXTRA)
+            if name.endswith(_EXTRA) and any(keys_of(outlined := outline(value, f"{key}.{name}")))
         }
-        return {name: outlined for name, outlined in outlines.items() if any(keys_of(outlined))}
 
     def take_extra(
-        self,
-        nests: Mapping[str, Any],
-        common: Container[str],
-        tensor: Callable[[str, object], Any],
+        self, nests: Mapping[str, Any], common: Container[str], tensor: Callable[[str, object], Any]
     ) -> None:
         """Ask for what modules have saved beside parameters and buffers, whatever it is here."""
         for name in self.values:
@@ -233,10 +229,9 @@ def _without_tensors(state: dict[str, Any], key: str) -> tuple[dict[str, Any], d
     if not any(map(is_container, state.values())):
         return {entry: v for entry, v in state.items() if not isinstance(v, torch.Tensor)}, {}
     rest = mapped(state, lambda leaf: MISSING if isinstance(leaf, torch.Tensor) else leaf)
-    outlined = outline(state, key)
     nests = {
         entry: nest
-        for entry, nest in outlined.items()
+        for entry, nest in outline(state, key).items()
         if not isinstance(nest, str) and any(keys_of(nest))
     }
     return rest, nests
@@ -311,11 +306,7 @@ class OptimizerTemplate:
         return found
 
     def _add_missing(
-        self,
-        name: str,
-        parameter: torch.Tensor,
-        group: Mapping[str, Any],
-        stored: Described,
+        self, name: str, parameter: torch.Tensor, group: Mapping[str, Any], stored: Described
     ) -> list[Finding]:
         """Make the tensors that a step would make; what cannot be made."""
         own, findings = self.tree[name], []
@@ -412,10 +403,6 @@ class OptimizerTemplate:
                 group[key] = values[0]
 
 
-_OF_GROUPS: Final = ("base_lrs", "min_lrs", "max_lrs")
-"""What schedulers keep for each group, beside the last rates."""
-
-
 def regroup(scheduler: LRScheduler, optimizer: OptimizerTemplate) -> None:
     """Give each group what the scheduler has loaded for the saved groups of its parameters."""
     groups = scheduler.optimizer.param_groups
@@ -425,7 +412,8 @@ def regroup(scheduler: LRScheduler, optimizer: OptimizerTemplate) -> None:
     known = [number for numbers in sources for number in numbers]
     first = min(known) if known and num_saved < len(optimizer.groups) else 0
     if sources != [[first + number] for number in range(num_saved)]:
-        for name in _OF_GROUPS:
+        # What schedulers keep for each group, beside the last rates.
+        for name in ("base_lrs", "min_lrs", "max_lrs"):
             saved = getattr(scheduler, name, None)
             if not isinstance(saved, list) or len(saved) != num_saved:
                 continue

@@ -124,9 +124,8 @@ class TorchState:
                     f"{name} must be a module, a dict, or have state_dict and load_state_dict; "
                     f"it is a {type(other).__name__}"
                 )
-        given_model: object = model
-        if not isinstance(given_model, nn.Module):
-            kind = type(given_model).__name__
+        if not issubclass(type(model), nn.Module):
+            kind = type(model).__name__
             message = f"model must be a torch.nn.Module, not a {kind}: TorchState(model, optimizer)"
             raise TypeError(message)
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
@@ -192,7 +191,8 @@ class TorchState:
         sharded = shard_state_dict(state, comm=comm)
         per_rank["rng"] = rng_state()
         cells = {name: _cell(name, own, comm) for name, own in per_rank.items()}
-        cells |= {name: _object(name, own, comm) for name, own in objects.items()}
+        for name, own in objects.items():
+            cells[name] = ShardedObject(name, own, (1,), (0,), comm.rank)
         return {**sharded, **cells}
 
     def template_for(
@@ -242,7 +242,7 @@ class TorchState:
                 if name in record["per_rank"]:
                     cells[name] = _cell(name, None, comm)
                 elif name in record["objects"]:
-                    cells[name] = _object(name, None, comm)
+                    cells[name] = ShardedObject(name, None, (1,), (0,))
                 elif nests is not None:
                     if name in nests:
                         state[name] = tensors_to_fill(nests[name], self._state_of(name), tensor)
@@ -317,10 +317,6 @@ class TorchState:
 
 def _cell(name: str, value: object, comm: Comm, world_size: int | None = None) -> ShardedObject:
     return ShardedObject(name, value, (world_size or comm.world_size,), (comm.rank,))
-
-
-def _object(name: str, value: object, comm: Comm) -> ShardedObject:
-    return ShardedObject(name, value, (1,), (0,), comm.rank)
 
 
 def _is_tensor(value: object) -> bool:

@@ -64,7 +64,8 @@ def preview_recipe(
     strategies = open_checkpoint(folder)
     index = strategies.sharded.make_reader(folder).read_metadata()
     parts = None if template is None else StateDictParts.of(template)
-    return _derived(recipe, index, strategies.object_keys(folder), parts)
+    objects = {leaf.key for leaf in strategies.objects(folder).values()}
+    return _derived(recipe, index, objects, parts)
 
 
 def _derived(

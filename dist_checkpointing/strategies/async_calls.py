@@ -90,11 +90,6 @@ class AsyncRequest(NamedTuple):
                 finalize()
 
 
-class _Call(NamedTuple):
-    request: AsyncRequest
-    outcome: Future[None]
-
-
 class AsyncCallsQueue:
     """Executes requests during the training, one after the other, for code written for Megatron.
 
@@ -125,7 +120,7 @@ class AsyncCallsQueue:
     def __init__(self, persistent: bool = False, *, comm: Comm | None = None) -> None:
         del persistent
         self._comm = comm
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[tuple[AsyncRequest, Future[None]]] = deque()
         self._next = 0
         self._owner = Ownership("the queue of asynchronous calls")
         self._turns = threading.RLock()
@@ -139,7 +134,7 @@ class AsyncCallsQueue:
         with self._turns:
             # An older AsyncRequest may have fewer fields.
             request = AsyncRequest(*async_request).staged().freeze()._replace(call_idx=self._next)
-            before = self._calls[-1].outcome if self._calls else None
+            before = self._calls[-1][1] if self._calls else None
 
             def work() -> None:
                 if before is not None:
@@ -147,7 +142,7 @@ class AsyncCallsQueue:
                 request.execute()
 
             outcome = run_in_background(work, f"async-save-{self._next}")
-            self._calls.append(_Call(request, outcome))
+            self._calls.append((request, outcome))
             self._next += 1
             return request.call_idx
 
@@ -172,15 +167,14 @@ class AsyncCallsQueue:
             comm = default_comm() if self._comm is None else self._comm
             finalized = []
             while self._calls:
-                call = self._calls[0]
-                index = call.request.call_idx
-                has_ended = blocking or call.outcome.done()
-                if not no_dist and not comm.all_same(int(has_ended)):
-                    break
-                if not has_ended:
+                request, outcome = self._calls[0]
+                index = request.call_idx
+                has_ended = blocking or outcome.done()
+                is_same = no_dist or comm.all_same(int(has_ended))
+                if not (is_same and has_ended):
                     break
                 with comm.agreed("ending an asynchronous call"):
-                    error = call.outcome.exception()
+                    error = outcome.exception()
                     self._calls.popleft()
                     if error is not None:
                         raise error
@@ -189,7 +183,7 @@ class AsyncCallsQueue:
                         "ranks finalize different calls", found=index, ranks=(comm.rank,)
                     )
                     raise CheckpointingException("Unmatched async calls", [finding])
-                call.request.finalize(comm)
+                request.finalize(comm)
                 finalized.append(index)
             return finalized
 

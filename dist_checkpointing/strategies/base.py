@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from concurrent.futures import Future
 from os import PathLike
 from typing import Any, ClassVar, Self
@@ -19,7 +19,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, large_objects
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
@@ -102,7 +102,14 @@ def handles_objects(strategy: Any) -> bool:
     return bool(answer() if callable(answer) else answer)
 
 
-class LoadStrategyBase(ABC):
+class _Strategy(ABC):  # noqa: B024 - what all strategies have in common
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether it reads or writes ShardedObjects as well."""
+        return False
+
+
+class LoadStrategyBase(_Strategy):
     """Reads one or more (backend, version)s."""
 
     def trusting(self) -> Self:
@@ -117,23 +124,13 @@ class LoadStrategyBase(ABC):
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise UnsupportedFormatError if this strategy cannot read the version."""
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether it reads ShardedObjects as well."""
-        return False
 
-
-class SaveStrategyBase(ABC):  # noqa: B024 - what its two subclasses have in common
+class SaveStrategyBase(_Strategy):
     """Writes one (backend, version)."""
 
     def __init__(self, backend: str, version: int) -> None:
         self.backend = backend
         self.version = version
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether it writes ShardedObjects as well."""
-        return False
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.backend}, {self.version})"
@@ -161,7 +158,7 @@ class LoadCommonStrategy(LoadStrategyBase):
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         """All stored ShardedObjects by unique key, without data."""
-        if not self.can_handle_sharded_objects:
+        if not handles_objects(self):
             return {}
         del checkpoint_dir
         raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
@@ -195,7 +192,7 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         """All stored tensors by key, and objects by unique key if this strategy has them."""
-        if not self.can_handle_sharded_objects:
+        if not handles_objects(self):
             return dict(self.load_tensors_metadata(checkpoint_dir))
         raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
 
@@ -305,11 +302,9 @@ class KnownFormats:
     argument: ClassVar[str] = "sharded_strategy"
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise UnsupportedFormatError if this strategy cannot read the backend."""
         self._require("backend", 0, loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise UnsupportedFormatError if this strategy cannot read the version."""
         self._require("version", 1, loaded_version)
 
     def _require(self, what: str, position: int, found: object) -> None:
@@ -547,15 +542,15 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         comm = default_comm() if self.comm is None else self.comm
         leaves, skeleton = _sharded_leaves(sharded_state_dict)
         reader = self.make_reader(as_location(checkpoint_dir))
-        index = share_index(reader, comm).index(
-            self.needed_keys({leaf.key for leaf in leaves.values()})
-        )
-        leaves = {
-            path: with_memory(leaf) if isinstance(leaf, ShardedTensor) else leaf
+        keys = self.needed_keys({leaf.key for leaf in leaves.values()})
+        index = share_index(reader, comm).index(keys)
+        tensors = {
+            path: with_memory(leaf)
             for path, leaf in leaves.items()
+            if isinstance(leaf, ShardedTensor)
         }
-        tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
-        clear_partly_stored(tensors, StoredTensors(index))
+        leaves |= tensors
+        clear_partly_stored([*tensors.values()], StoredTensors(index))
         read(leaves, index, self.planner, reader, comm, self.plan_reader)
         result: StateDict = unflatten(skeleton, {path: leaf.data for path, leaf in leaves.items()})
         return result
@@ -568,15 +563,17 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         reader = self.make_reader(as_location(checkpoint_dir))
         index = reader.read_metadata()
         reader.require_stored(large_objects(index.objects), index)
-        metadata: ShardedStateDict = dict(_whole_tensors(index))
-        for key, shape in index.objects.items():
-            for cell in itertools.product(*map(range, shape)):
-                leaf = ShardedObject(key, None, shape, cell)
-                metadata[leaf.unique_key] = leaf
-        return metadata
+        return _whole_tensors(index) | {x.unique_key: x for x in object_cells(index.objects)}
 
 
-def _whole_tensors(index: Index) -> dict[str, ShardedTensor]:
+def object_cells(objects: Mapping[str, Ints]) -> Iterator[ShardedObject]:
+    """All cells of sharded objects with these grids, in C order."""
+    for key, shape in objects.items():
+        for cell in itertools.product(*map(range, shape)):
+            yield ShardedObject(key, None, shape, cell)
+
+
+def _whole_tensors(index: Index) -> dict[str, Any]:
     stored = map(index.__getitem__, index)
     return {s.key: ShardedTensor.of_box(s, Box.whole(s.global_shape)) for s in stored}
 
@@ -590,17 +587,12 @@ def share_index(reader: StorageReader, comm: Comm) -> SharedIndex:
 
 def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> tuple[dict[Any, ShardedBase], Any]:
     leaves, skeleton = flatten(sharded_state_dict)
-    foreign = sorted(
-        {
-            type(leaf).__name__
-            for leaf in leaves.values()
-            if not isinstance(leaf, ShardedTensor | ShardedObject)
-        }
-    )
+    kinds = {type(leaf) for leaf in leaves.values()}
+    foreign = {kind for kind in kinds if not issubclass(kind, ShardedTensor | ShardedObject)}
     if foreign:
         finding = Finding(
             "a strategy takes ShardedTensors and ShardedObjects only",
-            found=", ".join(foreign),
+            found=", ".join(sorted(kind.__name__ for kind in foreign)),
             remedy="Call save or load of dist_checkpointing, which take the rest out.",
         )
         raise InvalidShardingError("not a sharded state dict", [finding])

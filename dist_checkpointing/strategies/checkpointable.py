@@ -19,8 +19,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format.geometry import values_of_part
+from dist_checkpointing.format.geometry import Box, values_of_part
 from dist_checkpointing.mapping import ShardedTensor
+
+
+def shard_item(
+    fqn: str, box: Box, properties: TensorProperties, size: Sequence[int], position: int | None
+) -> WriteItem:
+    """A box of a tensor as an item of a plan of DCP."""
+    chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+    index = MetadataIndex(fqn, chunk.offsets, position)
+    data = TensorWriteData(chunk, properties, torch.Size(size))
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 class _WithoutMemory(torch.Tensor):
@@ -36,14 +46,10 @@ class _WithoutMemory(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # an instance method in torch's stubs
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        del types, args, kwargs
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
         raise NotImplementedError(f"{cls.__name__} is only saved and loaded: {func}")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        del tensor_contents
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(size={tuple(self.size())}, dtype={self.dtype})"
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -52,17 +58,10 @@ class _WithoutMemory(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, sh_ten: object = None) -> list[WriteItem]:
         del sh_ten  # it is this object
+        of_part = TensorProperties.create_from_tensor
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets, position),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self._parts[position][1]),
-                    size=self.size(),
-                ),
-            )
-            for position, chunk in enumerate(self.__create_chunk_list__())
+            shard_item(fqn, part.box, of_part(data), self.size(), position)
+            for position, (part, data) in enumerate(self._parts)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

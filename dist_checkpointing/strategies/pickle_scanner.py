@@ -68,8 +68,7 @@ StorageCheck = Callable[[Any], int]
 """The id of a storage -> its number of elements; raises BadPickle if there is no such storage."""
 
 
-def _no_storage(pid: Any) -> int:
-    del pid
+def _no_storage(_: Any) -> int:
     raise BadPickle("it refers to something outside of it")
 
 
@@ -96,10 +95,8 @@ def check_pickle(data: Any, start: int = 0, storage: StorageCheck = _no_storage)
         # Stubs form no cycles, and many of them exist at a time.
         with paused_collector():
             return _Walk(storage).run(data, start)
-    except KeyError as error:
-        raise BadPickle(f"opcode {error} is in no pickle of a state dict") from error
-    except IndexError as error:
-        raise BadPickle("it is cut off, or its opcodes contradict each other") from error
+    except (KeyError, IndexError) as error:
+        raise BadPickle("it is cut off, or no pickle of a state dict has its opcodes") from error
 
 
 # The opcodes that picklers of state dicts write, see pickletools. All others are refused.
@@ -376,18 +373,13 @@ def _arguments(name: str, args: Sequence[Any], kinds: Sequence[str], each: int, 
     return base + each * sum(map(_copied, args))
 
 
-_container = partial(
-    _arguments,
-    kinds=("literal", "list", "dict", "set", "tuple"),
-    each=0,
-    base=_CONTAINER_BYTES["set"],
-)
+_CONTAINED = ("literal", "list", "dict", "set", "tuple")
+_container = partial(_arguments, kinds=_CONTAINED, each=0, base=_CONTAINER_BYTES["set"])
 _literal = partial(_arguments, kinds=("literal", "text"), each=_ELEMENT_BYTES, base=0)
 
 
-def _any(name: str, args: Sequence[Any], *, base: int = 0) -> int:
+def _any(*_: Any, base: int = 0) -> int:
     """Accept any arguments: they do not become memory."""
-    del name, args
     return base
 
 
@@ -455,8 +447,7 @@ def _subclass(name: str, args: Sequence[Any]) -> int:
     return check_call(args[0].name, args[2].items)[0]
 
 
-def _unchecked(name: str, args: Sequence[Any]) -> int:
-    del args
+def _unchecked(name: str, _: Sequence[Any]) -> int:
     raise BadPickle(f"{name}: the memory of the tensor that it makes cannot be checked")
 
 
@@ -505,11 +496,8 @@ _RULES: dict[str, Rule] = {
         ("torch._utils", "_rebuild_nested_tensor", _unchecked),
         ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", _unchecked),
         ("torch._utils", "_rebuild_device_tensor_from_numpy", _unchecked),
-        (
-            "torch._utils",
-            "_rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass _rebuild_sparse_tensor",
-            _small_object,
-        ),
+        ("torch._utils", "_rebuild_meta_tensor_no_storage _rebuild_sparse_tensor", _small_object),
+        ("torch._utils", "_rebuild_wrapper_subclass", _small_object),
     )
     for name in names.split()
 }

@@ -112,11 +112,11 @@ class LoadStrategies:
     sharded: PlannedLoadStrategy
     common: LoadCommonStrategy
 
-    def object_keys(self, checkpoint_dir: Location) -> set[str]:
-        """Keys of the sharded objects."""
+    def objects(self, checkpoint_dir: Location) -> dict[str, ShardedObject]:
+        """The sharded objects by unique key, without data."""
         strategy = self.sharded if handles_objects(self.sharded) else self.common
         metadata = strategy.load_sharded_metadata(checkpoint_dir)
-        return {leaf.key for leaf in metadata.values() if isinstance(leaf, ShardedObject)}
+        return {name: leaf for name, leaf in metadata.items() if isinstance(leaf, ShardedObject)}
 
 
 def open_checkpoint(
@@ -249,7 +249,8 @@ class OpenedCheckpoint:
     def object_keys(self) -> set[str]:
         """Keys of the sharded objects, listed by rank 0."""
         return self.comm.from_rank0(
-            "listing the sharded objects", lambda: self.strategies.object_keys(self.folder)
+            "listing the sharded objects",
+            lambda: {leaf.key for leaf in self.strategies.objects(self.folder).values()},
         )
 
     def read_objects(

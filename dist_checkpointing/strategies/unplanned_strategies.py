@@ -5,7 +5,7 @@ reader.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self
@@ -21,7 +21,6 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
-from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import (
     ShardedBase,
@@ -52,7 +51,6 @@ from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    PathOrStr,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     SaveShardedStrategy,
@@ -188,11 +186,7 @@ class ForeignReader(StorageReader):
 
     def read_metadata(self) -> Index:
         with _any_error(self.checkpoint_dir):
-            if handles_objects(self._strategy):
-                stored = self._strategy.load_sharded_metadata(self.checkpoint_dir)
-            else:
-                stored = dict(self._strategy.load_tensors_metadata(self.checkpoint_dir))
-        leaves = stored.values()
+            leaves = self._strategy.load_sharded_metadata(self.checkpoint_dir).values()
         return Index.of(
             (
                 StoredTensor.undivided(
@@ -259,37 +253,32 @@ def _any_error(folder: Location) -> Iterator[None]:
         raise CorruptCheckpointError(message, [finding]) from error
 
 
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: WrappedLoadStrategy, *args: Any) -> Any:
+        return getattr(self.base_strategy, name)(*args)
+
+    return method
+
+
 class WrappedLoadStrategy(LoadShardedStrategy):
     """Answers like another strategy, ``base_strategy``."""
 
     base_strategy: LoadShardedStrategy
+    check_backend_compatibility = _forwarded("check_backend_compatibility")
+    check_version_compatibility = _forwarded("check_version_compatibility")
+    load_tensors_metadata = _forwarded("load_tensors_metadata")
+    load_sharded_metadata = _forwarded("load_sharded_metadata")
+    remove_sharded_tensors = _forwarded("remove_sharded_tensors")
+    plan_removal = _forwarded("plan_removal")
 
     def trusting(self) -> Self:
         wrapper = copy.copy(self)
         wrapper.base_strategy = self.base_strategy.trusting()
         return wrapper
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        self.base_strategy.check_backend_compatibility(loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        self.base_strategy.check_version_compatibility(loaded_version)
-
     @property
     def can_handle_sharded_objects(self) -> bool:
         return handles_objects(self.base_strategy)
-
-    def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
-        return self.base_strategy.load_tensors_metadata(checkpoint_dir)
-
-    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
-        return self.base_strategy.load_sharded_metadata(checkpoint_dir)
-
-    def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
-        self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
-
-    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
-        return self.base_strategy.plan_removal(checkpoint_dir, key_prefix)
 
 
 class ForeignLoadStrategy(WrappedLoadStrategy, PlannedLoadStrategy):

@@ -1,5 +1,4 @@
 """For tests: ranks simulated by threads, and the conformance suite for backends."""
-# ruff: noqa: F403, F405 - a star for type checkers alone
 
 import importlib
 import sys
@@ -26,7 +25,19 @@ __all__ = [
 ]
 
 if typing.TYPE_CHECKING:
-    from dist_checkpointing.testing.conformance import *
+    from dist_checkpointing.testing.conformance import StrategyConformance
+    from dist_checkpointing.testing.conformance.backend_hooks import failures_on, observed
+    from dist_checkpointing.testing.conformance.calls_and_failures import Failures, StorageProtocol
+    from dist_checkpointing.testing.conformance.contents import Contents, RoundTrips
+    from dist_checkpointing.testing.conformance.sample_shards import (
+        CUT_SHAPE,
+        CUTS,
+        assert_same_bits,
+        data_of,
+        poisoned,
+        random_bits,
+        template,
+    )
 else:
 
     def __getattr__(name: str) -> typing.Any:
@@ -39,4 +50,6 @@ else:
 
             # Without this, a failing assert in the suite would not show the values it compared.
             pytest.register_assert_rewrite(suite)
-        return getattr(importlib.import_module(suite), name)
+        parts = ("", ".backend_hooks", ".calls_and_failures", ".contents", ".sample_shards")
+        modules = [vars(importlib.import_module(suite + part)) for part in parts]
+        return next(names[name] for names in modules if name in names)

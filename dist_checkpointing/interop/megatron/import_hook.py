@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
@@ -58,13 +57,13 @@ _LIBRARY = "dist_checkpointing"
 
 
 _SOURCES = {
-    "": ".serialization mapping",
+    "": ".serialization mapping serialization",
     "core": ".serialization errors",
     "dict_utils": ".state_dicts",
     "exchange_utils": ".shard_exchange",
     "mapping": "mapping",
     "optimizer": ".optimizer",
-    "serialization": ".serialization",
+    "serialization": ".serialization serialization",
     "state_dict_utils": ".tensor_aware_state_dict",
     "strategies": "",
     "strategies.async_utils": "strategies.async_calls",
@@ -131,7 +130,7 @@ def _attribute(module: str, name: str) -> Any:
         return type(name, (), {"__new__": refuse})
     if name.startswith("register_default_"):
         return lambda: None  # ours are registered
-    if f"{module}.{name}".removeprefix(f"{PACKAGE}.") in _SOURCES:
+    if _below(f"{module}.{name}") in _SOURCES:
         return importlib.import_module(f"{module}.{name}")
     for source in () if name.startswith("__") else _SOURCES[below].split():
         package = f"{__package__}{source}" if source.startswith(".") else f"{_LIBRARY}.{source}"
@@ -144,10 +143,7 @@ def _attribute(module: str, name: str) -> Any:
 class _Finder(MetaPathFinder, Loader):
     """Finds the modules of Megatron's package, and makes them of ours."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        del path, target
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
             return None
         if _below(fullname) in _INTERNAL:

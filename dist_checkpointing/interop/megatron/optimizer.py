@@ -46,12 +46,9 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, Parameter]:
     """``{number in the optimizer: leaf of the model}`` of parameters that are a leaf's data."""
     numbers = get_optim_param_to_id_map(optim_params_iter)
-    leaves = list(
-        state_dicts.nested_values(
-            state_dicts.extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
-        )
-    )
-    found = {numbers[id(x.data)]: x for x in leaves if id(x.data) in numbers}
+    leaves, _ = state_dicts.extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    values = state_dicts.nested_values(leaves)
+    found = {numbers[id(x.data)]: x for x in values if id(x.data) in numbers}
     if not found:
         logger.warning("No leaf of the model is a parameter of the optimizer.%s", KEEP_VARS_HINT)
     return found

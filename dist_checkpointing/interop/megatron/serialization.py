@@ -23,7 +23,7 @@ from dist_checkpointing.filesystem.location import as_local_folder
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format import commit
 from dist_checkpointing.format.commit import (
-    CONTENT_METADATA_KEY,
+    CONTENT_METADATA_KEY as _CONTENT_METADATA_KEY,  # noqa: F401 - a name that Megatron has here
     CheckpointingConfig,
     read_config,
 )
@@ -36,19 +36,12 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nested_dicts import mapped
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_folder import SaveHooks
-from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
 from dist_checkpointing.validation.load_errors import StrictHandling, parse_strict_flag
 
 CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 Folder = str | PathLike[str]
-_CONTENT_METADATA_KEY = CONTENT_METADATA_KEY
-
-load_content_metadata = ours.load_content_metadata
-load_sharded_metadata = ours.load_sharded_metadata
-get_default_save_common_strategy = ours.get_default_save_common_strategy
-
 
 # Whether a folder holds a checkpoint.
 
@@ -223,18 +216,14 @@ def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:
     ours.remove_sharded_tensors(checkpoint_dir, key_prefix, comm=SingleProcess())
 
 
-def get_default_save_sharded_strategy(
-    backend: str | None = None, version: int = 1
-) -> SaveShardedStrategy:
+def get_default_save_sharded_strategy(backend: str | None = None, version: int = 1) -> Any:
     """The save strategy of a backend, by default that of this layer."""
     chosen = defaults().backend if backend is None else (backend, version)
-    strategy: SaveShardedStrategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *chosen)
-    return strategy
+    return get_default_strategy(StrategyAction.SAVE_SHARDED, *chosen)
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> LoadShardedStrategy:
+def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> Any:
     """The load strategy for a checkpoint."""
     config = read_config(checkpoint_dir)
     chosen = config.sharded_backend, config.sharded_backend_version
-    strategy: LoadShardedStrategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *chosen)
-    return strategy
+    return get_default_strategy(StrategyAction.LOAD_SHARDED, *chosen)

@@ -81,22 +81,20 @@ def exchange_by_distribution(
     """
     if exchange_algo not in ("broadcast", "gather_object", "gather_rounds"):
         raise NotImplementedError(f"unknown exchange_algo: {exchange_algo}")
-    group = dist.group.WORLD if parallelization_group is None else parallelization_group
-    assert shard_distribution is not None
-    assert group is not None
+    group: Any = dist.group.WORLD if parallelization_group is None else parallelization_group
     rank, on_cpu = dist.get_rank(group), dist.get_backend(group) != "nccl"
     tensors = dict(loaded_tensors)
     for shard, reader in shard_distribution.main_rank_for_shard.items():
         if len(shard_distribution.all_ranks_for_shard[shard]) == 1:
             continue
         if rank == reader:
-            home, sent = tensors[shard].device, tensors[shard]
+            sent = tensors[shard]
         else:
             leaf = unloaded_shards.get(shard, shard_distribution.shard_to_metadata[shard])
-            empty = leaf.without_data()
+            empty: Any = leaf.without_data()
             empty.init_data("cpu" if leaf.data is None else leaf.data.device)
-            assert empty.data is not None
-            home, sent = empty.data.device, empty.data
+            sent = empty.data
+        home = sent.device
         sent = sent.detach().contiguous() if on_cpu else sent.detach().contiguous().cuda()
         dist.broadcast(sent, dist.get_global_rank(group, reader), group=group)
         if rank != reader and shard in unloaded_shards:

@@ -16,11 +16,7 @@ from dist_checkpointing.mapping import ShardedTensor, StateDict
 from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies import base, fully_parallel, torch_dist
-from dist_checkpointing.strategies.base import (
-    PathOrStr,
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
-)
+from dist_checkpointing.strategies.base import PathOrStr, PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.metadata import flattened_size
 
 _results_queue = None  # Megatron's training imports it
@@ -75,8 +71,7 @@ WITH_ATTRIBUTES: Mapping[type, Callable[[], Any]] = {
 def get_default_strategy(action: base.StrategyAction, backend: str, version: int) -> Any:
     """A strategy; for torch_dist one with the attributes that Megatron's training sets."""
     found = base.get_default_strategy(action, backend, version)
-    with_attributes = WITH_ATTRIBUTES.get(type(found))
-    return found if with_attributes is None else with_attributes()
+    return WITH_ATTRIBUTES.get(type(found), lambda: found)()
 
 
 # Files that Megatron wrote name these two, and torch's own reader looks for them.
@@ -149,14 +144,13 @@ def _distribute(wrapper: Any, state_dict: StateDict, *, is_load: bool) -> None:
         return
     group = wrapper.parallelization_group
     if wrapper.cached_distribution is None:
-        found = shard_exchange.determine_main_replica_uniform_distribution(
-            state_dict, group, is_load
-        )
-        wrapper.cached_distribution = found
+        determine = shard_exchange.determine_main_replica_uniform_distribution
+        wrapper.cached_distribution = determine(state_dict, group, is_load)
     # A strategy of somebody else goes by replica ids.
     if not isinstance(wrapper.base_strategy, PlannedSaveStrategy | PlannedLoadStrategy):
-        found = wrapper.cached_distribution
-        distribute_main_replicas_with_precomputed_distribution(state_dict, group, found)
+        distribute_main_replicas_with_precomputed_distribution(
+            state_dict, group, wrapper.cached_distribution
+        )
 
 
 def distribute_main_replicas_with_precomputed_distribution(

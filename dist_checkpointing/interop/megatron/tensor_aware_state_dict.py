@@ -11,10 +11,6 @@ import torch
 import torch.distributed as dist
 
 from dist_checkpointing.interop.megatron import shard_exchange, state_dicts as nests, validation
-from dist_checkpointing.interop.megatron.state_dicts import (
-    _sharded_object_id,
-    _sharded_tensor_shard_id,
-)
 from dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
@@ -51,9 +47,7 @@ def save_preprocess(
     return sharded, common
 
 
-def load_preprocess(
-    sharded_state_dict: StateDict,
-) -> tuple[StateDict, Any, Any]:
+def load_preprocess(sharded_state_dict: StateDict) -> tuple[StateDict, Any, Any]:
     """A template with its factories applied, its local values, and the factories without data."""
     copied = filter_out_empty_flatten_tensor(
         nests.extract_matching_values(sharded_state_dict, lambda _: True)[0]
@@ -75,6 +69,11 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: Any) -> Any:
         return flat is not None and flat[0] == flat[1]
 
     return nests.extract_matching_values(sharded_state_dict, is_empty)[1]
+
+
+def _id(leaf: Any) -> Any:
+    is_tensor = isinstance(leaf, ShardedTensor)
+    return (nests._sharded_tensor_shard_id if is_tensor else nests._sharded_object_id)(leaf)  # noqa: SLF001 - Megatron's names
 
 
 def _require_known(algo: str) -> None:
@@ -106,19 +105,13 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
         sharded, common = save_preprocess(sharded_state_dict, cached_metadata is None)
         if algo == "atomic":
             return cls(common, sharded), (None, None, None, None)
-        distribution = (
-            cached_metadata
-            or shard_exchange.determine_main_replica_uniform_distribution(
-                sharded, parallelization_group, ignore_groups=True
-            )
-        )
+        determine = shard_exchange.determine_main_replica_uniform_distribution
+        distribution = cached_metadata or determine(sharded, parallelization_group, True)
         if distribution is not None:
             rank = dist.get_rank(parallelization_group)
-            for leaf in nests.nested_values(sharded):
-                if isinstance(leaf, ShardedTensor):
-                    shard = _sharded_tensor_shard_id(leaf)
-                    if distribution.main_rank_for_shard[shard] != rank:
-                        leaf.data = None
+            for leaf in nests.nested_values(nests.extract_sharded_tensors(sharded)[0]):
+                if distribution.main_rank_for_shard[_id(leaf)] != rank:
+                    leaf.data = None
         return cls(common, sharded), distribution
 
     @property
@@ -233,29 +226,23 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
         self, wanted: dict[str, Any], algo: str, exchange_algo: str, group: Group
     ) -> Callable[[Any], Any]:
         """What there is for a leaf of the template."""
-        tensors = {_sharded_tensor_shard_id(leaf): leaf.data for leaf in self._leaves()}
+        tensors = {_id(leaf): leaf.data for leaf in self._leaves()}
         if algo == "fully_parallel":
-            shards = [
-                leaf for leaf in nests.nested_values(wanted) if isinstance(leaf, ShardedTensor)
-            ]
-            asked = {_sharded_tensor_shard_id(leaf): leaf for leaf in shards}
+            leaves = nests.nested_values(nests.extract_sharded_tensors(wanted)[0])
             found = shard_exchange.determine_main_replica_uniform_distribution(
                 wanted, group, ignore_groups=True
             )
             if found is not None:
-                rest = {shard: leaf for shard, leaf in asked.items() if shard not in tensors}
+                rest = {_id(leaf): leaf for leaf in leaves if _id(leaf) not in tensors}
                 tensors = shard_exchange.exchange_by_distribution(
                     tensors, rest, found, group, exchange_algo
                 )
-        values: dict[Any, Any] = dict(tensors)
-        for leaf in nests.nested_values(self.sharded_state_dict):
-            if not isinstance(leaf, ShardedTensor):
-                values[_sharded_object_id(leaf)] = leaf.data
+        leaves = nests.nested_values(self.sharded_state_dict)
+        objects = {_id(leaf): leaf.data for leaf in leaves if not isinstance(leaf, ShardedTensor)}
 
         def value_of(leaf: Any) -> Any:
-            is_tensor = isinstance(leaf, ShardedTensor)
-            shard = (_sharded_tensor_shard_id if is_tensor else _sharded_object_id)(leaf)
-            assert shard in values, f"{shard} is not in the state dict"
-            return values[shard]
+            values = tensors if isinstance(leaf, ShardedTensor) else objects
+            assert _id(leaf) in values, f"{_id(leaf)} is not in the state dict"
+            return values[_id(leaf)]
 
         return value_of

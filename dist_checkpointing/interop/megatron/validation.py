@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dist_checkpointing.comm import default_comm
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
-from dist_checkpointing.interop.megatron import state_dicts
+from dist_checkpointing.interop.megatron import state_dicts as nests
 from dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedStateDict
 from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.shard_table import concatenate, describe
@@ -36,7 +36,7 @@ def determine_global_metadata(
     sharded_state_dict: ShardedStateDict, process_group: dist.ProcessGroup | None = None
 ) -> tuple[Metadata, list[Metadata]]:
     """The leaves of this rank, and of each rank, without their data. Collective."""
-    own = [leaf.without_data() for leaf in state_dicts.nested_values(sharded_state_dict)]
+    own = [leaf.without_data() for leaf in nests.nested_values(sharded_state_dict)]
     if not dist.is_initialized():
         return own, [own]
     of_ranks: list[Any] = [None] * dist.get_world_size(process_group)
@@ -73,7 +73,7 @@ def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
     comm = default_comm()
     reference = comm.broadcast(common_state_dict)
     with comm.agreed("comparing the common state"):
-        only_first, only_own, different = state_dicts.diff(reference, common_state_dict)
+        only_first, only_own, different = nests.diff(reference, common_state_dict)
         if comm.rank and (only_first or only_own or different):
             logger.warning(
                 "Rank %d common state dict differs from rank 0 common state dict. Keys only on "
@@ -99,11 +99,7 @@ def validate_integrity_and_strict_load(
             raise CheckpointingException(
                 "Cannot verify checkpoint mismatch with ckpt_sharded_metadata=None."
             )
-        own = (
-            state_dicts.nested_values(sharded_state_dict)
-            if local_metadata is None
-            else local_metadata
-        )
+        own = nests.nested_values(sharded_state_dict) if local_metadata is None else local_metadata
         seen = StrictHandling.requires_global_app_metadata(strict)
         missing, unexpected = _determine_missing_and_unexpected_keys(
             ckpt_sharded_metadata, own, global_metadata if seen else None
@@ -148,7 +144,7 @@ def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
     """The nest of sharded leaves without those of some keys."""
-    kept: ShardedStateDict = state_dicts.extract_matching_values(
+    kept: ShardedStateDict = nests.extract_matching_values(
         sharded_state_dict, lambda leaf: leaf.key in sharded_keys_to_remove
     )[1]
     return kept

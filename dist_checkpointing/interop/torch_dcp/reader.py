@@ -40,26 +40,20 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint, data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import Path as TreePath, Position
+from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.planning.planners import saved_stream
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
-from dist_checkpointing.strategies.selection import (
-    LoadStrategies,
-    Selection,
-    open_checkpoint,
-)
+from dist_checkpointing.strategies.selection import LoadStrategies, Selection, open_checkpoint
+from dist_checkpointing.strategies.torch_dist.metadata import StatePath
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
-from dist_checkpointing.strategies.unplanned_strategies import as_planned
 from dist_checkpointing.validation.load_errors import overlap_finding
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
 _FORMAT = "dist_checkpointing.dcp_keys"
 _MAX_BYTES = 1 << 32
-KeyPath = tuple[str | int, ...]
-"""Steps into dicts (texts) and lists (numbers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,7 @@ class DCPKeys:
     which are stored as bytes.
     """
 
-    paths: Mapping[str, KeyPath]
+    paths: Mapping[str, StatePath]
     values: tuple[str, ...]
     raw: tuple[str, ...] = ()
 
@@ -90,12 +84,6 @@ class DCPKeys:
     def nest(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values at their paths; in lists, None replaces a tensor."""
         return nested({path: values.get(name, ABSENT) for name, path in self.paths.items()})
-
-    def values_in(self, common: Any) -> list[tuple[str, Any]]:
-        """Name and value of what ``nest`` has nested; KeyError, IndexError or TypeError if one is
-        missing.
-        """
-        return [(name, reduce(getitem, self.paths[name], common)) for name in self.values]
 
     def write(self, folder: Path, durability: local_folder.Durability) -> None:
         """Write the file, atomically."""
@@ -130,7 +118,7 @@ class DCPKeys:
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 
-def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[KeyPath, Any]]:
+def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[StatePath, Any]]:
     """Path that DCP would give it, and value, of everything in the common state of a checkpoint
     that DCP has not written. A list that held one of ``tensors`` counts as flattened; None replaces
     the tensor there.
@@ -139,7 +127,7 @@ def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[KeyPath,
     return _walk(common, (), {name for own in parts for name in accumulate(own, "{}.{}".format)})
 
 
-def _walk(value: Any, path: KeyPath, above: set[str]) -> Iterator[tuple[KeyPath, Any]]:
+def _walk(value: Any, path: StatePath, above: set[str]) -> Iterator[tuple[StatePath, Any]]:
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _walk(child, (*path, str(key)), above)
@@ -162,7 +150,7 @@ def _is_opened(value: list[Any], name: str, above: set[str]) -> bool:
     )
 
 
-def _path(steps: object) -> KeyPath | None:
+def _path(steps: object) -> StatePath | None:
     if not isinstance(steps, list | tuple) or not steps:
         return None
     # A number is a position in a list. A limit keeps a hostile file from asking for a huge list.
@@ -170,10 +158,10 @@ def _path(steps: object) -> KeyPath | None:
     return tuple(steps) if fits else None
 
 
-def _fit_together(paths: Iterable[KeyPath]) -> bool:
+def _fit_together(paths: Iterable[StatePath]) -> bool:
     """Whether no path is the beginning of another, and no container is both a list and a dict."""
     leaves = list(paths)
-    kinds: dict[KeyPath, type] = {(): str}  # the outermost container is a dict
+    kinds: dict[StatePath, type] = {(): str}  # the outermost container is a dict
     for path in leaves:
         for depth, step in enumerate(path):
             if kinds.setdefault(path[:depth], type(step)) is not type(step):
@@ -256,14 +244,10 @@ class DCPReader(dcp_storage.StorageReader):
         """
         self._folder = data_folder(self.path)
         self._found = found = open_checkpoint(self._folder, self._backend, trusted=self.trusted)
-        sharded, common = found.sharded, found.common
-        self._reader = as_planned(sharded).make_reader(self._folder)
+        self._reader = found.sharded.make_reader(self._folder)
         self._index = self._reader.read_metadata()
-        named, paths = self._named_values(common.load_common(self._folder))
-        with_objects = sharded if handles_objects(sharded) else common
-        leaves = with_objects.load_sharded_metadata(self._folder).values()
-        objects = (leaf for leaf in leaves if isinstance(leaf, ShardedObject))
-        self._objects = {leaf.unique_key: leaf for leaf in objects}
+        named, paths = self._named_values(found.common.load_common(self._folder))
+        self._objects = found.objects(self._folder)
         self._values = dict(named)
         counts = Counter([*self._index, *(name for name, _ in named), *self._objects])
         problem, path = "several tensors, values or objects have this name", str(self.path)
@@ -276,16 +260,13 @@ class DCPReader(dcp_storage.StorageReader):
         if findings:
             raise UnsupportedFormatError("in DCP, a name belongs to one value", findings)
         described: dict[str, Any] = {key: _described(self._index, key) for key in self._index}
-        described |= {
-            name: dcp_metadata.BytesStorageMetadata() for name in (*self._values, *self._objects)
-        }
+        in_bytes = dcp_metadata.BytesStorageMetadata()
+        described |= dict.fromkeys([*self._values, *self._objects], in_bytes)
         return dcp_metadata.Metadata(
             described, planner_data={name: paths.get(name, (name,)) for name in described}
         )
 
-    def _named_values(
-        self, state: dict[str, Any]
-    ) -> tuple[list[tuple[str, Any]], Mapping[str, KeyPath]]:
+    def _named_values(self, state: Any) -> tuple[list[tuple[str, Any]], Mapping[str, StatePath]]:
         """Names and values of everything in common state, and the known paths."""
         keys = DCPKeys.read(self._folder)
         self._raw = frozenset(() if keys is None else keys.raw)
@@ -293,7 +274,7 @@ class DCPReader(dcp_storage.StorageReader):
             found = [(".".join(map(str, p)), p, v) for p, v in dcp_paths_in(state, self._index)]
             return [(name, v) for name, _, v in found], {name: path for name, path, _ in found}
         try:
-            named = keys.values_in(state)
+            named = [(name, reduce(getitem, keys.paths[name], state)) for name in keys.values]
             odd = sorted(n for n, v in named if n in self._raw and not isinstance(v, bytes))
             if odd:
                 raise TypeError(f"{odd} are not bytes")
@@ -316,22 +297,28 @@ class DCPReader(dcp_storage.StorageReader):
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         filled: list[tuple[dcp.ReadItem, torch.Tensor]] = []
-        leaves: dict[TreePath, ShardedBase] = {}
+        leaves: list[ShardedBase] = []
         objects: dict[str, ShardedObject] = {}
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is not dcp.LoadItemType.BYTE_IO:
-                tensor = planner.resolve_tensor(item).detach()
-                leaves[(Position(len(leaves)),)] = self._wanted(item, tensor)
+                tensor, whole = (
+                    planner.resolve_tensor(item).detach(),
+                    self._index[name].global_shape,
+                )
+                if overlaps_itself(tensor):
+                    finding = overlap_finding(name, tensor)
+                    raise StateMismatchError("a tensor cannot be filled", [finding])
+                box = tuple(item.lengths), whole, tuple(item.storage_offsets)
+                leaves.append(ShardedTensor(name, tensor, tensor.dtype, *box, None))
                 filled.append((item, tensor))
             elif name in self._objects:
                 objects[name] = self._objects[name].without_data()
-        strategy = as_planned(self._found.sharded)
+        strategy = self._found.sharded
         own_objects: dict[str, ShardedObject] = objects if handles_objects(strategy) else {}
-        for leaf in own_objects.values():
-            leaves[(Position(len(leaves)),)] = leaf
+        by_path, _ = flatten([*leaves, *own_objects.values()])
         # Every rank reads by itself: DCP does what needs all ranks.
-        read(leaves, self._index, strategy.planner, self._reader, SingleProcess())
+        read(by_path, self._index, strategy.planner, self._reader, SingleProcess())
         values = {name: leaf.data for name, leaf in own_objects.items()}
         if objects and not own_objects:
             values = self._found.common.load_sharded_objects(dict(objects), self._folder)
@@ -339,23 +326,14 @@ class DCPReader(dcp_storage.StorageReader):
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type is dcp.LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._stream(item.storage_index.fqn, values))
+                name = item.storage_index.fqn
+                value: Any = values[name] if name in values else self._values[name]
+                # As bytes that DCP's planners can load.
+                stream = io.BytesIO(value) if name in self._raw else saved_stream(value)
+                planner.load_bytes(item, stream)
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _wanted(self, item: dcp.ReadItem, tensor: torch.Tensor) -> ShardedTensor:
-        name, shape = item.storage_index.fqn, tuple(item.lengths)
-        if overlaps_itself(tensor):
-            message = "a tensor cannot be filled"
-            raise StateMismatchError(message, [overlap_finding(name, tensor)])
-        whole, start = self._index[name].global_shape, tuple(item.storage_offsets)
-        return ShardedTensor(name, tensor, tensor.dtype, shape, whole, start, None)
-
-    def _stream(self, name: str, objects: Mapping[str, Any]) -> io.BytesIO:
-        """The value as bytes that DCP's planners can load."""
-        value = objects[name] if name in objects else self._values[name]
-        return io.BytesIO(value) if name in self._raw else saved_stream(value)
 
 
 def _described(index: Index, key: str) -> dcp_metadata.TensorStorageMetadata:

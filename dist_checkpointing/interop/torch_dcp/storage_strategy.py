@@ -28,7 +28,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     StrategyNotFoundError,
 )
-from dist_checkpointing.format.geometry import Box, Pieces, split_flat_range
+from dist_checkpointing.format.geometry import Box, Pieces
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
@@ -40,13 +40,11 @@ from dist_checkpointing.planning import (
     SavePlanner,
     WriteItem,
 )
-from dist_checkpointing.planning.chunking import WholeShardLayout
+from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.user_planner import call_hook
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter, WriteResult, done
-from dist_checkpointing.strategies.base import (
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
-)
+from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.checkpointable import shard_item
 
 FOLDER_NAME = "dcp"
 BACKEND = ("dcp", 1)
@@ -136,7 +134,8 @@ def reader_must_be_named() -> NoReturn:
 
 
 class _Writer(StorageWriter):
-    layout = WholeShardLayout()
+    # A chunk is a shard, however large it is.
+    layout = RowBlockLayout(max_chunk_bytes=1 << 62, keeps_ranges=False)
 
     def __init__(
         self, checkpoint_dir: Path, make: Callable[[str], dcp_storage.StorageWriter]
@@ -148,35 +147,18 @@ class _Writer(StorageWriter):
         del index, world_size
         return [FOLDER_NAME]
 
-    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-        del world_size
+    def set_up_storage_writer(self, *, rank: int) -> None:
         folder = self.checkpoint_dir / FOLDER_NAME
         folder.mkdir(parents=True, exist_ok=True)
         self._storage = self._make(str(folder))
         call_hook(self._storage.set_up_storage_writer, rank == 0, rank=rank, use_collectives=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        items = [item for item, _, _ in _dcp_items(plan.items)]
-        self._refuse_chunks_that_get_lost(items)
-        return replace(plan, storage_data=self._storage.prepare_local_plan(dcp.SavePlan(items)))
-
-    def _refuse_chunks_that_get_lost(self, items: Sequence[dcp.WriteItem]) -> None:
-        if getattr(getattr(self._storage, "serialization_format", None), "name", "") != (
-            "SAFETENSORS"
-        ):
-            return
-        counts = Counter(item.index.fqn for item in items)
-        findings = [
-            Finding(
-                "this rank has several parts of the tensor, and a safetensors file can hold one",
-                name,
-                remedy="Save one part of it on each rank, or use another storage.",
-            )
-            for name, count in counts.items()
-            if count > 1
-        ]
-        if findings:
-            raise InvalidShardingError("safetensors cannot hold this sharding", findings)
+        form = getattr(getattr(self._storage, "serialization_format", None), "name", "")
+        if form == "SAFETENSORS":
+            _require_one_part_each(plan.items)
+        given = dcp.SavePlan([*map(_write_item, plan.items)])
+        return replace(plan, storage_data=self._storage.prepare_local_plan(given))
 
     def prepare_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         given: list[Any] = [plan.storage_data for plan in plans]
@@ -185,13 +167,11 @@ class _Writer(StorageWriter):
         return [replace(plan, storage_data=own) for plan, own in pairs]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        data, own = _Data(plan.items, planner), plan.storage_data
-        theirs = self._storage.write_data(own, data).wait()  # type: ignore[arg-type]
-        num_bytes: Counter[MetadataIndex] = Counter()
-        for result in theirs:
-            item, _ = data.parts[result.index]
-            num_bytes[item.index] += result.size_in_bytes
-        results = [WriteResult(item.index, num_bytes[item.index]) for item in plan.items]
+        items = {_write_item(item).index: item for item in plan.items}
+        own: Any = plan.storage_data
+        theirs = self._storage.write_data(own, _Planner(planner, items)).wait()  # type: ignore[arg-type]
+        sizes = {result.index: result.size_in_bytes for result in theirs}
+        results = [WriteResult(item.index, sizes[index]) for index, item in items.items()]
         for_finish = WriteResult(MetadataIndex(FOLDER_NAME), 0, tuple(theirs))
         return done([*results, for_finish])
 
@@ -204,6 +184,15 @@ class _Writer(StorageWriter):
                 described[key] = dcp_metadata.TensorStorageMetadata(properties, size, [])
         of_ranks: list[Any] = [of_rank[-1].storage_data for of_rank in results]
         self._storage.finish(dcp_metadata.Metadata(described), [*map(list, of_ranks)])
+
+
+def _require_one_part_each(items: Iterable[WriteItem]) -> None:
+    problem = "this rank has several parts of the tensor, and a safetensors file can hold one"
+    remedy = "Save one part of it on each rank, or use another storage."
+    counts = Counter(item.index.fqn for item in items)
+    findings = [Finding(problem, key, remedy=remedy) for key, n in counts.items() if n > 1]
+    if findings:
+        raise InvalidShardingError("safetensors cannot hold this sharding", findings)
 
 
 class _Reader(StorageReader):
@@ -231,8 +220,7 @@ class _Reader(StorageReader):
     def _metadata(self) -> dcp_metadata.Metadata:
         return self._storage.read_metadata()
 
-    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
-        del metadata, world_size
+    def set_up_storage_reader(self, _: Index, *, rank: int) -> None:
         set_up = self._storage.set_up_storage_reader
         call_hook(set_up, self._metadata, rank == 0, rank=rank, use_collectives=True)
 
@@ -247,72 +235,30 @@ class _Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         own: Any = plan.storage_data
-        self._storage.read_data(own, _Destinations(plan.items, planner)).wait()  # type: ignore[arg-type]
+        self._storage.read_data(own, _Planner(planner, plan.items)).wait()  # type: ignore[arg-type]
         return done(None)
 
 
-class _Data:
-    """The one method of a DCP planner that a writer calls."""
+class _Planner:
+    """The methods of a DCP planner that a storage calls; ``items`` are ours, by those of DCP."""
 
-    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        self._planner = planner
-        self.parts = {own.index: (item, part) for own, item, part in _dcp_items(items)}
+    def __init__(self, planner: Any, items: Any) -> None:
+        self._planner, self._items = planner, items
 
-    def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor:
-        item, part = self.parts[write_item.index]
-        data = self._planner.get_data(item)
-        assert isinstance(data, torch.Tensor)
-        if part is None:
-            return data
-        start, box = part
-        return data[start : start + box.num_elements].view(box.shape)
+    def resolve_data(self, write_item: dcp.WriteItem) -> Any:
+        return self._planner.get_data(self._items[write_item.index])
 
-
-class _Destinations:
-    """The methods of a DCP planner that a reader calls for tensors."""
-
-    def __init__(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        self._items, self._planner = items, planner
-
-    def _item(self, read_item: dcp.ReadItem) -> ReadItem:
-        assert read_item.dest_index.index is not None
-        return self._items[read_item.dest_index.index]
-
-    def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
-        return self._planner.acquire_tensor(self._item(read_item))
+    def resolve_tensor(self, read_item: dcp.ReadItem) -> Any:
+        return self._planner.acquire_tensor(self._items[read_item.dest_index.index])
 
     def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
-        self._planner.apply_tensor(self._item(read_item), tensor)
+        self._planner.apply_tensor(self._items[read_item.dest_index.index], tensor)
 
 
-def _dcp_items(
-    items: Iterable[WriteItem],
-) -> Iterator[tuple[dcp.WriteItem, WriteItem, tuple[int, Box] | None]]:
-    """Our items as items of DCP: (DCP's, ours, (start, box) of a part of a flattened range)."""
-    for item in items:
-        part = item.tensor_data
-        assert part is not None
-        dtype = tensor_memory.from_name(part.dtype).torch
-        if part.flat_range is None:
-            yield _write_item(item.index.fqn, part.chunk, dtype, part.size), item, None
-            continue
-        start = 0
-        for box in split_flat_range(part.chunk.shape, *part.flat_range):
-            offset = tuple(a + b for a, b in zip(part.chunk.offset, box.offset, strict=True))
-            own = _write_item(item.index.fqn, Box(offset, box.shape), dtype, part.size)
-            yield own, item, (start, box)
-            start += box.num_elements
-
-
-def _write_item(name: str, box: Box, dtype: torch.dtype, size: Sequence[int]) -> dcp.WriteItem:
-    offsets = torch.Size(box.offset)
-    data = dcp.TensorWriteData(
-        dcp_metadata.ChunkStorageMetadata(offsets, torch.Size(box.shape)),
-        dcp_metadata.TensorProperties(dtype=dtype),
-        torch.Size(size),
-    )
-    index = dcp_metadata.MetadataIndex(name, offsets)
-    return dcp.WriteItem(index, dcp.WriteItemType.SHARD, tensor_data=data)
+def _write_item(item: WriteItem) -> dcp.WriteItem:
+    part: Any = item.tensor_data
+    properties = dcp_metadata.TensorProperties(dtype=tensor_memory.from_name(part.dtype).torch)
+    return shard_item(item.index.fqn, part.chunk, properties, part.size, None)
 
 
 def _read_item(item: ReadItem, position: int) -> dcp.ReadItem:

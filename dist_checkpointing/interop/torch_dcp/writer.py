@@ -27,6 +27,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.futures import Future
 
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.comm.rank_failures import Outcome
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
@@ -34,15 +36,15 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.location import as_local_folder, is_url
-from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, check_distinct
+from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.seal import SEAL_NAME, write_seal
 from dist_checkpointing.interop.torch_dcp.reader import DCP_KEYS_NAME, DCPKeys
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import Layout
 from dist_checkpointing.planning.save_plan import checked_plans
 from dist_checkpointing.planning.shard_table import table_of_rows
+from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
 from dist_checkpointing.storage.driver import Written, finish_all, write_plan
 from dist_checkpointing.storage.interface import StorageWriter, set_up_writer
 from dist_checkpointing.storage.options import Durability
@@ -70,15 +72,6 @@ class RankPlan(NamedTuple):
     world_size: int
     writes: tuple[str, int]
     save: int
-
-
-class Report(NamedTuple):
-    """What a rank sends to the coordinator, as the last of its results: what it has written, and
-    the bytes of each value that is not a tensor, by name.
-    """
-
-    written: Written
-    contents: dict[str, bytes]
 
 
 def is_usable(plan: dcp.SavePlan) -> bool:
@@ -118,37 +111,32 @@ def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePla
     """
     planner = DefaultSavePlanner()
     planner.configure_planner({}, is_coordinator=True, rank=0, layout=layout)
-    announced = LocalPlans(_announced(plan, rank) for rank, plan in enumerate(plans))
-    own_plans, index = checked_plans(announced, planner)
+    announced = []
+    for rank, plan in enumerate(plans):
+        rows = []
+        for position, item in enumerate(plan.items):
+            if (data := item.tensor_data) is not None:
+                name = item.index.fqn
+                dtype = tensor_memory.from_torch(data.properties.dtype, key=name).name
+                box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                # All are main replicas: DCP has chosen among them.
+                rows.append((name, dtype, tuple(data.size), *box, None, True, position))
+        announced.append(SavePlan(table_of_rows(rank, rows)))
+    own_plans, index = checked_plans(LocalPlans(announced), planner)
     return [planner.finalize_plan(plan) for plan in own_plans], index
 
 
-def _announced(plan: dcp.SavePlan, rank: int) -> SavePlan:
-    rows = []
-    for position, item in enumerate(plan.items):
-        if (data := item.tensor_data) is not None:
-            name = item.index.fqn
-            dtype = tensor_memory.from_torch(data.properties.dtype, key=name).name
-            box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-            # All are main replicas: DCP has chosen among them.
-            rows.append((name, dtype, tuple(data.size), *box, None, True, position))
-    return SavePlan(table_of_rows(rank, rows))
-
-
 def check_complete(
-    metadata: dcp_metadata.Metadata,
-    reports: Sequence[Report],
-    index: Index,
-    values: Collection[str],
+    described: Mapping[str, Any], saves: Collection[int], index: Index, values: Collection[str]
 ) -> None:
     """Refuse to commit something else than DCP's plans say, whose cache may be out of date:
     CheckpointingException with every name that is missing or has another shape.
     """
     findings = []
     remedy = "Switch enable_plan_caching off, or save again."
-    if len({report.written.save for report in reports}) > 1:
+    if len(saves) > 1:
         findings.append(Finding("the ranks wrote plans of different saves", remedy=remedy))
-    for name, stored in metadata.state_dict_metadata.items():
+    for name, stored in described.items():
         size = getattr(stored, "size", None)  # of a tensor
         if name not in (values if size is None else index):
             findings.append(Finding("was not written by any rank", name, remedy=remedy))
@@ -241,7 +229,7 @@ class DCPWriter(dcp_storage.StorageWriter):
             StrategyAction.SAVE_COMMON, common_backend
         )
         self._save_id = uuid.uuid4().hex
-        self._attempt: Attempt | None = None
+        self._folder: SaveFolder | None = None
         self._writer: StorageWriter | None = None
         self._index: Index | None = None
 
@@ -280,16 +268,17 @@ class DCPWriter(dcp_storage.StorageWriter):
         every = full_plans(plans)
         writer = self._strategy.make_writer(self.path)
         laid_out = [lay_out(full, writer.layout) for full in every]
-        others = [*self._common.created_names([]), DCP_KEYS_NAME, SEAL_NAME]
+        others = [*self._common.created_names([]), DCP_KEYS_NAME]
         names: dict[str, None] = {}
         for _, index in laid_out:
             created = [*writer.created_names(index, world_size=len(plans)), *others]
             check_distinct(created)
             names |= dict.fromkeys(created)
-        self._attempt = Attempt.begin(
-            self.path, names, overwrite=self.overwrite, durability=writer.options.durability
-        )
-        self._attempt.make_durable()
+        self._folder = SaveFolder(self.path, SaveHooks(), overwrite=self.overwrite)
+        config = CheckpointingConfig(*self._writes, self._common.backend, self._common.version)
+        self._folder.config, self._folder.durability = config, writer.options.durability
+        planned = Outcome("planning the save", laid_out[0][1], None)
+        self._folder.claim(SingleProcess(), planned, lambda _: names, durable=True)
         set_up_writer(writer, rank=0, world_size=len(plans))
         self._writer = writer
         # Between its local and global plans, DCP calls nothing of this library: the writer of the
@@ -323,19 +312,21 @@ class DCPWriter(dcp_storage.StorageWriter):
         data = _ResolvedData(plan.items, rank_plan.plan.items, planner)
         written = write_plan(rank_plan.plan, data, self._writer, rank_plan.rank).packed()
         for_finish = written.writer_results if self._writer.gathers_results else ()
-        report = Report(replace(written, writer_results=for_finish, save=rank_plan.save), {})
+        written = replace(written, writer_results=for_finish, save=rank_plan.save)
         results = []
         for item in plan.items:
+            content: bytes | None = None
             if item.type is dcp.WriteItemType.BYTE_IO:
                 stream: Any = planner.resolve_data(item)
                 stream.seek(0)
-                content = report.contents[item.index.fqn] = stream.read()
+                content = stream.read()
                 num_bytes = len(content)
             else:
                 part: Any = item.tensor_data
                 num_bytes = math.prod(part.chunk.sizes) * part.properties.dtype.itemsize
-            results.append(dcp_storage.WriteResult(item.index, num_bytes, None))
-        results.append(dcp_storage.WriteResult(dcp_metadata.MetadataIndex(""), 0, report))
+            results.append(dcp_storage.WriteResult(item.index, num_bytes, content))
+        # The last one is what this rank has written of tensors.
+        results.append(dcp_storage.WriteResult(dcp_metadata.MetadataIndex(""), 0, written))
         done: Future[list[dcp_storage.WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -346,12 +337,17 @@ class DCPWriter(dcp_storage.StorageWriter):
         """Write the metadata of the checkpoint, and commit it."""
         assert self._writer is not None
         assert self._index is not None
-        assert self._attempt is not None
-        reports: list[Report] = [of_rank[-1].storage_data for of_rank in results]
-        contents = {name: value for report in reports for name, value in report.contents.items()}
-        check_complete(metadata, reports, self._index, contents.keys())
+        assert self._folder is not None
+        of_ranks: list[Written] = [of_rank[-1].storage_data for of_rank in results]
+        contents = {
+            result.index.fqn: result.storage_data
+            for of_rank in results
+            for result in of_rank[:-1]
+            if result.storage_data is not None
+        }
+        names, saves = metadata.state_dict_metadata, {written.save for written in of_ranks}
+        check_complete(names, saves, self._index, contents.keys())
         values, raw = _loaded(contents)
-        names = metadata.state_dict_metadata
         keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
         nested = keys.nest(values)
         try:
@@ -359,27 +355,12 @@ class DCPWriter(dcp_storage.StorageWriter):
         except CheckpointingException:
             self._give_up()
             raise
-        files, tables = finish_all(
-            self._index, [report.written for report in reports], self._writer
-        )
+        finished = finish_all(self._index, of_ranks, self._writer)
         durability = self._writer.options.durability
         self._common.lasting(durability).save_common(nested, self.path)
         keys.write(self.path, durability)
-        strategy, common = self._strategy, self._common
-        config = CheckpointingConfig(
-            strategy.backend, strategy.version, common.backend, common.version
-        )
-        write_seal(
-            self.path,
-            config,
-            files,
-            attempt=self._attempt.id,
-            tables=tables,
-            created=self._attempt.creates,
-            durability=durability,
-        )
-        self._attempt.commit(config)
-        self._attempt = None
+        self._folder.commit(SingleProcess(), lambda: finished, is_opaque=False)
+        self._folder = None
         metadata.storage_meta = self.storage_meta()
         metadata.version = DCP_VERSION
 
@@ -388,9 +369,9 @@ class DCPWriter(dcp_storage.StorageWriter):
         return self._strategy.backend, self._strategy.version
 
     def _give_up(self) -> None:
-        if self._attempt is not None:
-            self._attempt.abandon()
-        self._attempt = self._writer = self._index = None
+        if self._folder is not None:
+            self._folder.give_up(CheckpointingException())
+        self._folder = self._writer = self._index = None
 
 
 class _ResolvedData(DefaultSavePlanner):
@@ -406,16 +387,14 @@ class _ResolvedData(DefaultSavePlanner):
         self._resolved: dict[int, Any] = {}
         self._lock = threading.Lock()
         for part in parts:
-            position = part.index.index
-            assert position is not None
+            position: Any = part.index.index
             if position >= len(items) or items[position].index.fqn != part.index.fqn:
                 finding = Finding("the plan is another one after finish_plan", part.index.fqn)
                 raise CheckpointingException("the planner changed a plan too late", [finding])
 
     def get_data(self, item: WriteItem) -> torch.Tensor:
-        position, part = item.index.index, item.tensor_data
-        assert position is not None
-        assert part is not None
+        position: Any = item.index.index
+        part: Any = item.tensor_data
         own: Any = self._items[position].tensor_data
         # A planner may compute the data, and a large tensor is written in several parts.
         with self._lock:

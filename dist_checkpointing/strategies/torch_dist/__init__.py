@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME, PlannedRemoval
-from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.strategies.base import PathOrStr, PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.metadata import (
     DcpMetadata,
@@ -67,9 +66,8 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
         super().__init__(backend, version, **options)
         self.separation_hint = separation_hint
 
-    def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
-        writer = super().make_writer(checkpoint_dir)
-        assert isinstance(writer, TorchDistWriter)
+    def make_writer(self, checkpoint_dir: Path) -> Any:
+        writer: Any = super().make_writer(checkpoint_dir)
         writer.separation_hint = self.separation_hint
         return writer
 

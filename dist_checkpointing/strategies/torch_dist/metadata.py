@@ -9,10 +9,9 @@ shape ``[X/x, Y/y, x*y]``; elements ``a .. b`` of the box at ``[i*x, j*y]`` are 
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedObject, tensor_memory
 from dist_checkpointing.planning import MetadataIndex, ReadTable
 from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.strategies.base import object_cells
 from dist_checkpointing.strategies.pickle_scanner import BadPickle, check_pickle
 from dist_checkpointing.threads import paused_collector
 
@@ -198,6 +198,7 @@ _KNOWN = {
     }.items()
     for name in names.split()
 }
+_PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 _METADATA_CLASSES = {(f"{_DCP}.metadata", "Metadata"), (_MEGATRON, "MCoreMetadata")}
 
 
@@ -227,13 +228,11 @@ class _Unpickler(pickle.Unpickler):
         self._stubs: dict[tuple[str, str], type[_Object]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return tuple
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
         value = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return value
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
         if (module, name) not in _KNOWN:
             # Go on, to name all of them; one stub serves for them, because a class takes 1 KiB.
             self.foreign.add(f"{module}.{name}")
@@ -431,7 +430,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
             found = f"{len(cells[key])} cells of {sorted(shapes)}"
             findings.append(Finding("not every cell once", key, found=found, path=path))
             continue
-        names = [*unique_keys({key: shape})]
+        names = [cell.unique_key for cell in object_cells({key: shape})]
         lost = [name for name in names if (name, None) not in places]
         findings += [Finding("an object is stored nowhere", name, path=path) for name in lost]
         rows += [places[name, None] for name in names if not lost]
@@ -490,13 +489,6 @@ def _grid_order(shape: Ints, chunks: Sequence[Chunk]) -> tuple[Ints, Iterable[in
     if fits and len(order) == len(chunks) == math.prod((-(-whole // chunk)).tolist()):
         return tuple(chunk.tolist()), order.tolist()
     return None
-
-
-def unique_keys(objects: Mapping[str, Ints]) -> Iterator[str]:
-    """The names of all cells of sharded objects with these grids, in C order."""
-    for key, shape in objects.items():
-        for cell in itertools.product(*map(range, shape)):
-            yield ShardedObject(key, None, shape, cell).unique_key
 
 
 def cell_named(name: str) -> ShardedObject | None:

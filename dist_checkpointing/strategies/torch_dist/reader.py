@@ -304,8 +304,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         if COMMON_STATE_CELL in metadata.values:
             common = self._read(folder, metadata, COMMON_STATE_CELL)
             if not isinstance(common, dict):
-                finding = Finding("not a dict", COMMON_STATE_CELL, found=type(common).__name__)
-                raise CorruptCheckpointError("the common state is damaged", [finding])
+                raise _damaged("not a dict", COMMON_STATE_CELL, found=type(common).__name__)
             return common
         plain = [key for key in metadata.values if cell_named(key) is None]
         return nested(
@@ -315,8 +314,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     def _read(self, folder: Location, metadata: DcpMetadata, key: str) -> Any:
         place = metadata.places.get((key, None))
         if place is None:
-            finding = Finding("an object is stored nowhere", key, path=str(folder))
-            raise CorruptCheckpointError("the common state is damaged", [finding])
+            raise _damaged("an object is stored nowhere", key, path=str(folder))
         where = f"{folder / place.file}, bytes from {place.offset} on ({key!r})"
         content = read_extent(Extent(folder, *place), key)
         if key != COMMON_STATE_CELL:
@@ -324,8 +322,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         try:
             return read_object(content, where, trusted=self.trusted)
         except BadRecord as error:
-            finding = Finding(f"cannot be read: {error}", key, path=where)
-            raise CorruptCheckpointError("the common state is damaged", [finding]) from error
+            raise _damaged(f"cannot be read: {error}", key, path=where) from error
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
@@ -337,6 +334,11 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             remedy="Leave sharded_strategy out: the one for torch_dist reads both.",
         )
         raise UnsupportedFormatError("cannot read the sharded objects", [finding])
+
+
+def _damaged(problem: str, key: str, **place: str) -> CorruptCheckpointError:
+    finding = Finding(problem, key, **place)  # type: ignore[arg-type]
+    return CorruptCheckpointError("the common state is damaged", [finding])
 
 
 ABSENT: Any = object()
@@ -366,11 +368,10 @@ def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
     for path, value in values.items():
         node: Any = tree
         for step in path[:-1]:
-            if not isinstance(node, _Nest):
-                break
-            if step not in node:
-                below.append(node.setdefault(step, _Nest()))
-            node = node[step]
+            if isinstance(node, _Nest):
+                if step not in node:
+                    below.append(node.setdefault(step, _Nest()))
+                node = node[step]
         if not isinstance(node, _Nest) or path[-1] in node:
             finding = Finding("two values at one place", ".".join(map(str, path)))
             raise StateMismatchError("the values in the checkpoint cannot be nested", [finding])
@@ -406,8 +407,7 @@ class TorchDistReader(StorageReader):
     def read_metadata(self) -> PlacedIndex:
         return placed_index(read_dcp_metadata(self.checkpoint_dir), self.checkpoint_dir)
 
-    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
-        del rank, world_size
+    def set_up_storage_reader(self, metadata: Index) -> None:
         # An index that a planner has made does not say where the chunks are.
         self.index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
 

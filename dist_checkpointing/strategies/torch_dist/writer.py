@@ -42,6 +42,7 @@ from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
+from dist_checkpointing.strategies.base import object_cells
 from dist_checkpointing.strategies.data_files import DataFiles, balanced, write_shares
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_archives import (
@@ -64,7 +65,6 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
     dcp_tensor,
     flattened_chunk,
     to_pickle,
-    unique_keys,
 )
 
 ALIGNMENT = 64
@@ -93,17 +93,12 @@ STORAGE_CLASSES: dict[torch.dtype, Any] = {
 """Dtypes that pickles name by a class; the others came later and are rebuilt from bytes."""
 
 
-class _Tensor:
-    """Pickles like a tensor, as the call that rebuilds one."""
-
-    def __init__(self, *call: Any) -> None:
-        self._call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._call
-
-
 class _TensorPickler(pickle.Pickler):
+    """Pickles a call like the tensor that it rebuilds."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (obj.func, obj.args) if type(obj) is partial else NotImplemented
+
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         # What stands for the memory of a tensor: kind, class, name, device, size.
         return obj if type(obj) is tuple and obj[:1] == ("storage",) else None
@@ -151,7 +146,7 @@ def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
         rebuild = torch._utils._rebuild_tensor_v3  # noqa: SLF001
     storage, description = ("storage", cls, "0", "cpu", size), io.BytesIO()
     tensor = (storage, 0, shape, contiguous_stride(shape), False, OrderedDict(), *dtypes)
-    _TensorPickler(description, protocol=2).dump(_Tensor(rebuild, tensor))
+    _TensorPickler(description, protocol=2).dump(partial(rebuild, *tensor))
     small = {"data.pkl": description.getvalue(), "byteorder": b"little", "version": b"3\n"}
     head, directory = b"", b""
     for name, content in small.items():
@@ -276,7 +271,8 @@ class TorchDistWriter(StorageWriter):
         self.with_crc = get_crc32_options()  # which other threads may not see
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        clashes = [key for key in unique_keys(index.objects) if key in index]
+        names_of_cells = (cell.unique_key for cell in object_cells(index.objects))
+        clashes = [key for key in names_of_cells if key in index]
         if clashes:
             problem = "is also the name of a cell of a ShardedObject"
             findings = [Finding(problem, key, remedy="Rename it.") for key in clashes]

@@ -1,28 +1,7 @@
 """The suite that every backend passes: subclass it, name the backend, run pytest."""
 
-from dist_checkpointing.testing.conformance.backend_hooks import (
-    failures_on as failures_on,
-    observed as observed,
-)
-from dist_checkpointing.testing.conformance.calls_and_failures import (
-    Failures as Failures,
-    StorageProtocol as StorageProtocol,
-)
-from dist_checkpointing.testing.conformance.contents import (
-    HOSTILE_KEYS as HOSTILE_KEYS,
-    WEIRD_KEYS as WEIRD_KEYS,
-    Contents as Contents,
-    RoundTrips as RoundTrips,
-)
-from dist_checkpointing.testing.conformance.sample_shards import (
-    CUT_SHAPE as CUT_SHAPE,
-    CUTS as CUTS,
-    assert_same_bits as assert_same_bits,
-    data_of as data_of,
-    poisoned as poisoned,
-    random_bits as random_bits,
-    template as template,
-)
+from dist_checkpointing.testing.conformance.calls_and_failures import Failures, StorageProtocol
+from dist_checkpointing.testing.conformance.contents import Contents, RoundTrips
 
 
 class StrategyConformance(RoundTrips, Contents, StorageProtocol, Failures):

@@ -34,9 +34,9 @@ Observe = Callable[[str, Sequence[Any]], None]
 """Called with the name and arguments of a method before it runs, then with ``"<name>.done"`` and
 its result. An error that it raises is raised by the method."""
 
-_PLANS = ("prepare_local_plan", "prepare_global_plan")
-WRITER_CALLS = ("set_up_storage_writer", *_PLANS, "write_data", "finish")
-READER_CALLS = ("read_metadata", "set_up_storage_reader", *_PLANS, "read_data")
+_PLANNING = ("prepare_local_plan", "prepare_global_plan")
+WRITER_CALLS = ("set_up_storage_writer", *_PLANNING, "write_data", "finish")
+READER_CALLS = ("read_metadata", "set_up_storage_reader", *_PLANNING, "read_data")
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
 Strategy = TypeVar("Strategy", PlannedSaveStrategy, PlannedLoadStrategy)
@@ -77,20 +77,13 @@ class BackendHooks:
         path = _largest_file(folder)
         os.truncate(path, path.stat().st_size // 2)
 
-    def saver(self) -> SaveShardedStrategy:
+    def saver(self) -> Any:
         """The strategy object that ``save_strategy`` means."""
-        strategy: SaveShardedStrategy = select_strategy(
-            StrategyAction.SAVE_SHARDED, self.save_strategy()
-        )
-        return strategy
+        return select_strategy(StrategyAction.SAVE_SHARDED, self.save_strategy())
 
-    def loader(self) -> LoadShardedStrategy:
+    def loader(self) -> Any:
         """The strategy object for ``load_strategy``."""
-        selection = self.load_strategy()
-        strategy: LoadShardedStrategy = select_strategy(
-            StrategyAction.LOAD_SHARDED, self.backend if selection is None else selection
-        )
-        return strategy
+        return select_strategy(StrategyAction.LOAD_SHARDED, self.load_strategy() or self.backend)
 
     def save_on(self, world_size: int, folder: Path, state_of: StateOf, **options: Any) -> None:
         """Save the state dicts of simulated ranks, by default with the backend's strategy."""
@@ -161,26 +154,24 @@ def observed(strategy: Strategy, observe: Observe) -> Strategy:
         name, calls = "make_writer", WRITER_CALLS
     make = getattr(strategy, name)
 
-    def made(folder: Path) -> Any:
-        # A subclass, so that the driver and the backend still recognize it; set on the object
+    def reporting(folder: Path) -> Any:
+        # A subclass, so that the driver and the backend still recognise it; set on the object
         # itself, because its constructor may take any arguments.
         storage = make(folder)
         kind = type(storage)
-        methods = {call: reporting(call, getattr(kind, call), observe) for call in calls}
+        methods = {call: _reporting(call, getattr(kind, call), observe) for call in calls}
         storage.__class__ = type(kind.__name__, (kind,), methods)
         return storage
 
-    setattr(copied, name, made)
+    setattr(copied, name, reporting)
     return copied  # type: ignore[no-any-return]
 
 
-def reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
-    """The function or method, with a report of each call."""
-
+def _reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
     @functools.wraps(method)  # with its parameters, which say what it is told
-    def call(*args: Any, **kwargs: Any) -> Any:
-        observe(name, args[1:])
-        result = method(*args, **kwargs)
+    def call(self: object, *args: Any, **kwargs: Any) -> Any:
+        observe(name, args)
+        result = method(self, *args, **kwargs)
         observe(f"{name}.done", (result,))
         return result
 

@@ -36,7 +36,6 @@ from dist_checkpointing.strategies import (
     AsyncSaveShardedStrategy,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
-    SaveShardedStrategy,
 )
 from dist_checkpointing.testing.conformance.backend_hooks import (
     WORLD_SIZES,
@@ -44,7 +43,6 @@ from dist_checkpointing.testing.conformance.backend_hooks import (
     Observe,
     failures_on,
     observed,
-    reporting,
 )
 from dist_checkpointing.testing.conformance.sample_shards import (
     CUTS,
@@ -189,6 +187,15 @@ class StorageProtocol(BackendHooks):
                 above = {name.as_posix(), *(parent.as_posix() for parent in name.parents)}
                 assert above & announced, f"{name} was not announced"
 
+    @pytest.mark.parametrize("is_empty", [False, True])
+    def test_a_direct_save_makes_the_folder(self, tmp_path: Path, is_empty: bool) -> None:
+        """The folder is also made if there is only metadata to write."""
+        folder = tmp_path / "not" / "yet"
+        state = {} if is_empty else _state(1, 0)
+        self.planned_saver().save(state, folder)
+        found = self.planned_loader().load_tensors_metadata(folder)
+        assert found.keys() == state.keys()
+
     def test_async_commits_at_the_end(self, tmp_path: Path) -> None:
         """An asynchronous save is a checkpoint after it is finalized on all ranks, not before."""
         if not isinstance(self.saver(), AsyncSaveShardedStrategy):
@@ -199,11 +206,7 @@ class StorageProtocol(BackendHooks):
             state = _state(2, comm.rank)
             request = save(state, folder, self.saver(), async_sharded_save=True, comm=comm)
             assert request is not None
-            args = list(request.async_fn_args)
-            if request.preload_fn is not None:
-                args[1] = request.preload_fn()
-            if request.async_fn is not None:
-                request.async_fn(*args, **request.async_fn_kwargs)
+            request.execute()
             comm.all_gather(None)
             assert not location.is_there(folder / CONFIG_FNAME), "committed too early"
             comm.all_gather(None)
@@ -351,15 +354,18 @@ class Failures(BackendHooks):
                 load({}, folder, selection)
 
 
-def _full_disk(strategy: SaveShardedStrategy, *, fails: bool) -> SaveShardedStrategy:
+def _full_disk(strategy: Any, *, fails: bool) -> Any:
     """The strategy with a disk that is full after something has been written."""
+    full, failing = OSError(28, "no space left on device"), copy.copy(strategy)
 
     def observe(name: str, _: Sequence[Any]) -> None:
-        if fails and name in ("write_data.done", "save.done"):
-            raise OSError(28, "no space left on device")
+        if fails and name == "write_data.done":
+            raise full
 
-    if isinstance(strategy, PlannedSaveStrategy):
-        return observed(strategy, observe)
-    failing = copy.copy(strategy)
-    failing.save = reporting("save", strategy.save, observe)  # type: ignore[method-assign]
-    return failing
+    def save_and_fail(*args: Any) -> None:
+        strategy.save(*args)
+        if fails:
+            raise full
+
+    failing.save = save_and_fail
+    return observed(strategy, observe) if isinstance(strategy, PlannedSaveStrategy) else failing

@@ -20,6 +20,7 @@ from dist_checkpointing.mapping import ReplicaId, ShardedTensor, flatten, unflat
 from dist_checkpointing.mapping.nested_dicts import path_text, value_at
 
 Shards = list[list[ShardedTensor]]
+Place = tuple[int, int, int]
 Sharding = Callable[[str, torch.Tensor, int], Shards]
 """``(key, full tensor, world size)`` -> the shards of each rank, in rank order."""
 
@@ -96,11 +97,7 @@ def one_for_each_cut(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _regular(
-    key: str,
-    part: torch.Tensor,
-    *places: tuple[int, int, int],
-    replica_id: ReplicaId = 0,
-    prepended: int = 0,
+    key: str, part: torch.Tensor, *places: Place, replica_id: ReplicaId = 0, prepended: int = 0
 ) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(
         key, part.clone(), *places, replica_id=replica_id, prepend_axis_num=prepended
@@ -131,19 +128,13 @@ def _along(axis: int, key: str, full: torch.Tensor, count: int) -> Shards:
     return shards
 
 
-def by_rows(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Parts along axis 0."""
-    return _along(0, key, full, world_size)
+by_rows: Sharding = partial(_along, 0)
+by_columns: Sharding = partial(_along, 1)
 
 
 def rows_of(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
     """The part of each tensor along axis 0 that a rank has."""
     return {key: by_rows(key, tensor, world_size)[rank][0] for key, tensor in full.items()}
-
-
-def by_columns(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """Parts along axis 1."""
-    return _along(1, key, full, world_size)
 
 
 def by_blocks(key: str, full: torch.Tensor, world_size: int) -> Shards:
@@ -238,7 +229,7 @@ def _ranges(size: int, count: int) -> list[slice]:
 
 
 def _flat(
-    key: str, whole: torch.Tensor, part: slice, place: tuple[int, int, int], prepended: int = 0
+    key: str, whole: torch.Tensor, part: slice, place: Place, prepended: int = 0
 ) -> ShardedTensor:
     data, shape = whole.reshape(-1)[part].clone(), tuple(whole.shape)
     return ShardedTensor.from_rank_offsets_flat(
@@ -246,16 +237,12 @@ def _flat(
     )
 
 
-def flattened(key: str, full: torch.Tensor, world_size: int, num_rows: int | None = 1) -> Shards:
-    """Ranges of the flattening of the whole tensor; with four ranks, one of them is empty.
-
-    Or of rows of it, each for a few ranks; None for one of every pair of ranks.
-    """
-    count = num_rows or max(1, world_size // 2)
+def _flattened(num_rows: int, key: str, full: torch.Tensor, world_size: int) -> Shards:
+    """Rows over groups of ranks; each group shares the flattening of its rows."""
     return [
-        [_flat(key, rows, part, (0, i, count))]
-        for i, rows in enumerate(full.chunk(count, 0))
-        for part in _ranges(rows.numel(), world_size // count)
+        [_flat(key, rows, part, (0, i, num_rows))]
+        for i, rows in enumerate(full.chunk(num_rows, 0))
+        for part in _ranges(rows.numel(), world_size // num_rows)
     ]
 
 
@@ -269,7 +256,7 @@ def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> Shards:
 
 CUTS: dict[str, Sharding] = {
     "by_rows": by_rows,
-    "by_rows_backwards": lambda key, full, world_size: by_rows(key, full, world_size)[::-1],
+    "by_rows_backwards": lambda *tensor: by_rows(*tensor)[::-1],
     "by_columns": by_columns,
     "by_blocks": by_blocks,
     "interleaved": interleaved,
@@ -279,8 +266,8 @@ CUTS: dict[str, Sharding] = {
     "in_replicated_pairs": in_replicated_pairs,
     "prepended": prepended,
     "prepended_columns": prepended_columns,
-    "flattened": flattened,
-    "flattened_rows": partial(flattened, num_rows=None),
+    "flattened": partial(_flattened, 1),
+    "flattened_rows": lambda *tensor: _flattened(max(1, tensor[-1] // 2), *tensor),
     "flattened_layers": flattened_layers,
 }
 """All cuts by name."""
