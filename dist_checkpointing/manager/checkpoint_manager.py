@@ -472,7 +472,7 @@ class CheckpointManager:
 
         def committed() -> None:
             saved = watch.saved(step, self.folder(step), number)
-            self._run.committed(step, number)
+            self._run.committed(step)
             call_hooks(self._on_saved, saved)
 
         return hooks, chosen, committed

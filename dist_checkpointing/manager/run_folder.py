@@ -23,11 +23,17 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
 )
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.location import check_room, folders_and_files, is_there
+from dist_checkpointing.filesystem.location import (
+    check_room,
+    folders_and_files,
+    is_folder,
+    is_there,
+)
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
@@ -40,15 +46,17 @@ from dist_checkpointing.format.commit import (
 )
 from dist_checkpointing.format.leftovers import attempt_of
 from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
-from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.retention import Due, Retention
 from dist_checkpointing.manager.save_log import call_hooks
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
 from dist_checkpointing.storage.options import Durability
+from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 RECORD_NAME: Final = "manager.json"
 _FORMAT: Final = 1
 _MAX_BYTES: Final = 1 << 26
+_THREADS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +258,9 @@ class RunFolder:
         self._also_kept = also_kept
         self._name: Final = uuid.uuid4().hex
         self._has_saved = False
+        self._begun = StepRecord()  # what the save that has claimed its folder last will be
+        # Steps in a store without the commit that the record names, as far as this manager knows.
+        self._broken: set[int] = set()
         self._set_aside: FolderLock | None = None
         self._without_optimizer: set[int] = set()
         # One thread commits and moves the pointer while the training may ask for steps.
@@ -263,9 +274,11 @@ class RunFolder:
         """Finish what a killed save had committed, or put back what it would have replaced."""
         self.finish_replacing()
         with tolerant(f"a commit in {self.root} could not be finished"):
-            for step in self.all_steps():
-                if not is_committed(self.folder(step)):
-                    finish_commit(self.folder(step))
+            self._broken = {step for step, is_here in self._looked_at(is_committed) if not is_here}
+            for step in sorted(self._broken, reverse=True):
+                finish_commit(self.folder(step))
+                if is_committed(self.folder(step)):
+                    self._broken.discard(step)
 
     def set_aside(self, step: int) -> None:
         """Make room for a save of a step, on a disk; its checkpoint stays until that has committed.
@@ -320,8 +333,14 @@ class RunFolder:
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
+        looked_at = self._looked_at(check_is_distributed_checkpoint)
+        return sorted(step for step, is_here in looked_at if is_here)
+
+    def _looked_at(self, look: Callable[[Path], bool]) -> list[tuple[int, bool]]:
+        """What a look at the folder of each step says; at some at a time, in a store."""
         steps = self.all_steps()
-        return [s for s in reversed(steps) if check_is_distributed_checkpoint(self.folder(s))]
+        threads = 1 if self.is_on_disk else _THREADS
+        return [*zip(steps, in_threads(look, [*map(self.folder, steps)], threads), strict=True)]
 
     def latest(self) -> int | None:
         """The newest committed step of the history: the last one that was committed."""
@@ -367,7 +386,7 @@ class RunFolder:
             # Once: another process may be writing one later, to note that it has verified a step.
             for path in [] if self._has_saved else location.temporaries([RECORD_NAME], self.root):
                 path.unlink()
-            is_here = is_there(self.folder(step))
+            is_here = (is_there if self.is_on_disk else is_folder)(self.folder(step))
             with self._changing() as record:
                 if self._has_saved and self._name not in (record.writer or self._name):
                     finding = Finding(
@@ -386,69 +405,110 @@ class RunFolder:
 
     def claimed(self, step: int, metric: float | None, parent: int, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
-        with self._changing() as record:
+        self._begun = StepRecord(attempt, metric=metric, parent=parent)
+        with self._changing(own=step) as record:
             known = record.steps.get(step, StepRecord())
             record.steps[step] = replace(
                 known, begun=attempt, begun_metric=metric, begun_parent=parent
             )
             self._sign(record)
 
-    def committed(
-        self, step: int, metric: float | None, parent: int, *, is_latest: bool = True
-    ) -> None:
-        """Move the pointer to a committed step, durably; then delete what retention asks for."""
+    def committed(self, step: int, *, is_latest: bool = True) -> None:
+        """Move the pointer to the step that was claimed last, durably, now that it is committed.
+
+        Then delete what retention asks for.
+        """
         with self._lock:
-            attempt = attempt_of(data_folder(self.folder(step)))
-            with self._changing(Durability.FSYNC) as record:
-                known = StepRecord(attempt, metric=metric, parent=parent)
-                record.commit(step, known, is_latest=is_latest)
+            self._broken.discard(step)
+            with self._changing(Durability.FSYNC, own=step) as record:
+                record.commit(step, self._begun, is_latest=is_latest)
                 self._sign(record)
             self.end_replacing()
-            self.apply_retention()
+            self.apply_retention(record)
 
     def _sign(self, record: RunRecord) -> None:
         process = f"process {os.getpid()} on host {socket.gethostname()}"
         record.writer = f"{process}, {time.strftime('%Y-%m-%d %H:%M:%S')}, manager {self._name}"
         self._has_saved = True
 
-    def apply_retention(self) -> None:
-        """Delete what retention asks for; errors are logged, and must not end a training."""
+    def apply_retention(self, record: RunRecord | None = None) -> None:
+        """Delete what retention asks for; errors are logged, and must not end a training.
+
+        ``record`` is what has just been written. What it names in a store is not looked at before
+        it is due: that takes as many requests for a thousand steps as for one.
+        """
         with self._lock, tolerant(f"retention could not go through {self.root}"):
-            record = self.record()
+            record = self.record() if record is None else record
             latest = record.latest
             if latest is None:
                 return
-            written = [s for s in self.committed_steps() if self.wrote(s, record)]
             named = (latest, record.last_verified, *self._also_kept())
             protected = [step for step in named if step is not None]
-            due = self._retention.due(written, protected, record.metrics, record.history(written))
-            work = [
-                (self.remove, step)
-                for step in record.steps
-                if self._set_aside is None
-                and step < latest
-                and step not in protected
-                and is_leftover(self.folder(step))
-            ]
-            work += [(self._delete, step) for step in due.delete]
+
+            def looked_at(steps: Iterable[int]) -> tuple[list[int], Due]:
+                written = [step for step in steps if self._is_ours(step, record)]
+                others = record.steps.keys() - {*written, *protected}
+                history = record.history(written)
+                return (
+                    [s for s in others if s < latest and self._set_aside is None],
+                    self._retention.due(written, protected, record.metrics, history),
+                )
+
+            left, due = looked_at(record.steps)
+            if left or due.delete or due.strip:  # less, if folders were deleted by hand
+                found = self.all_steps()
+                left, due = looked_at(found)
+                gone = [step for step in left if step not in found]
+                self._delete_all(gone, [step for step in left if step in found], due.delete)
             done = {s for s in due.strip if record.steps[s].stripped} | self._without_optimizer
-            work += [(self._strip, step) for step in due.strip if step not in done]
-            for method, step in work:
+            for step in due.strip:
+                if step not in done:
+                    with tolerant(f"retention could not deal with step {step}"):
+                        self._strip(step)
+
+    def _is_ours(self, step: int, record: RunRecord) -> bool:
+        """Whether a manager of this root has committed a step; a store is not asked for that."""
+        if not self.is_on_disk:
+            known = record.steps.get(step, StepRecord())
+            return known.attempt is not None and step not in self._broken
+        return self.wrote(step, record) and check_is_distributed_checkpoint(self.folder(step))
+
+    def _delete_all(self, gone: list[int], left: list[int], due: Sequence[int]) -> None:
+        """Forget steps that are gone; delete what is left of others, and those that are due."""
+        deleted = []
+        with self._changing() as record:
+            for step in [*gone, *left, *due]:
                 # The next pass tries again.
                 with tolerant(f"retention could not deal with step {step}"):
-                    method(step)
+                    if step in left and not is_leftover(self.folder(step)):
+                        self._broken.discard(step)
+                        continue
+                    if step not in gone:
+                        self._remove(step, record.steps[step].attempt if step in due else None)
+                    record.forget(step)
+                    deleted += [step] if step in due else []
+        for step in deleted:
+            call_hooks(self._on_deleted, step)
 
-    def record(self, stored: RunRecord | None = None) -> RunRecord:
+    def _remove(self, step: int, attempt: str | None) -> None:
+        self._broken.add(step)  # if this does not come to its end
+        remove_checkpoint(self.folder(step), attempt)
+        self._broken.discard(step)
+
+    def record(self, stored: RunRecord | None = None, own: int | None = None) -> RunRecord:
         """The record, ``stored`` or read, updated with what is committed.
 
         The stored pointer may be out of date: a process was killed, or a rank lost, between a
-        commit and moving the pointer.
+        commit and moving the pointer. The ``own`` step, which this manager has claimed, is not
+        looked at.
         """
         stored = read_record(self.root) if stored is None else stored
         record = replace(stored, steps=dict(stored.steps))
         for step, known in sorted(stored.steps.items()):
             folder = self.folder(step)
-            if (known.attempt is not None and known.begun is None) or not is_committed(folder):
+            is_own = step == own and known.begun in (None, self._begun.attempt)
+            is_settled = is_own or (known.attempt is not None and known.begun is None)
+            if is_settled or not is_committed(folder):
                 continue
             if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
                 parent = known.begun_parent
@@ -462,11 +522,13 @@ class RunFolder:
         return record
 
     @contextmanager
-    def _changing(self, durability: Durability = Durability.PAGE_CACHE) -> Iterator[RunRecord]:
+    def _changing(
+        self, durability: Durability = Durability.PAGE_CACHE, own: int | None = None
+    ) -> Iterator[RunRecord]:
         """Let the body change the record; write it if it is another one or must be durable."""
         with self._lock:
             stored = read_record(self.root)
-            record = self.record(stored)
+            record = self.record(stored, own)
             yield record
             if record != stored or durability is Durability.FSYNC:
                 location.make_folder(self.root)
@@ -485,34 +547,28 @@ class RunFolder:
             CheckpointingException: if no manager of this root wrote it, or if it is the last
                 verified one.
         """
-        with self._lock:
-            record = self.record()
-            problem = None
-            if not self.wrote(step, record):
-                problem = "no manager of this root wrote it"
-            elif step == record.last_verified:
+        with self._changing() as record:
+            known, problem = record.steps.get(step, StepRecord()), None
+            if step == record.last_verified:
                 problem = "it is the last checkpoint that is known to be valid"
+            elif known.attempt is None:
+                problem = "no manager of this root wrote it"
+            else:
+                try:
+                    self._remove(step, known.attempt)
+                except CheckpointNotFoundError:
+                    problem = "no manager of this root wrote it"
             if problem is not None:
                 finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
                 raise CheckpointingException(f"step {step} is not deleted", [finding])
-            self._delete(step)
+            record.forget(step)
+        call_hooks(self._on_deleted, step)
 
     def wrote(self, step: int, record: RunRecord | None = None) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
         record = self.record() if record is None else record
         attempt = record.steps.get(step, StepRecord()).attempt
         return attempt is not None and attempt == attempt_of(data_folder(self.folder(step)))
-
-    def _delete(self, step: int) -> None:
-        self.remove(step)
-        call_hooks(self._on_deleted, step)
-
-    def remove(self, step: int) -> None:
-        """Delete what a step has left, or its checkpoint, and forget it."""
-        if is_there(self.folder(step)):
-            remove_checkpoint(self.folder(step))
-        with self._changing() as record:
-            record.forget(step)
 
     def _strip(self, step: int) -> None:
         folder = self.folder(step)

@@ -288,7 +288,7 @@ class Run:
 
         parts = None
         if disks is not None and disks.are_many:
-            on_part = partial(self._part_committed, step, metric)
+            on_part = partial(self._part_committed, step)
             parts = Disks(str(self._home.folder(step)), disks.leads, on_part)
         return SaveHooks(check, partial(self.near.claimed, step, metric, self._parent), parts)
 
@@ -357,16 +357,16 @@ class Run:
         kind = CheckpointExistsError if is_there else CheckpointingException
         return kind(f"step {step} is not saved: the run is at step {newest} already", [finding])
 
-    def _part_committed(self, step: int, metric: float | None) -> None:
+    def _part_committed(self, step: int) -> None:
         """Note that rank 0 has committed what this disk holds a part of."""
         folder = self.near.folder(step)
         with tolerant(f"{folder}: a commit is not recorded"):
             name = attempt_of(folder)
             if self._parts is not None:
                 self._parts.keep({} if name is None else {step: name})
-            self.near.committed(step, metric, self._parent)
+            self.near.committed(step)
 
-    def committed(self, step: int, metric: float | None) -> None:
+    def committed(self, step: int) -> None:
         """Move the pointer, and copy the step or let it be copied."""
         self.position = step
         if self._copier is not None:
@@ -374,7 +374,7 @@ class Run:
                 self._home.follow(self.near.record(), has_saved=True)
             self._copier.keep(step)
         self.damaged.discard(step)
-        self.near.committed(step, metric, self._parent)
+        self.near.committed(step)
         if self._copier is not None:
             self._copier.start()
 
@@ -398,7 +398,8 @@ class Run:
                         self.near.delete(step)
 
     def _deleted(self, step: int) -> None:
-        if self._comm.rank == 0 and not any(is_committed(f.folder(step)) for f in self._folders):
+        others = [f for f in self._folders if self.near is not self._home]
+        if self._comm.rank == 0 and not any(is_committed(f.folder(step)) for f in others):
             self._on_deleted(step)
 
     def close(self) -> None:
