@@ -9,7 +9,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -38,6 +38,7 @@ _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 5.0
 _FIRST_CONTACT_SECONDS: Final = 10.0
 """How long a server is tried that this process has never heard of: its name may be wrong."""
+_MOST_KEPT_BYTES: Final = 1 << 24
 _answered: Final[set[tuple[str, str | None]]] = set()
 """URL and endpoint of each store that has carried out a request of this process."""
 
@@ -303,6 +304,69 @@ class ObjectStore:
             for key in names:
                 with suppress(FileNotFoundError):
                     self._call("delete", key, key)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedStore(ObjectStore):
+    """A bucket whose objects below one prefix were listed, and are read once; see ``listed_once``.
+
+    Attributes:
+        prefix: How the keys of these objects begin.
+        infos: What was listed, by key, in order.
+        contents: What has been read as a whole, by key.
+    """
+
+    prefix: str = ""
+    infos: Mapping[str, ObjectInfo] = field(default_factory=dict, compare=False, repr=False)
+    contents: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+
+    def get(self, key: str, max_bytes: int | None = None) -> bytes:
+        if (content := self.contents.get(key)) is None:
+            content = ObjectStore.get(self, key, max_bytes)
+            if len(content) <= _MOST_KEPT_BYTES:
+                self.contents[key] = content
+        check_size(len(content), f"{self.url}/{key}", max_bytes)
+        return content
+
+    def blocks(self, key: str) -> Iterator[memoryview]:
+        info = self.infos.get(key)
+        if info is not None and info.num_bytes <= _MOST_KEPT_BYTES:
+            yield memoryview(self.get(key))
+        else:
+            yield from ObjectStore.blocks(self, key)
+
+    def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
+        if (content := self.contents.get(key)) is None:
+            return ObjectStore.get_range(self, key, offset, num_bytes)
+        return memoryview(content)[offset : offset + num_bytes], len(content)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        is_listed = key.startswith(self.prefix)
+        return self.infos.get(key) if is_listed else ObjectStore.head(self, key)
+
+    def list_below(self, prefix: str) -> Iterator[ObjectInfo]:
+        if not prefix.startswith(self.prefix):
+            return ObjectStore.list_below(self, prefix)
+        return (info for key, info in self.infos.items() if key.startswith(prefix))
+
+    def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
+        if not prefix.startswith(self.prefix):
+            return ObjectStore.list_folder(self, prefix)
+        names = {i.key[len(prefix) :].partition("/"): i for i in self.list_below(prefix)}
+        objects = [info for (_, slash, _), info in names.items() if not slash]
+        return sorted({name for name, slash, _ in names if slash}), objects
+
+
+def listed_once(folder: Location) -> Location:
+    """The same folder, as one call reads it that looks at all of it: what is there is listed now.
+
+    Small objects are read once. On a disk it is the folder itself.
+    """
+    if isinstance(folder, Path) or type(folder.store) is not ObjectStore:
+        return folder
+    infos = {info.key: info for info in folder.store.list_below(folder.prefix)}
+    store = ListedStore(folder.store.url, folder.store.options, folder.prefix, infos)
+    return replace(folder, store=store)
 
 
 @cache

@@ -143,7 +143,7 @@ def _commits_in_order(
     for number in last if attempt is not None else ():
         name = str(outcomes[number]["attempt"])
         # A copy from a disk keeps the name that the save had there.
-        if attempt not in (name, attempt_of(root / DATA / name)):
+        if attempt != name and attempt != attempt_of(root / DATA / name):
             raise _not_ours(root, "another save is the checkpoint")
     return {*decided} - {*last} - fence_numbers(root, claims, outcomes), {*last}
 

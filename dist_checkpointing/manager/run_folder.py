@@ -12,7 +12,7 @@ import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -439,32 +439,48 @@ class RunFolder:
         """
         with self._lock, tolerant(f"retention could not go through {self.root}"):
             record = self.record() if record is None else record
-            latest = record.latest
-            if latest is None:
-                return
-            named = (latest, record.last_verified, *self._also_kept())
-            protected = [step for step in named if step is not None]
-
-            def looked_at(steps: Iterable[int]) -> tuple[list[int], Due]:
-                written = [step for step in steps if self._is_ours(step, record)]
-                others = record.steps.keys() - {*written, *protected}
-                history = record.history(written)
-                return (
-                    [s for s in others if s < latest and self._set_aside is None],
-                    self._retention.due(written, protected, record.metrics, history),
-                )
-
-            left, due = looked_at(record.steps)
+            left, due = self._due(record, record.steps)
+            found: list[int] = []
             if left or due.delete or due.strip:  # less, if folders were deleted by hand
                 found = self.all_steps()
-                left, due = looked_at(found)
-                gone = [step for step in left if step not in found]
-                self._delete_all(gone, [step for step in left if step in found], due.delete)
+                left, due = self._due(record, found)
+            gone, deleted = [], []
+            for step in [*left, *due.delete]:
+                # The next pass tries again.
+                with tolerant(f"retention could not deal with step {step}"):
+                    if step in due.delete:
+                        with suppress(CheckpointNotFoundError):  # it is somebody else's now
+                            self._remove(step, record.steps[step].attempt)
+                            deleted.append(step)
+                    elif step in found and not is_leftover(self.folder(step)):
+                        self._broken.discard(step)
+                        continue
+                    elif step in found:
+                        self._remove(step, None)
+                    gone.append(step)
+            if gone:
+                with self._changing() as known:
+                    for step in gone:
+                        known.forget(step)
+            for step in deleted:
+                call_hooks(self._on_deleted, step)
             done = {s for s in due.strip if record.steps[s].stripped} | self._without_optimizer
-            for step in due.strip:
-                if step not in done:
-                    with tolerant(f"retention could not deal with step {step}"):
-                        self._strip(step)
+            for step in (step for step in due.strip if step not in done):
+                with tolerant(f"retention could not deal with step {step}"):
+                    self._strip(step)
+
+    def _due(self, record: RunRecord, found: Iterable[int]) -> tuple[list[int], Due]:
+        """The steps that may have left something without a commit, and what is due of ``found``."""
+        latest = record.latest
+        if latest is None:
+            return [], Due((), ())
+        named = (latest, record.last_verified, *self._also_kept())
+        protected = {step for step in named if step is not None}
+        written = [step for step in found if self._is_ours(step, record)]
+        others = record.steps.keys() - {*written} - protected
+        left = sorted(step for step in others if self._set_aside is None and step < latest)
+        history = record.history(written)
+        return left, self._retention.due(written, protected, record.metrics, history)
 
     def _is_ours(self, step: int, record: RunRecord) -> bool:
         """Whether a manager of this root has committed a step; a store is not asked for that."""
@@ -472,23 +488,6 @@ class RunFolder:
             known = record.steps.get(step, StepRecord())
             return known.attempt is not None and step not in self._broken
         return self.wrote(step, record) and check_is_distributed_checkpoint(self.folder(step))
-
-    def _delete_all(self, gone: list[int], left: list[int], due: Sequence[int]) -> None:
-        """Forget steps that are gone; delete what is left of others, and those that are due."""
-        deleted = []
-        with self._changing() as record:
-            for step in [*gone, *left, *due]:
-                # The next pass tries again.
-                with tolerant(f"retention could not deal with step {step}"):
-                    if step in left and not is_leftover(self.folder(step)):
-                        self._broken.discard(step)
-                        continue
-                    if step not in gone:
-                        self._remove(step, record.steps[step].attempt if step in due else None)
-                    record.forget(step)
-                    deleted += [step] if step in due else []
-        for step in deleted:
-            call_hooks(self._on_deleted, step)
 
     def _remove(self, step: int, attempt: str | None) -> None:
         self._broken.add(step)  # if this does not come to its end
