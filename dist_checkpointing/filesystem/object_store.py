@@ -249,17 +249,40 @@ class ObjectStore:
         return put() if create else self.repeated(put)
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
-        """Write an object of any size, part by part; the ETag that it has then.
+        """Write an object of any size, part by part, that is not there; the ETag that it has then.
 
         The parts are not copied before they are sent. The upload is aborted if one cannot be made.
         """
-        return self._put(
-            key,
-            iter(parts),
-            chunk_size=self.options.part_bytes,
-            max_concurrency=max(1, self.options.parallelism // 2),  # two objects at a time
-            max_retries=self.options.max_retries,
-        )
+        num_bytes, is_whole = 0, False
+
+        def sent() -> Iterator[Buffer]:
+            nonlocal num_bytes, is_whole
+            for part in parts:
+                num_bytes += len(part)
+                yield part
+            is_whole = True
+
+        def put() -> str | None:
+            try:
+                return self._put(
+                    key,
+                    sent(),
+                    chunk_size=self.options.part_bytes,
+                    max_concurrency=max(1, self.options.parallelism // 2),  # two objects at a time
+                    max_retries=self.options.max_retries,
+                )
+            except OSError as error:
+                if is_whole:  # if only the last answer was lost, the object is there
+                    with suppress(OSError):
+                        info = self.head(key)
+                        if info is not None and info.num_bytes == num_bytes:
+                            return info.etag
+                if num_bytes and isinstance(error, StoreUnavailableError):
+                    # Not begun anew: parts that have been sent are not kept.
+                    raise OSError(error.errno, error.strerror, error.filename) from error
+                raise
+
+        return self.repeated(put)
 
     def _put(self, key: str, data: Any, **options: Any) -> str | None:
         etag: str | None = self._call("put", key, key, data, **options)["e_tag"]
