@@ -155,6 +155,15 @@ class RunRecord:
         """The steps that a manager wrote, and that the latest one has not grown from."""
         return set(self._written).difference(self.history(self.steps))
 
+    def has_abandoned(self, steps: Iterable[int], other: RunRecord) -> bool:
+        """Whether the first of another record's steps that is known here is of an abandoned branch.
+
+        A step is known from the same save alone.
+        """
+        known = self.steps
+        saves = (s for s in steps if s in known and known[s].attempt == other.steps[s].attempt)
+        return next(saves, None) in self.abandoned
+
     @property
     def last_verified(self) -> int | None:
         """The newest step of the history that was verified and has its optimizer state."""
@@ -355,14 +364,14 @@ class RunFolder:
         """Every step of the history that has a folder, newest first."""
         return self.record().history(self.all_steps())
 
-    def follow(self, near: RunRecord, *, has_saved: bool) -> None:
-        """Go back as the record of a disk has, if that says so or a save there has just ended."""
+    def go_back_with(self, other: RunRecord) -> None:
+        """Let the run have come to the last step of its history that is one of another record's."""
         with self._changing() as record:
-            if record.latest is not None and (has_saved or record.latest in near.abandoned):
-                line, known = near.history(record.steps), record.steps
+            if record.latest is not None:
+                line, known = other.history(record.steps), record.steps
                 shared = (s for s in record.history(known) if s in line)
                 same = (
-                    s for s in shared if near.steps.get(s, known[s]).attempt == known[s].attempt
+                    s for s in shared if other.steps.get(s, known[s]).attempt == known[s].attempt
                 )
                 record.latest = next(same, NO_STEP)
 

@@ -173,7 +173,7 @@ class Run:
             for folder in self._folders:
                 folder.finish_commits()
             if self._disks is not None:
-                self._home.follow(self.near.record(), has_saved=False)
+                self._agree_on_history()
         if self._disks is not None and self._has_parts:
             whole = whole_steps(self._comm, self._disks, self.near, self._home)
             with self._comm.agreed("beginning to copy into the store"):
@@ -183,6 +183,15 @@ class Run:
                 self._parts.keep({step: seal.attempt for step, seal in whole.items()})
         if self._copier is not None:
             self._copier.start()
+
+    def _agree_on_history(self) -> None:
+        """Let disk and store go back where the run has, and only the other one was told."""
+        near, home = self.near.record(), self._home.record()
+        if near.has_abandoned([s for s in home.steps if s == home.latest], home):
+            self._home.go_back_with(near)
+        elif home.has_abandoned(near.history(near.steps), near):
+            # Another machine has gone back while this disk was away, or had not been copied.
+            self.near.go_back_with(home)
 
     @property
     def _pending(self) -> Collection[int]:
@@ -371,7 +380,7 @@ class Run:
         self.position = step
         if self._copier is not None:
             with tolerant(f"the store has steps that step {step} has not grown from"):
-                self._home.follow(self.near.record(), has_saved=True)
+                self._home.go_back_with(self.near.record())
             self._copier.keep(step)
         self.damaged.discard(step)
         self.near.committed(step)
