@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.util
+import logging
 import os
 import random
 import re
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 
+logger: logging.Logger = logging.getLogger(__name__)
 Buffer = Any
 """Bytes, a memoryview or an array of bytes: contiguous and one-dimensional."""
 SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
@@ -330,54 +332,83 @@ class ObjectStore:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedStore(ObjectStore):
-    """A bucket whose objects below one prefix were listed, and are read once; see ``listed_once``.
+class KnownStore(ObjectStore):
+    """A bucket in which some objects are known: each is read once, or from a folder where it is.
+
+    A file of the folder that has another size, or cannot be read, is read from the bucket.
 
     Attributes:
-        prefix: How the keys of these objects begin.
-        infos: What was listed, by key, in order.
-        contents: What has been read as a whole, by key.
+        prefix: How the keys of the known objects begin. It is not part of their names in a folder.
+        infos: The objects, by key; all below the prefix, if there is no folder.
+        folder: Where files of them are.
+        contents: What has been read, of small objects, by key.
     """
 
     prefix: str = ""
     infos: Mapping[str, ObjectInfo] = field(default_factory=dict, compare=False, repr=False)
+    folder: Path | None = None
     contents: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
-        if (content := self.contents.get(key)) is None:
-            content = ObjectStore.get(self, key, max_bytes)
-            if len(content) <= _MOST_KEPT_BYTES:
-                self.contents[key] = content
-        check_size(len(content), f"{self.url}/{key}", max_bytes)
-        return content
+        info = self.infos.get(key)
+        if info is None or info.num_bytes > _MOST_KEPT_BYTES:
+            return ObjectStore.get(self, key, max_bytes)
+        check_size(info.num_bytes, f"{self.url}/{key}", max_bytes)
+        if key not in self.contents:
+            near = self._near(info, 0, info.num_bytes)
+            self.contents[key] = near or ObjectStore.get(self, key)
+        return self.contents[key]
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         info = self.infos.get(key)
-        if info is not None and info.num_bytes <= _MOST_KEPT_BYTES:
+        if info is None or (self.folder is None and info.num_bytes > _MOST_KEPT_BYTES):
+            yield from ObjectStore.blocks(self, key)
+        elif info.num_bytes <= _MOST_KEPT_BYTES:
             yield memoryview(self.get(key))
         else:
-            yield from ObjectStore.blocks(self, key)
+            step = self.options.part_bytes
+            for offset in range(0, info.num_bytes, step):
+                yield self.get_range(key, offset, step)[0]
 
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
-        if (content := self.contents.get(key)) is None:
-            return ObjectStore.get_range(self, key, offset, num_bytes)
-        return memoryview(content)[offset : offset + num_bytes], len(content)
+        if (content := self.contents.get(key)) is not None:
+            return memoryview(content)[offset : offset + num_bytes], len(content)
+        info = self.infos.get(key)
+        if info is not None and (data := self._near(info, offset, num_bytes)):
+            return memoryview(data), info.num_bytes
+        return ObjectStore.get_range(self, key, offset, num_bytes)
 
     def head(self, key: str) -> ObjectInfo | None:
-        is_listed = key.startswith(self.prefix)
-        return self.infos.get(key) if is_listed else ObjectStore.head(self, key)
+        info = self.infos.get(key)
+        is_known = info is not None and (self.folder is None or bool(self._near(info, 0, 1)))
+        return info if is_known else ObjectStore.head(self, key)
 
     def list_below(self, prefix: str) -> Iterator[ObjectInfo]:
-        if not prefix.startswith(self.prefix):
+        if self.folder is not None or not prefix.startswith(self.prefix):
             return ObjectStore.list_below(self, prefix)
         return (info for key, info in self.infos.items() if key.startswith(prefix))
 
     def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
-        if not prefix.startswith(self.prefix):
+        if self.folder is not None or not prefix.startswith(self.prefix):
             return ObjectStore.list_folder(self, prefix)
-        names = {i.key[len(prefix) :].partition("/"): i for i in self.list_below(prefix)}
-        objects = [info for (_, slash, _), info in names.items() if not slash]
-        return sorted({name for name, slash, _ in names if slash}), objects
+        found = [(info.key[len(prefix) :].partition("/"), info) for info in self.list_below(prefix)]
+        folders = {name for (name, slash, _), _ in found if slash}
+        return sorted(folders), [info for (_, slash, _), info in found if not slash]
+
+    def _near(self, info: ObjectInfo, offset: int, num_bytes: int) -> bytes:
+        """Bytes of the file; none if they cannot be read in the folder."""
+        data, length = b"", min(num_bytes, info.num_bytes - offset)
+        if self.folder is not None:
+            path = self.folder / info.key.removeprefix(self.prefix)
+            try:
+                with path.open("rb", buffering=0) as file:
+                    if os.fstat(file.fileno()).st_size == info.num_bytes:
+                        data = os.pread(file.fileno(), max(length, 0), offset)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                logger.warning("%s is read from the store: %s", path, error)
+        return data if len(data) == length else b""
 
 
 def listed_once(folder: Location) -> Location:
@@ -385,10 +416,10 @@ def listed_once(folder: Location) -> Location:
 
     Small objects are read once. On a disk it is the folder itself.
     """
-    if isinstance(folder, Path) or type(folder.store) is not ObjectStore:
+    if isinstance(folder, Path) or isinstance(folder.store, KnownStore):
         return folder
     infos = {info.key: info for info in folder.store.list_below(folder.prefix)}
-    store = ListedStore(folder.store.url, folder.store.options, folder.prefix, infos)
+    store = KnownStore(folder.store.url, folder.store.options, folder.prefix, infos)
     return replace(folder, store=store)
 
 

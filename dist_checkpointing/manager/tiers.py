@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -22,9 +20,8 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder, check_room
-from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
+from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, ObjectPath
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, attempt_of, leftovers, number_of_save
@@ -37,64 +34,6 @@ from dist_checkpointing.manager.tier_copies import Drain, PartCopier, StoreCopie
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NearStore(ObjectStore):
-    """A bucket whose objects below one prefix are read from a folder, where they are.
-
-    An object that is not in the folder, has another size there, or cannot be read there comes from
-    the bucket. All else, and all that is written, is as in the bucket. ``sizes`` has the bytes of
-    the objects by their names, which are relative to both prefix and folder.
-    """
-
-    prefix: str = ""
-    folder: Path = Path()
-    sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-
-    def get(self, key: str, max_bytes: int | None = None) -> bytes:
-        size = self._size(key)
-        if size is not None and (max_bytes is None or size <= max_bytes):
-            return self._read(key, 0, size) or ObjectStore.get(self, key)
-        return ObjectStore.get(self, key, max_bytes)
-
-    def blocks(self, key: str) -> Iterator[memoryview]:
-        size, step = self._size(key), self.options.part_bytes
-        if size is None:
-            yield from ObjectStore.blocks(self, key)
-        for offset in range(0, size or 0, step):
-            yield self.get_range(key, offset, step)[0]
-
-    def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
-        size = self._size(key)
-        if size is not None and (data := self._read(key, offset, min(num_bytes, size - offset))):
-            return memoryview(data), size
-        return ObjectStore.get_range(self, key, offset, num_bytes)
-
-    def head(self, key: str) -> ObjectInfo | None:
-        size = self._size(key)
-        return ObjectStore.head(self, key) if size is None else ObjectInfo(key, size, None)
-
-    def _path(self, key: str) -> Path:
-        return self.folder / key.removeprefix(self.prefix)
-
-    def _size(self, key: str) -> int | None:
-        """Bytes of an object that is in the folder too; None if it is not."""
-        if key.startswith(self.prefix):
-            with suppress(OSError):
-                size = self.sizes.get(key.removeprefix(self.prefix))
-                return size if location.size_of(self._path(key)) == size else None
-        return None
-
-    def _read(self, key: str, offset: int, num_bytes: int) -> bytes:
-        """Bytes of the file; none if they cannot be read there."""
-        try:
-            with self._path(key).open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), max(num_bytes, 0), offset)
-        except OSError as error:
-            logger.warning("%s is read from the store: %s", self._path(key), error)
-            return b""
-        return data if len(data) == num_bytes else b""
 
 
 class Run:
@@ -218,8 +157,9 @@ class Run:
         seal = read_seal(data) if is_same else None
         if seal is None:
             return stored
-        sizes = {file.name: file.num_bytes for file in seal.files.values()}
-        near = NearStore(data.store.url, data.store.options, data.prefix, local, sizes)
+        keys = ((f"{data.prefix}{file.name}", file.num_bytes) for file in seal.files.values())
+        infos = {key: ObjectInfo(key, num_bytes, None) for key, num_bytes in keys}
+        near = KnownStore(data.store.url, data.store.options, data.prefix, infos, local)
         home: Any = stored
         return cast("Path", replace(home, store=near))
 
