@@ -448,11 +448,8 @@ class RunFolder:
         """
         with self._lock, tolerant(f"retention could not go through {self.root}"):
             record = self.record() if record is None else record
-            left, due = self._due(record, record.steps)
-            found: list[int] = []
-            if left or due.delete or due.strip:  # less, if folders were deleted by hand
-                found = self.all_steps()
-                left, due = self._due(record, found)
+            found = self.all_steps()
+            left, due = self._due(record, found)
             gone, deleted = [], []
             for step in [*left, *due.delete]:
                 # The next pass tries again.
