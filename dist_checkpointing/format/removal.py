@@ -69,7 +69,7 @@ def remove_checkpoint(folder: Location, attempt: str | None = None) -> None:
     with FolderLock.acquire(folder):
         names = leftovers(folder)
         if attempt_of(folder) is None and not is_spent(folder):
-            raise _not_ours(folder / ATTEMPT_NAME, "nothing says what is ours")
+            raise _not_ours(folder, "nothing says what is ours")
         end_commit(folder)
         clear(folder, names)
         local_folder.remove(folder / ATTEMPT_NAME, folder)
@@ -81,9 +81,9 @@ def remove_checkpoint(folder: Location, attempt: str | None = None) -> None:
         logger.warning("%s is not empty: it holds files that no save of ours made", folder)
 
 
-def _not_ours(path: Location, problem: str) -> CheckpointNotFoundError:
-    finding = Finding(problem, path=str(path), remedy="Delete it by hand.")
-    return CheckpointNotFoundError("the checkpoint is not deleted", [finding])
+def _not_ours(folder: Location, problem: str) -> CheckpointNotFoundError:
+    finding = Finding(problem, path=str(folder))
+    return CheckpointNotFoundError(f"{folder} is not deleted", [finding])
 
 
 def remove_from_store(

@@ -283,8 +283,8 @@ class RunFolder:
         """Finish what a killed save had committed, or put back what it would have replaced."""
         self.finish_replacing()
         with tolerant(f"a commit in {self.root} could not be finished"):
-            self._broken = {step for step, is_here in self._looked_at(is_committed) if not is_here}
-            for step in sorted(self._broken, reverse=True):
+            for step in self._steps_that(lambda folder: not is_committed(folder)):
+                self._broken.add(step)
                 finish_commit(self.folder(step))
                 if is_committed(self.folder(step)):
                     self._broken.discard(step)
@@ -342,14 +342,13 @@ class RunFolder:
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
-        looked_at = self._looked_at(check_is_distributed_checkpoint)
-        return sorted(step for step, is_here in looked_at if is_here)
+        return self._steps_that(check_is_distributed_checkpoint)
 
-    def _looked_at(self, look: Callable[[Path], bool]) -> list[tuple[int, bool]]:
-        """What a look at the folder of each step says; at some at a time, in a store."""
-        steps = self.all_steps()
-        threads = 1 if self.is_on_disk else _THREADS
-        return [*zip(steps, in_threads(look, [*map(self.folder, steps)], threads), strict=True)]
+    def _steps_that(self, look: Callable[[Path], bool]) -> list[int]:
+        """The steps of which a look at their folders says yes, oldest first."""
+        steps, threads = self.all_steps()[::-1], 1 if self.is_on_disk else _THREADS
+        answers = in_threads(look, [*map(self.folder, steps)], threads)
+        return [step for step, answer in zip(steps, answers, strict=True) if answer]
 
     def latest(self) -> int | None:
         """The newest committed step of the history: the last one that was committed."""
@@ -368,11 +367,10 @@ class RunFolder:
         """Let the run have come to the last step of its history that is one of another record's."""
         with self._changing() as record:
             if record.latest is not None:
-                line, known = other.history(record.steps), record.steps
-                shared = (s for s in record.history(known) if s in line)
-                same = (
-                    s for s in shared if other.steps.get(s, known[s]).attempt == known[s].attempt
-                )
+                known = record.steps
+                line = {s: other.steps.get(s, known[s]) for s in other.history(known)}
+                history = (s for s in record.history(known) if s in line)
+                same = (s for s in history if line[s].attempt == known[s].attempt)
                 record.latest = next(same, NO_STEP)
 
     def lacks(self, step: int, attempt: str | None, record: RunRecord) -> bool:
@@ -553,17 +551,15 @@ class RunFolder:
                 verified one.
         """
         with self._changing() as record:
-            known, problem = record.steps.get(step, StepRecord()), None
+            attempt = record.steps.get(step, StepRecord()).attempt
+            problem = "no manager of this root wrote it"
             if step == record.last_verified:
                 problem = "it is the last checkpoint that is known to be valid"
-            elif known.attempt is None:
-                problem = "no manager of this root wrote it"
-            else:
-                try:
-                    self._remove(step, known.attempt)
-                except CheckpointNotFoundError:
-                    problem = "no manager of this root wrote it"
-            if problem is not None:
+            elif attempt is not None:
+                with suppress(CheckpointNotFoundError):
+                    self._remove(step, attempt)
+                    problem = ""
+            if problem:
                 finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
                 raise CheckpointingException(f"step {step} is not deleted", [finding])
             record.forget(step)
