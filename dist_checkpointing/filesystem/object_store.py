@@ -40,7 +40,7 @@ _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 5.0
 _FIRST_CONTACT_SECONDS: Final = 10.0
 """How long a server is tried that this process has never heard of: its name may be wrong."""
-_MOST_KEPT_BYTES: Final = 1 << 24
+_MOST_KEPT, _MOST_KEPT_BYTES = 32, 1 << 21
 _answered: Final[set[tuple[str, str | None]]] = set()
 """URL and endpoint of each store that has carried out a request of this process."""
 
@@ -341,7 +341,7 @@ class KnownStore(ObjectStore):
         prefix: How the keys of the known objects begin. It is not part of their names in a folder.
         infos: The objects, by key; all below the prefix, if there is no folder.
         folder: Where files of them are.
-        contents: What has been read, of small objects, by key.
+        contents: What has been read, of the first small objects, by key.
     """
 
     prefix: str = ""
@@ -354,10 +354,11 @@ class KnownStore(ObjectStore):
         if info is None or info.num_bytes > _MOST_KEPT_BYTES:
             return ObjectStore.get(self, key, max_bytes)
         check_size(info.num_bytes, f"{self.url}/{key}", max_bytes)
-        if key not in self.contents:
-            near = self._near(info, 0, info.num_bytes)
-            self.contents[key] = near or ObjectStore.get(self, key)
-        return self.contents[key]
+        if (content := self.contents.get(key)) is None:
+            content = self._near(info, 0, info.num_bytes) or ObjectStore.get(self, key)
+            if len(self.contents) < _MOST_KEPT:  # what speaks of the tensors is read first
+                self.contents[key] = content
+        return content
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         info = self.infos.get(key)

@@ -562,19 +562,12 @@ def begin_attempt(
 def finish_commit(folder: Location) -> None:
     """Put the ``metadata.json`` of a commit that was cut off before it; does nothing on a disk.
 
-    CheckpointExistsError if a save or a removal is going on there.
+    Nor does it while a save or a removal is going on there.
     """
-    if not isinstance(folder, ObjectPath) or is_file(folder / CONFIG_FNAME):
-        return
-    if read_commit(folder) is None:
-        return
-    # A removal deletes ``metadata.json`` first, and the commit next.
-    claim = HeldClaim.acquire(folder, PERIOD)
-    try:
-        _completed_commit(folder, claim)
-    finally:
-        with tolerant("a look was not noted as ended: the next save waits for a while"):
-            claim.end()
+    if isinstance(folder, ObjectPath) and read_commit(folder) is not None:
+        # A removal deletes ``metadata.json`` first, and the commit next: that takes a claim.
+        with suppress(CheckpointExistsError):
+            StoreAttempt.begin(folder, ()).release()
 
 
 def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
