@@ -350,13 +350,13 @@ class KnownStore(ObjectStore):
     contents: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
-        info = self.infos.get(key)
-        if info is None or info.num_bytes > _MOST_KEPT_BYTES:
+        if (info := self.infos.get(key)) is None:
             return ObjectStore.get(self, key, max_bytes)
         check_size(info.num_bytes, f"{self.url}/{key}", max_bytes)
         if (content := self.contents.get(key)) is None:
             content = self._near(info, 0, info.num_bytes) or ObjectStore.get(self, key)
-            if len(self.contents) < _MOST_KEPT:  # what speaks of the tensors is read first
+            # What speaks of the tensors is read first.
+            if info.num_bytes <= _MOST_KEPT_BYTES and len(self.contents) < _MOST_KEPT:
                 self.contents[key] = content
         return content
 
@@ -364,12 +364,8 @@ class KnownStore(ObjectStore):
         info = self.infos.get(key)
         if info is None or (self.folder is None and info.num_bytes > _MOST_KEPT_BYTES):
             yield from ObjectStore.blocks(self, key)
-        elif info.num_bytes <= _MOST_KEPT_BYTES:
+        else:  # only small files are compared as a whole
             yield memoryview(self.get(key))
-        else:
-            step = self.options.part_bytes
-            for offset in range(0, info.num_bytes, step):
-                yield self.get_range(key, offset, step)[0]
 
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
         if (content := self.contents.get(key)) is not None:
