@@ -423,19 +423,16 @@ class Heartbeats(Thread):
 
     def run(self) -> None:
         """Put it until this is stopped."""
-        while not self._is_stopped_within_a_period():
+        while True:
+            with suppress(Empty):
+                self._stops.get(timeout=self._period)
+                return
             self.count += 1
             try:
                 # Another content each time: the ETag of S3 is a digest of it.
                 self._path.store.put(self._path.key, b"%d" % self.count)
             except OSError as error:
                 logger.warning("%s: no heartbeat (%s)", self._path, error.strerror)
-
-    def _is_stopped_within_a_period(self) -> bool:
-        with suppress(Empty):
-            self._stops.get(timeout=self._period)
-            return True
-        return False
 
 
 def _in_use(claim: Claim) -> CheckpointExistsError:
