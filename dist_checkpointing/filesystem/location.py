@@ -230,13 +230,8 @@ def size_of(path: Location) -> int | None:
     if isinstance(path, ObjectPath):
         info = path.store.head(path.key) if path.key else None
         return None if info is None else info.num_bytes
-    try:
-        status = path.stat()
-    except OSError as error:
-        if error.errno in NOT_THERE:
-            return None
-        raise
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    status = local_folder.status_of(path)
+    return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
 
 def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.util
+import logging
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 
+logger: logging.Logger = logging.getLogger(__name__)
 Buffer = Any
 """Bytes, a memoryview or an array of bytes: contiguous and one-dimensional."""
 SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
@@ -38,6 +40,7 @@ _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 5.0
 _FIRST_CONTACT_SECONDS: Final = 10.0
 """How long a server is tried that this process has never heard of: its name may be wrong."""
+_MOST_KEPT, _MOST_KEPT_BYTES = 32, 1 << 21
 _answered: Final[set[tuple[str, str | None]]] = set()
 """URL and endpoint of each store that has carried out a request of this process."""
 
@@ -248,17 +251,40 @@ class ObjectStore:
         return put() if create else self.repeated(put)
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
-        """Write an object of any size, part by part; the ETag that it has then.
+        """Write an object of any size, part by part, that is not there; the ETag that it has then.
 
         The parts are not copied before they are sent. The upload is aborted if one cannot be made.
         """
-        return self._put(
-            key,
-            iter(parts),
-            chunk_size=self.options.part_bytes,
-            max_concurrency=max(1, self.options.parallelism // 2),  # two objects at a time
-            max_retries=self.options.max_retries,
-        )
+        num_bytes, is_whole = 0, False
+
+        def sent() -> Iterator[Buffer]:
+            nonlocal num_bytes, is_whole
+            for part in parts:
+                num_bytes += len(part)
+                yield part
+            is_whole = True
+
+        def put() -> str | None:
+            try:
+                return self._put(
+                    key,
+                    sent(),
+                    chunk_size=self.options.part_bytes,
+                    max_concurrency=max(1, self.options.parallelism // 2),  # two objects at a time
+                    max_retries=self.options.max_retries,
+                )
+            except OSError as error:
+                if is_whole:  # if only the last answer was lost, the object is there
+                    with suppress(OSError):
+                        info = self.head(key)
+                        if info is not None and info.num_bytes == num_bytes:
+                            return info.etag
+                if num_bytes and isinstance(error, StoreUnavailableError):
+                    # Not begun anew: parts that have been sent are not kept.
+                    raise OSError(error.errno, error.strerror, error.filename) from error
+                raise
+
+        return self.repeated(put)
 
     def _put(self, key: str, data: Any, **options: Any) -> str | None:
         etag: str | None = self._call("put", key, key, data, **options)["e_tag"]
@@ -303,6 +329,95 @@ class ObjectStore:
             for key in names:
                 with suppress(FileNotFoundError):
                     self._call("delete", key, key)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownStore(ObjectStore):
+    """A bucket in which some objects are known: each is read once, or from a folder where it is.
+
+    A file of the folder that has another size, or cannot be read, is read from the bucket.
+
+    Attributes:
+        prefix: How the keys of the known objects begin. It is not part of their names in a folder.
+        infos: The objects, by key; all below the prefix, if there is no folder.
+        folder: Where files of them are.
+        contents: What has been read, of the first small objects, by key.
+    """
+
+    prefix: str = ""
+    infos: Mapping[str, ObjectInfo] = field(default_factory=dict, compare=False, repr=False)
+    folder: Path | None = None
+    contents: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+
+    def get(self, key: str, max_bytes: int | None = None) -> bytes:
+        if (info := self.infos.get(key)) is None:
+            return ObjectStore.get(self, key, max_bytes)
+        check_size(info.num_bytes, f"{self.url}/{key}", max_bytes)
+        if (content := self.contents.get(key)) is None:
+            content = self._near(info, 0, info.num_bytes) or ObjectStore.get(self, key)
+            # What speaks of the tensors is read first.
+            if info.num_bytes <= _MOST_KEPT_BYTES and len(self.contents) < _MOST_KEPT:
+                self.contents[key] = content
+        return content
+
+    def blocks(self, key: str) -> Iterator[memoryview]:
+        info = self.infos.get(key)
+        if info is None or (self.folder is None and info.num_bytes > _MOST_KEPT_BYTES):
+            yield from ObjectStore.blocks(self, key)
+        else:  # only small files are compared as a whole
+            yield memoryview(self.get(key))
+
+    def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
+        if (content := self.contents.get(key)) is not None:
+            return memoryview(content)[offset : offset + num_bytes], len(content)
+        info = self.infos.get(key)
+        if info is not None and (data := self._near(info, offset, num_bytes)):
+            return memoryview(data), info.num_bytes
+        return ObjectStore.get_range(self, key, offset, num_bytes)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        info = self.infos.get(key)
+        is_known = info is not None and (self.folder is None or bool(self._near(info, 0, 1)))
+        return info if is_known else ObjectStore.head(self, key)
+
+    def list_below(self, prefix: str) -> Iterator[ObjectInfo]:
+        if self.folder is not None or not prefix.startswith(self.prefix):
+            return ObjectStore.list_below(self, prefix)
+        return (info for key, info in self.infos.items() if key.startswith(prefix))
+
+    def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
+        if self.folder is not None or not prefix.startswith(self.prefix):
+            return ObjectStore.list_folder(self, prefix)
+        found = [(info.key[len(prefix) :].partition("/"), info) for info in self.list_below(prefix)]
+        folders = {name for (name, slash, _), _ in found if slash}
+        return sorted(folders), [info for (_, slash, _), info in found if not slash]
+
+    def _near(self, info: ObjectInfo, offset: int, num_bytes: int) -> bytes:
+        """Bytes of the file; none if they cannot be read in the folder."""
+        data, length = b"", min(num_bytes, info.num_bytes - offset)
+        if self.folder is not None:
+            path = self.folder / info.key.removeprefix(self.prefix)
+            try:
+                with path.open("rb", buffering=0) as file:
+                    if os.fstat(file.fileno()).st_size == info.num_bytes:
+                        data = os.pread(file.fileno(), max(length, 0), offset)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                logger.warning("%s is read from the store: %s", path, error)
+        return data if len(data) == length else b""
+
+
+def listed_once(folder: Location) -> Location:
+    """The same folder, as one call reads it that looks at all of it: what is there is listed now.
+
+    Small objects are read once. On a disk it is the folder itself.
+    """
+    if isinstance(folder, Path) or isinstance(folder.store, KnownStore):
+        return folder
+    infos = {info.key: info for info in folder.store.list_below(folder.prefix)}
+    store = KnownStore(folder.store.url, folder.store.options, folder.prefix, infos)
+    return replace(folder, store=store)
 
 
 @cache

@@ -2,22 +2,24 @@
 
 ``.dckpt/claims/<n>.json`` is the nth claim. ``.dckpt/commits/<n>.json`` says what became of it: its
 holder has committed, or another process has ended it. Either is put once and stays as long as the
-checkpoint. ``.dckpt/beats/<attempt>`` is put again and again while the holder is alive. No clocks
-are compared: a process that was stopped for an hour finds its claim ended, and damages nothing.
+checkpoint. ``.dckpt/beats/<attempt>`` is put again and again while the holder is alive, first when
+the claim is a period old. No clocks are compared: a process that was stopped for an hour finds its
+claim ended, and damages nothing.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 import time
 import uuid
 import weakref
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from threading import Event, Thread
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Final
 
 from dist_checkpointing.errors import (
@@ -30,6 +32,7 @@ from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.location import read_regular
 from dist_checkpointing.filesystem.locks import Holder, Kind
 from dist_checkpointing.filesystem.object_store import (
+    ObjectInfo,
     ObjectPath,
     ObjectStore,
     StoreUnavailableError,
@@ -129,10 +132,15 @@ def require_conditions(folder: ObjectPath) -> None:
     _probed.add(folder.store)
 
 
-def numbers_in(folder: ObjectPath) -> tuple[list[int], list[int]]:
-    """The numbers of the claims of a checkpoint, and of those that are decided; ascending."""
+def numbers_in(
+    folder: ObjectPath, found: Iterable[ObjectInfo] | None = None
+) -> tuple[list[int], list[int]]:
+    """The numbers of the claims of a checkpoint, and of those that are decided; ascending.
+
+    ``found`` are objects of it that have been listed already.
+    """
     numbers: dict[str, list[int]] = {CLAIMS: [], COMMITS: []}
-    for info in folder.store.list_below((folder / ".dckpt").prefix):
+    for info in folder.store.list_below((folder / ".dckpt").prefix) if found is None else found:
         kind, _, name = info.key.removeprefix(folder.prefix).rpartition("/")
         number = name.removesuffix(".json")
         if kind in numbers and number.isdecimal():
@@ -219,25 +227,34 @@ class Claim:
 class HeldClaim(Claim):
     """A claim of this process, and the heartbeats that tell others that it is alive.
 
-    ``decided`` are the numbers of the claims before it that are decided.
+    When it was made, the objects in ``.dckpt`` were the ``found`` ones; ``numbers`` were those of
+    all claims, and ``decided`` of those that are.
     """
 
+    found: list[ObjectInfo]
+    numbers: list[int]
     decided: list[int]
 
     def __init__(self, claim: Claim) -> None:
         super().__init__(claim.folder, claim.number, claim.holder, claim.period)
         # The thread does not keep this object: a save that is forgotten must not look alive.
-        self._thread, stop = start_heartbeats(self.beats, self.period, THREAD)
-        self._stop = weakref.finalize(self, stop.set)
+        self._thread = Heartbeats(self.beats, self.period, THREAD)
+        self._stop = weakref.finalize(self, self._thread.stop)
 
     @classmethod
-    def acquire(cls, folder: ObjectPath, period: float = PERIOD) -> HeldClaim:
+    def acquire(
+        cls,
+        folder: ObjectPath,
+        period: float = PERIOD,
+        known: tuple[list[int], list[int]] | None = None,
+    ) -> HeldClaim:
         """Claim a folder. No earlier claim can commit any more after that.
 
         If the last claim is undecided, this waits until its holder is known to be alive or dead.
-        CheckpointExistsError if another process has the claim, and is alive.
+        CheckpointExistsError if another process has the claim, and is alive. ``known`` is what
+        ``numbers_in`` has just found.
         """
-        numbers, decided = numbers_in(folder)
+        numbers, decided = numbers_in(folder) if known is None else known
         undecided = sorted({*numbers} - {*decided})
         if undecided and undecided[-1] == numbers[-1]:
             # Those below it were decided before it was made.
@@ -251,8 +268,12 @@ class HeldClaim(Claim):
             raise _in_use(Claim.read(folder, number) or claim)
         held = cls(claim)
         # A removal between the list and the put may have made the numbers begin again.
-        numbers, held.decided = numbers_in(folder)
-        below = [other for other in numbers if other < number and other not in held.decided]
+        held.found = [*folder.store.list_below((folder / ".dckpt").prefix)]
+        held.numbers, held.decided = numbers_in(folder, held.found)
+        if number in held.decided:
+            held.stop()
+            raise held.lost()
+        below = [n for n in held.numbers if n < number and n not in held.decided]
         if below:
             held.end()
             raise _in_use(Claim.read(folder, below[-1]) or claim)
@@ -270,10 +291,16 @@ class HeldClaim(Claim):
 
     def require_held(self) -> None:
         """CheckpointExistsError if another process has ended the claim, or removed all."""
+        self.require_there()
+        if read_outcome(self.folder, self.number):
+            raise self.lost()
+
+    def require_there(self) -> None:
+        """CheckpointExistsError if the claim was removed; it may have been ended."""
         stored = read_regular(self.path, _MAX_BYTES)
         if stored is None:
             raise self.lost("is not there any more: it was removed with all else")
-        if stored != self.to_json() or read_outcome(self.folder, self.number):
+        if stored != self.to_json():
             raise self.lost()
 
     def lost(self, how: str = "") -> CheckpointExistsError:
@@ -291,7 +318,9 @@ class HeldClaim(Claim):
     def prune(self, kept: int | None) -> None:
         """Delete the oldest claims, and what became of them, but for ``kept`` and fences."""
         if self.number % _PRUNED_EVERY == 0:
-            old = {*self.decided[:-_KEPT]} - {kept} - fence_numbers(self.folder)
+            outcomes = {number: read_outcome(self.folder, number) for number in self.decided}
+            fences = fence_numbers(self.folder, self.numbers, outcomes)
+            old = {*self.decided[:-_KEPT]} - {kept} - fences
             # In this order: what a crash leaves is a claim that the next save ends.
             for kind in (COMMITS, CLAIMS):
                 keys = [(self.folder / f"{kind}/{number}.json").key for number in sorted(old)]
@@ -312,21 +341,25 @@ class HeldClaim(Claim):
         self.stop()
         _given_up.discard(self.attempt)  # it is decided
         self._thread.join(self.period)  # it may be about to put one more
-        brief(self.folder).store.delete([self.beats.key])
+        if self._thread.count:
+            brief(self.folder).store.delete([self.beats.key])
 
 
-def fence_numbers(folder: ObjectPath) -> set[int]:
+def fence_numbers(
+    folder: ObjectPath, numbers: Iterable[int], outcomes: Mapping[int, Mapping[str, Any]]
+) -> set[int]:
     """Numbers that must stay decided when all else is removed, or they would be given again.
 
-    These are claims that another process has ended, whose holder may yet wake up.
+    These are claims that another process has ended, whose holder may yet wake up. ``numbers`` are
+    those of all claims, and ``outcomes`` what became of each that is decided.
     """
-    numbers, decided = numbers_in(folder)
+    ended = {
+        number: outcome["ended_by"] for number, outcome in outcomes.items() if "ended_by" in outcome
+    }
     # Those of an earlier removal, and no late commit of a save whose claim was pruned.
-    left = {*decided} - {*numbers}
-    fences = {number for number in left if "ended_by" in read_outcome(folder, number)}
-    for number in numbers:
-        by = read_outcome(folder, number).get("ended_by")
-        claim = None if by is None else Claim.read(folder, number)
+    fences = ended.keys() - {*numbers}
+    for number, by in ended.items():
+        claim = None if number in fences else Claim.read(folder, number)
         if claim is not None and by != claim.attempt and not claim.holder.is_gone:
             fences.add(number)
     return fences
@@ -370,29 +403,36 @@ def last_known_holder(folder: ObjectPath) -> Holder | None:
     return None if is_silent else claim.holder
 
 
-def start_heartbeats(path: ObjectPath, period: float, thread_name: str) -> tuple[Thread, Event]:
-    """Put an object every ``period`` seconds, so that others see that this process is alive.
+class Heartbeats(Thread):
+    """Puts an object after each ``period`` of seconds: others see that this process is alive.
 
-    It is put once before this returns. The event ends the thread.
+    ``count`` is how often it has been put.
     """
-    stop, counts = Event(), itertools.count()
-    store = brief(path, max(period, _BRIEF_SECONDS)).store
 
-    def beat() -> None:
-        try:
-            # Another content each time: the ETag of S3 is a digest of it.
-            store.put(path.key, b"%d" % next(counts))
-        except OSError as error:
-            logger.warning("%s: no heartbeat (%s)", path, error.strerror)
+    def __init__(self, path: ObjectPath, period: float, name: str) -> None:
+        super().__init__(daemon=True, name=name)
+        self._path, self._period = brief(path, max(period, _BRIEF_SECONDS)), period
+        # The collector may stop this while the thread itself holds the lock of an Event.
+        self._stops = SimpleQueue[None]()
+        self.count = 0
+        self.start()
 
-    def keep_beating() -> None:
-        while not stop.wait(period):
-            beat()
+    def stop(self) -> None:
+        """End it, soon."""
+        self._stops.put(None)
 
-    beat()
-    thread = Thread(target=keep_beating, daemon=True, name=thread_name)
-    thread.start()
-    return thread, stop
+    def run(self) -> None:
+        """Put it until this is stopped."""
+        while True:
+            with suppress(Empty):
+                self._stops.get(timeout=self._period)
+                return
+            self.count += 1
+            try:
+                # Another content each time: the ETag of S3 is a digest of it.
+                self._path.store.put(self._path.key, b"%d" % self.count)
+            except OSError as error:
+                logger.warning("%s: no heartbeat (%s)", self._path, error.strerror)
 
 
 def _in_use(claim: Claim) -> CheckpointExistsError:

@@ -400,14 +400,17 @@ class Commit:
         return f"{DATA}/{self.attempt}"
 
 
-def read_commit(folder: Location) -> Commit | None:
+def read_commit(folder: Location, decided: Iterable[int] | None = None) -> Commit | None:
     """The last save that has committed here; None if there is none, and on a disk.
 
-    Readers also need ``metadata.json``: it goes first when a checkpoint is removed.
-    CorruptCheckpointError if a commit cannot be read.
+    Readers also need ``metadata.json``: it goes first when a checkpoint is removed. ``decided`` are
+    the numbers of the claims that are, if they have been listed. CorruptCheckpointError if a commit
+    cannot be read.
     """
-    names = (name.removesuffix(".json") for name in location.names_in(folder / COMMITS))
-    for number in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
+    if decided is None:
+        names = (name.removesuffix(".json") for name in location.names_in(folder / COMMITS))
+        decided = (int(name) for name in names if name.isdecimal())
+    for number in sorted(decided, reverse=True):
         path = folder / f"{COMMITS}/{number}.json"
         data = location.read_regular(path, _MAX_BYTES)
         if data is None:
@@ -473,7 +476,7 @@ class StoreAttempt:
             refuse_committed(root, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.names_in(root / DATA) if DATA in there else []
-        claim = HeldClaim.acquire(root, period)
+        claim = HeldClaim.acquire(root, period, None if DCKPT_FOLDER in there else ([], []))
         attempt = cls(claim.attempt, root / DATA / claim.attempt, names, claim)
         try:
             commit = _completed_commit(root, claim)
@@ -502,7 +505,7 @@ class StoreAttempt:
         CheckpointingException if it cannot be found out whether the save has committed.
         """
         root = self._claim.folder
-        self._claim.require_held()
+        self._claim.require_there()  # whether it has been ended is decided below
         seal = self.folder / DCKPT_FOLDER / "seal.json"
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
@@ -550,24 +553,17 @@ def begin_attempt(
 def finish_commit(folder: Location) -> None:
     """Put the ``metadata.json`` of a commit that was cut off before it; does nothing on a disk.
 
-    CheckpointExistsError if a save or a removal is going on there.
+    Nor does it while a save or a removal is going on there.
     """
-    if not isinstance(folder, ObjectPath) or is_file(folder / CONFIG_FNAME):
-        return
-    if read_commit(folder) is None:
-        return
-    # A removal deletes ``metadata.json`` first, and the commit next.
-    claim = HeldClaim.acquire(folder, PERIOD)
-    try:
-        _completed_commit(folder, claim)
-    finally:
-        with tolerant("a look was not noted as ended: the next save waits for a while"):
-            claim.end()
+    if isinstance(folder, ObjectPath) and read_commit(folder) is not None:
+        # A removal deletes ``metadata.json`` first, and the commit next: that takes a claim.
+        with suppress(CheckpointExistsError):
+            StoreAttempt.begin(folder, ()).release()
 
 
 def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
     """The commit below a prefix; its ``metadata.json`` is put if the save was cut off before."""
-    commit = read_commit(root)
+    commit = read_commit(root, claim.decided)
     if commit is not None and not is_file(root / CONFIG_FNAME):
         claim.require_held()  # it may have been removed since it was read
         _publish(root, commit.attempt, commit.config)

@@ -11,31 +11,32 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import local_folder, location, object_store_locks
+from dist_checkpointing.errors import CheckpointNotFoundError, Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.locks import FolderLock
-from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store import Location, ObjectInfo, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import (
     BEATS,
     CLAIMS,
     COMMITS,
     PERIOD,
     HeldClaim,
+    fence_numbers,
+    numbers_in,
+    read_outcome,
 )
 from dist_checkpointing.format.commit import (
     DATA,
     StoreAttempt,
-    clear_saves,
     data_folder,
     end_commit,
     is_committed,
-    read_commit,
     read_config,
     tolerant,
 )
@@ -53,20 +54,22 @@ from dist_checkpointing.threads import in_threads
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-def remove_checkpoint(folder: Location) -> None:
+def remove_checkpoint(folder: Location, attempt: str | None = None) -> None:
     """Delete what the last save into a folder created, and the folder if that leaves it empty.
 
     The commit goes first: a crash in between leaves an uncommitted save. CheckpointExistsError if a
-    save is writing there, CheckpointingException if no save of this library noted what it created.
+    save is writing there; CheckpointNotFoundError if no save of this library noted what it created,
+    or if another one than ``attempt`` is the checkpoint.
     """
     if isinstance(folder, ObjectPath):
-        remove_from_store(folder)
+        remove_from_store(folder, attempt=attempt)
         return
+    if attempt is not None and attempt_of(folder) != attempt:
+        raise _not_ours(folder, "another save is the checkpoint")
     with FolderLock.acquire(folder):
         names = leftovers(folder)
         if attempt_of(folder) is None and not is_spent(folder):
-            finding = Finding("nothing says what is ours", path=str(folder / ATTEMPT_NAME))
-            raise CheckpointingException(f"{folder} is not deleted", [finding])
+            raise _not_ours(folder, "nothing says what is ours")
         end_commit(folder)
         clear(folder, names)
         local_folder.remove(folder / ATTEMPT_NAME, folder)
@@ -78,7 +81,14 @@ def remove_checkpoint(folder: Location) -> None:
         logger.warning("%s is not empty: it holds files that no save of ours made", folder)
 
 
-def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
+def _not_ours(folder: Location, problem: str) -> CheckpointNotFoundError:
+    finding = Finding(problem, path=str(folder))
+    return CheckpointNotFoundError(f"{folder} is not deleted", [finding])
+
+
+def remove_from_store(
+    root: ObjectPath, period: float = PERIOD, *, attempt: str | None = None
+) -> None:
     """Delete a checkpoint, and what unfinished saves left below its prefix.
 
     ``metadata.json`` goes first, then the commit, then the data: a crash in between leaves either
@@ -86,26 +96,24 @@ def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
     those of ``remove_checkpoint``; if the store does not answer, what is left is as after a crash.
     """
     store = root.store
-    if not object_store_locks.numbers_in(root)[0]:
-        finding = Finding("no save of this library claimed this prefix", path=str(root))
-        raise CheckpointingException(f"{root} is not deleted", [finding])
-    # Before the claim: nothing that a later save writes is in these lists.
-    found = store.list_folder((root / DATA).prefix)[0]
-    beats = [info.key for info in store.list_below((root / BEATS).prefix)]
-    claim = HeldClaim.acquire(root, period)
+    # Before the claim: nothing that a later save writes is in this list.
+    found = [*store.list_below(root.prefix)]
+    numbers, decided = numbers_in(root, found)
+    if not numbers:
+        raise _not_ours(root, "no save of this library claimed this prefix")
+    commits = _commits_in_order(root, numbers, decided, attempt)
+    claim = HeldClaim.acquire(root, period, (numbers, decided))
     try:
-        commit = read_commit(root)
-        claims, decided = object_store_locks.numbers_in(root)
-        fences = object_store_locks.fence_numbers(root)
-        claim.require_held()
+        if _marks_of_commits(root, claim.found) != _marks_of_commits(root, found):
+            commits = _commits_in_order(root, claim.numbers, claim.decided, attempt)
+            found = [*store.list_below(root.prefix)]
+            claim.require_held()
         store.delete([(root / CONFIG_FNAME).key])
-        last = set() if commit is None else {commit.number}
-        # The last one goes last: an older commit must not come to light again.
-        for some in ({*decided} - last - fences, last):
+        for some in commits:
             store.delete([(root / f"{COMMITS}/{number}.json").key for number in some])
-        clear_saves(root, {*found} if commit is None else {*found, commit.attempt})
-        earlier = [(root / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
-        store.delete([*earlier, *beats])
+        below = tuple((root / name).prefix for name in (DATA, BEATS))
+        earlier = [(root / f"{CLAIMS}/{n}.json").key for n in claim.numbers if n < claim.number]
+        store.delete([*(info.key for info in found if info.key.startswith(below)), *earlier])
         claim.forget()
         store.delete([claim.path.key])
     except Exception:
@@ -114,6 +122,30 @@ def remove_from_store(root: ObjectPath, period: float = PERIOD) -> None:
         raise
     finally:
         claim.stop()
+
+
+def _marks_of_commits(root: ObjectPath, found: Iterable[ObjectInfo]) -> list[object]:
+    """What changes when a claim is decided, or the numbers of claims have begun again."""
+    below = (root / COMMITS).prefix
+    return [info if info.etag else object() for info in found if info.key.startswith(below)]
+
+
+def _commits_in_order(
+    root: ObjectPath, claims: list[int], decided: list[int], attempt: str | None
+) -> tuple[set[int], set[int]]:
+    """The numbers of the commits that a removal deletes at first, and of the one that goes last.
+
+    That is the checkpoint: an older commit must not come to light again. CheckpointNotFoundError if
+    it is another one than ``attempt``.
+    """
+    outcomes = {number: read_outcome(root, number) for number in decided}
+    last = [number for number in decided if "attempt" in outcomes[number]][-1:]
+    for number in last if attempt is not None else ():
+        name = str(outcomes[number]["attempt"])
+        # A copy from a disk keeps the name that the save had there.
+        if attempt != name and attempt != attempt_of(root / DATA / name):
+            raise _not_ours(root, "another save is the checkpoint")
+    return {*decided} - {*last} - fence_numbers(root, claims, outcomes), {*last}
 
 
 def is_leftover(folder: Location) -> bool:

@@ -23,6 +23,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.object_store import Location, listed_once
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.manager.latest_valid import (
     asks_for_all,
@@ -327,7 +328,7 @@ class CheckpointManager:
             CheckpointingException: if it cannot be read, see ``load``.
             RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
-        comm, folder = self._comm, self._run.prepare_read(step, near=False)
+        comm, folder = self._comm, self._listed(step, near=False)
         share = {"rank": comm.rank, "world_size": comm.world_size}
         judge(comm, step, lambda: verify_checkpoint(folder, trusted=self._trusted, **share))
         self._note_valid(step, is_valid=comm.rank == 0)
@@ -402,7 +403,7 @@ class CheckpointManager:
         unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
         for step in self._tries("looking for the newest checkpoint"):
             try:
-                folder = self._run.prepare_read(step)
+                folder = self._listed(step)
                 # Else the other ranks would wait for what rank 0 does not see either.
                 comm.from_rank0(f"finding step {step}", partial(read_config, folder))
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
@@ -424,6 +425,12 @@ class CheckpointManager:
             self._run.position = step
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
+
+    def _listed(self, step: int, *, near: bool = True) -> Location:
+        """The folder of a step that is read as a whole; see ``prepare_read``. Collective."""
+        folder = self._run.prepare_read(step, near=near)
+        with self._comm.agreed(f"listing step {step}"):
+            return listed_once(folder)
 
     def _note_valid(self, step: int, *, is_valid: bool) -> None:
         """Record that all of a step is valid, on the rank that says so: rank 0. Collective."""
@@ -472,7 +479,7 @@ class CheckpointManager:
 
         def committed() -> None:
             saved = watch.saved(step, self.folder(step), number)
-            self._run.committed(step, number)
+            self._run.committed(step)
             call_hooks(self._on_saved, saved)
 
         return hooks, chosen, committed

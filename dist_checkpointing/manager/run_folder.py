@@ -12,7 +12,7 @@ import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -23,11 +23,17 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
 )
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.location import check_room, folders_and_files, is_there
+from dist_checkpointing.filesystem.location import (
+    check_room,
+    folders_and_files,
+    is_folder,
+    is_there,
+)
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
@@ -40,15 +46,17 @@ from dist_checkpointing.format.commit import (
 )
 from dist_checkpointing.format.leftovers import attempt_of
 from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
-from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.retention import Due, Retention
 from dist_checkpointing.manager.save_log import call_hooks
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
 from dist_checkpointing.storage.options import Durability
+from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 RECORD_NAME: Final = "manager.json"
 _FORMAT: Final = 1
 _MAX_BYTES: Final = 1 << 26
+_THREADS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +154,15 @@ class RunRecord:
     def abandoned(self) -> set[int]:
         """The steps that a manager wrote, and that the latest one has not grown from."""
         return set(self._written).difference(self.history(self.steps))
+
+    def has_abandoned(self, steps: Iterable[int], other: RunRecord) -> bool:
+        """Whether the first of another record's steps that is known here is of an abandoned branch.
+
+        A step is known from the same save alone.
+        """
+        known = self.steps
+        saves = (s for s in steps if s in known and known[s].attempt == other.steps[s].attempt)
+        return next(saves, None) in self.abandoned
 
     @property
     def last_verified(self) -> int | None:
@@ -250,6 +267,9 @@ class RunFolder:
         self._also_kept = also_kept
         self._name: Final = uuid.uuid4().hex
         self._has_saved = False
+        self._begun = StepRecord()  # what the save that has claimed its folder last will be
+        # Steps in a store without the commit that the record names, as far as this manager knows.
+        self._broken: set[int] = set()
         self._set_aside: FolderLock | None = None
         self._without_optimizer: set[int] = set()
         # One thread commits and moves the pointer while the training may ask for steps.
@@ -263,9 +283,11 @@ class RunFolder:
         """Finish what a killed save had committed, or put back what it would have replaced."""
         self.finish_replacing()
         with tolerant(f"a commit in {self.root} could not be finished"):
-            for step in self.all_steps():
-                if not is_committed(self.folder(step)):
-                    finish_commit(self.folder(step))
+            for step in self._steps_that(lambda folder: not is_committed(folder)):
+                self._broken.add(step)
+                finish_commit(self.folder(step))
+                if is_committed(self.folder(step)):
+                    self._broken.discard(step)
 
     def set_aside(self, step: int) -> None:
         """Make room for a save of a step, on a disk; its checkpoint stays until that has committed.
@@ -320,8 +342,13 @@ class RunFolder:
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
-        steps = self.all_steps()
-        return [s for s in reversed(steps) if check_is_distributed_checkpoint(self.folder(s))]
+        return self._steps_that(check_is_distributed_checkpoint)
+
+    def _steps_that(self, look: Callable[[Path], bool]) -> list[int]:
+        """The steps of which a look at their folders says yes, oldest first."""
+        steps, threads = self.all_steps()[::-1], 1 if self.is_on_disk else _THREADS
+        answers = in_threads(look, [*map(self.folder, steps)], threads)
+        return [step for step, answer in zip(steps, answers, strict=True) if answer]
 
     def latest(self) -> int | None:
         """The newest committed step of the history: the last one that was committed."""
@@ -336,15 +363,14 @@ class RunFolder:
         """Every step of the history that has a folder, newest first."""
         return self.record().history(self.all_steps())
 
-    def follow(self, near: RunRecord, *, has_saved: bool) -> None:
-        """Go back as the record of a disk has, if that says so or a save there has just ended."""
+    def go_back_with(self, other: RunRecord) -> None:
+        """Let the run have come to the last step of its history that is one of another record's."""
         with self._changing() as record:
-            if record.latest is not None and (has_saved or record.latest in near.abandoned):
-                line, known = near.history(record.steps), record.steps
-                shared = (s for s in record.history(known) if s in line)
-                same = (
-                    s for s in shared if near.steps.get(s, known[s]).attempt == known[s].attempt
-                )
+            if record.latest is not None:
+                known = record.steps
+                line = {s: other.steps.get(s, known[s]) for s in other.history(known)}
+                history = (s for s in record.history(known) if s in line)
+                same = (s for s in history if line[s].attempt == known[s].attempt)
                 record.latest = next(same, NO_STEP)
 
     def lacks(self, step: int, attempt: str | None, record: RunRecord) -> bool:
@@ -367,7 +393,7 @@ class RunFolder:
             # Once: another process may be writing one later, to note that it has verified a step.
             for path in [] if self._has_saved else location.temporaries([RECORD_NAME], self.root):
                 path.unlink()
-            is_here = is_there(self.folder(step))
+            is_here = (is_there if self.is_on_disk else is_folder)(self.folder(step))
             with self._changing() as record:
                 if self._has_saved and self._name not in (record.writer or self._name):
                     finding = Finding(
@@ -386,69 +412,106 @@ class RunFolder:
 
     def claimed(self, step: int, metric: float | None, parent: int, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
-        with self._changing() as record:
+        self._begun = StepRecord(attempt, metric=metric, parent=parent)
+        with self._changing(own=step) as record:
             known = record.steps.get(step, StepRecord())
             record.steps[step] = replace(
                 known, begun=attempt, begun_metric=metric, begun_parent=parent
             )
             self._sign(record)
 
-    def committed(
-        self, step: int, metric: float | None, parent: int, *, is_latest: bool = True
-    ) -> None:
-        """Move the pointer to a committed step, durably; then delete what retention asks for."""
+    def committed(self, step: int, *, is_latest: bool = True) -> None:
+        """Move the pointer to the step that was claimed last, durably, now that it is committed.
+
+        Then delete what retention asks for.
+        """
         with self._lock:
-            attempt = attempt_of(data_folder(self.folder(step)))
-            with self._changing(Durability.FSYNC) as record:
-                known = StepRecord(attempt, metric=metric, parent=parent)
-                record.commit(step, known, is_latest=is_latest)
+            self._broken.discard(step)
+            with self._changing(Durability.FSYNC, own=step) as record:
+                record.commit(step, self._begun, is_latest=is_latest)
                 self._sign(record)
             self.end_replacing()
-            self.apply_retention()
+            self.apply_retention(record)
 
     def _sign(self, record: RunRecord) -> None:
         process = f"process {os.getpid()} on host {socket.gethostname()}"
         record.writer = f"{process}, {time.strftime('%Y-%m-%d %H:%M:%S')}, manager {self._name}"
         self._has_saved = True
 
-    def apply_retention(self) -> None:
-        """Delete what retention asks for; errors are logged, and must not end a training."""
+    def apply_retention(self, record: RunRecord | None = None) -> None:
+        """Delete what retention asks for; errors are logged, and must not end a training.
+
+        ``record`` is what has just been written. What it names in a store is not looked at before
+        it is due: that takes as many requests for a thousand steps as for one.
+        """
         with self._lock, tolerant(f"retention could not go through {self.root}"):
-            record = self.record()
-            latest = record.latest
-            if latest is None:
-                return
-            written = [s for s in self.committed_steps() if self.wrote(s, record)]
-            named = (latest, record.last_verified, *self._also_kept())
-            protected = [step for step in named if step is not None]
-            due = self._retention.due(written, protected, record.metrics, record.history(written))
-            work = [
-                (self.remove, step)
-                for step in record.steps
-                if self._set_aside is None
-                and step < latest
-                and step not in protected
-                and is_leftover(self.folder(step))
-            ]
-            work += [(self._delete, step) for step in due.delete]
-            done = {s for s in due.strip if record.steps[s].stripped} | self._without_optimizer
-            work += [(self._strip, step) for step in due.strip if step not in done]
-            for method, step in work:
+            record = self.record() if record is None else record
+            found = self.all_steps()
+            left, due = self._due(record, found)
+            gone, deleted = [], []
+            for step in [*left, *due.delete]:
                 # The next pass tries again.
                 with tolerant(f"retention could not deal with step {step}"):
-                    method(step)
+                    if step in due.delete:
+                        with suppress(CheckpointNotFoundError):  # it is somebody else's now
+                            self._remove(step, record.steps[step].attempt)
+                            deleted.append(step)
+                    elif step in found and not is_leftover(self.folder(step)):
+                        self._broken.discard(step)
+                        continue
+                    elif step in found:
+                        self._remove(step, None)
+                    gone.append(step)
+            if gone:
+                with self._changing() as known:
+                    for step in gone:
+                        known.forget(step)
+            for step in deleted:
+                call_hooks(self._on_deleted, step)
+            done = {s for s in due.strip if record.steps[s].stripped} | self._without_optimizer
+            for step in (step for step in due.strip if step not in done):
+                with tolerant(f"retention could not deal with step {step}"):
+                    self._strip(step)
 
-    def record(self, stored: RunRecord | None = None) -> RunRecord:
+    def _due(self, record: RunRecord, found: Iterable[int]) -> tuple[list[int], Due]:
+        """The steps that may have left something without a commit, and what is due of ``found``."""
+        latest = record.latest
+        if latest is None:
+            return [], Due((), ())
+        named = (latest, record.last_verified, *self._also_kept())
+        protected = {step for step in named if step is not None}
+        written = [step for step in found if self._is_ours(step, record)]
+        others = record.steps.keys() - {*written} - protected
+        left = sorted(step for step in others if self._set_aside is None and step < latest)
+        history = record.history(written)
+        return left, self._retention.due(written, protected, record.metrics, history)
+
+    def _is_ours(self, step: int, record: RunRecord) -> bool:
+        """Whether a manager of this root has committed a step; a store is not asked for that."""
+        if not self.is_on_disk:
+            known = record.steps.get(step, StepRecord())
+            return known.attempt is not None and step not in self._broken
+        return self.wrote(step, record) and check_is_distributed_checkpoint(self.folder(step))
+
+    def _remove(self, step: int, attempt: str | None) -> None:
+        self._broken.add(step)  # if this does not come to its end
+        remove_checkpoint(self.folder(step), attempt)
+        self._broken.discard(step)
+
+    def record(self, stored: RunRecord | None = None, own: int | None = None) -> RunRecord:
         """The record, ``stored`` or read, updated with what is committed.
 
         The stored pointer may be out of date: a process was killed, or a rank lost, between a
-        commit and moving the pointer.
+        commit and moving the pointer. The ``own`` step, which this manager has claimed, is not
+        looked at.
         """
         stored = read_record(self.root) if stored is None else stored
         record = replace(stored, steps=dict(stored.steps))
         for step, known in sorted(stored.steps.items()):
             folder = self.folder(step)
-            if (known.attempt is not None and known.begun is None) or not is_committed(folder):
+            is_own = step == own and known.begun in (None, self._begun.attempt)
+            is_settled = is_own or (known.attempt is not None and known.begun is None)
+            if is_settled or not is_committed(folder):
                 continue
             if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
                 parent = known.begun_parent
@@ -462,11 +525,13 @@ class RunFolder:
         return record
 
     @contextmanager
-    def _changing(self, durability: Durability = Durability.PAGE_CACHE) -> Iterator[RunRecord]:
+    def _changing(
+        self, durability: Durability = Durability.PAGE_CACHE, own: int | None = None
+    ) -> Iterator[RunRecord]:
         """Let the body change the record; write it if it is another one or must be durable."""
         with self._lock:
             stored = read_record(self.root)
-            record = self.record(stored)
+            record = self.record(stored, own)
             yield record
             if record != stored or durability is Durability.FSYNC:
                 location.make_folder(self.root)
@@ -485,34 +550,26 @@ class RunFolder:
             CheckpointingException: if no manager of this root wrote it, or if it is the last
                 verified one.
         """
-        with self._lock:
-            record = self.record()
-            problem = None
-            if not self.wrote(step, record):
-                problem = "no manager of this root wrote it"
-            elif step == record.last_verified:
+        with self._changing() as record:
+            attempt = record.steps.get(step, StepRecord()).attempt
+            problem = "no manager of this root wrote it"
+            if step == record.last_verified:
                 problem = "it is the last checkpoint that is known to be valid"
-            if problem is not None:
+            elif attempt is not None:
+                with suppress(CheckpointNotFoundError):
+                    self._remove(step, attempt)
+                    problem = ""
+            if problem:
                 finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
                 raise CheckpointingException(f"step {step} is not deleted", [finding])
-            self._delete(step)
+            record.forget(step)
+        call_hooks(self._on_deleted, step)
 
     def wrote(self, step: int, record: RunRecord | None = None) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
         record = self.record() if record is None else record
         attempt = record.steps.get(step, StepRecord()).attempt
         return attempt is not None and attempt == attempt_of(data_folder(self.folder(step)))
-
-    def _delete(self, step: int) -> None:
-        self.remove(step)
-        call_hooks(self._on_deleted, step)
-
-    def remove(self, step: int) -> None:
-        """Delete what a step has left, or its checkpoint, and forget it."""
-        if is_there(self.folder(step)):
-            remove_checkpoint(self.folder(step))
-        with self._changing() as record:
-            record.forget(step)
 
     def _strip(self, step: int) -> None:
         folder = self.folder(step)

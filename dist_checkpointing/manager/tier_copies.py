@@ -24,9 +24,9 @@ from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointE
 from dist_checkpointing.filesystem import file_writer, location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import (
+    Heartbeats,
     delete_below,
     parsed_object,
-    start_heartbeats,
 )
 from dist_checkpointing.format.commit import (
     DATA,
@@ -393,7 +393,7 @@ class StoreCopier:
         except BaseException:
             attempt.abandon()
             raise
-        self._home.committed(step, metric, parent, is_latest=is_latest)
+        self._home.committed(step, is_latest=is_latest)
 
 
 class PartCopier:
@@ -465,7 +465,7 @@ class PartCopier:
 
     def _report(self, order: Order) -> None:
         beats = self._root / REPORTS / order.copy / f"beat-{self._disks.number}"
-        thread, stop = start_heartbeats(beats, _BEAT_SECONDS, "drain-beats")
+        heartbeats = Heartbeats(beats, _BEAT_SECONDS, "drain-beats")
         report: dict[str, object]
         try:
             report = {"files": order.carried_out(self._root, self._disks)}
@@ -473,8 +473,8 @@ class PartCopier:
             is_damage = isinstance(error, CorruptCheckpointError)
             report = {"error": f"{type(error).__name__}: {error}", "is_damage": is_damage}
         finally:
-            stop.set()
-            thread.join()
+            heartbeats.stop()
+            heartbeats.join()
         path = order.report_of(self._root, self._disks.number)
         location.write(path, json.dumps(report).encode())
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -22,9 +20,8 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder, check_room
-from dist_checkpointing.filesystem.object_store import ObjectInfo, ObjectPath, ObjectStore
+from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, ObjectPath
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, attempt_of, leftovers, number_of_save
@@ -37,64 +34,6 @@ from dist_checkpointing.manager.tier_copies import Drain, PartCopier, StoreCopie
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NearStore(ObjectStore):
-    """A bucket whose objects below one prefix are read from a folder, where they are.
-
-    An object that is not in the folder, has another size there, or cannot be read there comes from
-    the bucket. All else, and all that is written, is as in the bucket. ``sizes`` has the bytes of
-    the objects by their names, which are relative to both prefix and folder.
-    """
-
-    prefix: str = ""
-    folder: Path = Path()
-    sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-
-    def get(self, key: str, max_bytes: int | None = None) -> bytes:
-        size = self._size(key)
-        if size is not None and (max_bytes is None or size <= max_bytes):
-            return self._read(key, 0, size) or ObjectStore.get(self, key)
-        return ObjectStore.get(self, key, max_bytes)
-
-    def blocks(self, key: str) -> Iterator[memoryview]:
-        size, step = self._size(key), self.options.part_bytes
-        if size is None:
-            yield from ObjectStore.blocks(self, key)
-        for offset in range(0, size or 0, step):
-            yield self.get_range(key, offset, step)[0]
-
-    def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
-        size = self._size(key)
-        if size is not None and (data := self._read(key, offset, min(num_bytes, size - offset))):
-            return memoryview(data), size
-        return ObjectStore.get_range(self, key, offset, num_bytes)
-
-    def head(self, key: str) -> ObjectInfo | None:
-        size = self._size(key)
-        return ObjectStore.head(self, key) if size is None else ObjectInfo(key, size, None)
-
-    def _path(self, key: str) -> Path:
-        return self.folder / key.removeprefix(self.prefix)
-
-    def _size(self, key: str) -> int | None:
-        """Bytes of an object that is in the folder too; None if it is not."""
-        if key.startswith(self.prefix):
-            with suppress(OSError):
-                size = self.sizes.get(key.removeprefix(self.prefix))
-                return size if location.size_of(self._path(key)) == size else None
-        return None
-
-    def _read(self, key: str, offset: int, num_bytes: int) -> bytes:
-        """Bytes of the file; none if they cannot be read there."""
-        try:
-            with self._path(key).open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), max(num_bytes, 0), offset)
-        except OSError as error:
-            logger.warning("%s is read from the store: %s", self._path(key), error)
-            return b""
-        return data if len(data) == num_bytes else b""
 
 
 class Run:
@@ -173,7 +112,7 @@ class Run:
             for folder in self._folders:
                 folder.finish_commits()
             if self._disks is not None:
-                self._home.follow(self.near.record(), has_saved=False)
+                self._agree_on_history()
         if self._disks is not None and self._has_parts:
             whole = whole_steps(self._comm, self._disks, self.near, self._home)
             with self._comm.agreed("beginning to copy into the store"):
@@ -183,6 +122,15 @@ class Run:
                 self._parts.keep({step: seal.attempt for step, seal in whole.items()})
         if self._copier is not None:
             self._copier.start()
+
+    def _agree_on_history(self) -> None:
+        """Let disk and store go back where the run has, and only the other one was told."""
+        near, home = self.near.record(), self._home.record()
+        if near.has_abandoned([s for s in home.steps if s == home.latest], home):
+            self._home.go_back_with(near)
+        elif home.has_abandoned(near.history(near.steps), near):
+            # Another machine has gone back while this disk was away, or had not been copied.
+            self.near.go_back_with(home)
 
     @property
     def _pending(self) -> Collection[int]:
@@ -209,8 +157,9 @@ class Run:
         seal = read_seal(data) if is_same else None
         if seal is None:
             return stored
-        sizes = {file.name: file.num_bytes for file in seal.files.values()}
-        near = NearStore(data.store.url, data.store.options, data.prefix, local, sizes)
+        keys = ((f"{data.prefix}{file.name}", file.num_bytes) for file in seal.files.values())
+        infos = {key: ObjectInfo(key, num_bytes, None) for key, num_bytes in keys}
+        near = KnownStore(data.store.url, data.store.options, data.prefix, infos, local)
         home: Any = stored
         return cast("Path", replace(home, store=near))
 
@@ -288,7 +237,7 @@ class Run:
 
         parts = None
         if disks is not None and disks.are_many:
-            on_part = partial(self._part_committed, step, metric)
+            on_part = partial(self._part_committed, step)
             parts = Disks(str(self._home.folder(step)), disks.leads, on_part)
         return SaveHooks(check, partial(self.near.claimed, step, metric, self._parent), parts)
 
@@ -357,24 +306,24 @@ class Run:
         kind = CheckpointExistsError if is_there else CheckpointingException
         return kind(f"step {step} is not saved: the run is at step {newest} already", [finding])
 
-    def _part_committed(self, step: int, metric: float | None) -> None:
+    def _part_committed(self, step: int) -> None:
         """Note that rank 0 has committed what this disk holds a part of."""
         folder = self.near.folder(step)
         with tolerant(f"{folder}: a commit is not recorded"):
             name = attempt_of(folder)
             if self._parts is not None:
                 self._parts.keep({} if name is None else {step: name})
-            self.near.committed(step, metric, self._parent)
+            self.near.committed(step)
 
-    def committed(self, step: int, metric: float | None) -> None:
+    def committed(self, step: int) -> None:
         """Move the pointer, and copy the step or let it be copied."""
         self.position = step
         if self._copier is not None:
             with tolerant(f"the store has steps that step {step} has not grown from"):
-                self._home.follow(self.near.record(), has_saved=True)
+                self._home.go_back_with(self.near.record())
             self._copier.keep(step)
         self.damaged.discard(step)
-        self.near.committed(step, metric, self._parent)
+        self.near.committed(step)
         if self._copier is not None:
             self._copier.start()
 
@@ -398,7 +347,8 @@ class Run:
                         self.near.delete(step)
 
     def _deleted(self, step: int) -> None:
-        if self._comm.rank == 0 and not any(is_committed(f.folder(step)) for f in self._folders):
+        others = [f for f in self._folders if self.near is not self._home]
+        if self._comm.rank == 0 and not any(is_committed(f.folder(step)) for f in others):
             self._on_deleted(step)
 
     def close(self) -> None:

@@ -1,6 +1,8 @@
 """CheckpointManager with a root in an object store."""
 
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format import data_folder
 from dist_checkpointing.mapping import ShardedStateDict
-from faults import store_down
+from faults import counted_requests, store_down
 from stores import new_url
 
 
@@ -109,3 +111,30 @@ def test_what_needs_a_disk_is_refused(tmp_path: Path) -> None:
 def test_memory_is_of_one_process() -> None:
     with pytest.raises(CheckpointingException, match="memory:// is in one process"):
         pickle.dumps(ObjectPath.of(new_url()))
+
+
+def test_requests_do_not_grow_with_the_steps_that_are_kept(s3_place: ObjectPath) -> None:
+    def ten(value: float) -> ShardedStateDict:
+        tensors = {f"w{n}": torch.full((4,), value) for n in range(10)}
+        leaves = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
+        return {**leaves, "value": value}
+
+    def requests_of(work: Callable[[], object], most: int) -> int:
+        with counted_requests() as counts:
+            work()
+        assert counts.total() <= most, counts
+        return counts.total()
+
+    seen = set()
+    for kept in (2, 6):
+        with CheckpointManager(s3_place / str(kept), retention=Retention(keep_last=kept)) as run:
+            for step in range(kept):
+                run.save(step, ten(step))
+            saved = requests_of(partial(run.save, kept, ten(kept)), 40)
+            assert run.steps() == [*range(1, kept + 1)]
+            loaded = requests_of(partial(run.load, ten(-1)), 20)
+            deleted = requests_of(partial(run.delete, 1), 10)
+            added = requests_of(partial(run.save, kept + 1, ten(kept)), 30)
+            seen.add((saved, loaded, deleted, added))
+            assert run.load(ten(-1))["value"] == kept
+    assert len(seen) == 1

@@ -4,6 +4,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,39 @@ def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: 
         assert manager.load(state(0))["value"] == 7
     with dc.CheckpointManager(root) as manager:
         assert manager.load(state(0))["value"] == 7
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+@pytest.mark.parametrize("place", ["memory", "s3"])
+def test_a_disk_that_was_away_does_not_bring_back_what_was_abandoned(
+    place: str, is_copied: bool, tmp_path: Path, s3_place: dc.ObjectPath
+) -> None:
+    root: Any = s3_place if place == "s3" else new_url()
+    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+        manager.save(60, state(60))
+        manager.save(70, state(70))
+    manager = dc.CheckpointManager(root, fast=tmp_path / "a")
+
+    def refuses(name: str, key: str) -> bool:
+        return not is_copied and name.startswith("put") and "step-00000080" in key
+
+    with store_down(at=refuses), without_waiting():
+        manager.save(80, state(80))
+        with nullcontext() if is_copied else pytest.raises(CheckpointingException, match="step 80"):
+            manager.close()
+    with dc.CheckpointManager(root, fast=tmp_path / "b") as manager:
+        assert manager.load(state(0), 60)["value"] == 60
+        manager.save(65, state(65))
+    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+        assert (manager.latest(), manager.latest_valid()) == (65, 65)
+        assert manager.load(state(0))["value"] == 65
+        assert manager.load(state(0), 80)["value"] == 80
+        assert manager.load(state(0), 65)["value"] == 65
+        manager.save(70, state(71))
+    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+        assert (manager.latest(), manager.load(state(0))["value"]) == (70, 71)
+    with dc.CheckpointManager(root) as manager:
+        assert (manager.latest(), manager.load(state(0))["value"]) == (70, 71)
 
 
 def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:

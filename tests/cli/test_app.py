@@ -32,7 +32,7 @@ def test_one_finding_is_told_in_one_line(dckpt: Run, tmp_path: Path) -> None:
     assert finished.code == EXIT_BAD_INPUT
     assert finished.err == (
         f"error: Checkpoint directory {tmp_path / 'nope'} does not exist: no such folder; "
-        f"file {tmp_path / 'nope'}\n"
+        f"file {tmp_path / 'nope'}. Is this the right path?\n"
     )
     (tmp_path / "file").touch()
     for command in ("ls", "verify"):

@@ -95,7 +95,7 @@ def test_lost_answers_do_not_end_a_save(server: Server, proxy: Proxy, fault: Fau
     location = server.place(proxy.url)
     assert save(location) == loaded(location)
     kinds = {path.rpartition("/")[0].rpartition("/")[2] for path in faults}
-    assert {"claims", "commits", "beats"} <= kinds
+    assert {"claims", "commits"} <= kinds
     # What was carried out is found when it is read.
     is_repeated = not fault.forwards
     assert all((times > 1) == is_repeated for path, times in faults.items() if "commits" in path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_checkpointing import ObjectPath, load, save, verify_checkpoint
+from dist_checkpointing import ObjectPath, ShardedTensor, load, save, verify_checkpoint
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -178,6 +178,29 @@ def test_answers_that_are_cut_off(server: Server, proxy: Proxy, backend: str) ->
     remove_checkpoint(place)
     assert [*place.store.list_below(place.prefix)] == []
     assert any(method == "POST" and "delete" in path for method, path in seen)
+
+
+@pytest.mark.parametrize("request_of", ["uploads=", "uploadId="], ids=["begin", "end"])
+def test_half_an_answer_to_the_begin_or_the_end_of_an_upload_in_parts(
+    server: Server, proxy: Proxy, request_of: str
+) -> None:
+    cut: list[str] = []
+
+    def fault(method: str, path: str) -> Fault | None:
+        if method != "POST" or request_of not in path or cut:
+            return None
+        cut.append(path)
+        return HALF_ANSWER
+
+    proxy.fault = fault
+    place = server.place(proxy.url)
+    options = replace(place.store.options, part_bytes=5 * 2**20)
+    place = replace(place, store=replace(place.store, options=options))
+    tensor = torch.arange(3.0 * 2**20)
+    save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, place)
+    assert cut
+    template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(tensor))}
+    assert torch.equal(load(template, place, verify=True)["w"], tensor)
 
 
 def test_a_store_without_conditional_puts_is_refused_at_once(server: Server, proxy: Proxy) -> None:

@@ -146,7 +146,7 @@ BROKEN: list[tuple[type[Sound], Test]] = [
     (StoresWhereItIs, lambda s, p: s.test_moved_folder(p)),
     (ReadsNothing, lambda s, p: s.test_views_as_sources_and_destinations(p, 1, "strided")),
     (ReadsNothing, lambda s, p: s.test_partial_templates(p, 1)),
-    (ReadsNothing, lambda s, p: s.test_direct_calls(p, "ab")),
+    (ReadsNothing, lambda s, p: s.test_direct_calls(p)),
     (ReadsNothing, lambda s, p: s.test_mixed_containers(p, 1)),
     (
         ReadsZerosForLostData,

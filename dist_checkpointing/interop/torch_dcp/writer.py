@@ -359,7 +359,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         durability = self._writer.options.durability
         self._common.lasting(durability).save_common(nested, self.path)
         keys.write(self.path, durability)
-        self._folder.commit(SingleProcess(), lambda: finished, is_opaque=False)
+        self._folder.commit(SingleProcess(), lambda: finished, self._writer)
         self._folder = None
         metadata.storage_meta = self.storage_meta()
         metadata.version = DCP_VERSION
