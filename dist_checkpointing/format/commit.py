@@ -148,7 +148,7 @@ def _not_found(folder: Location) -> CheckpointNotFoundError:
     message, path = f"{folder} is not a distributed checkpoint", folder / CONFIG_FNAME
     problem, remedy = f"{CONFIG_FNAME} is missing", "Is this the right path?"
     if not location.is_folder(folder):
-        path, problem = folder, "it is a file, and none of safetensors or torch.save"
+        path, problem = folder, "it is neither a folder nor a file of safetensors or torch.save"
         if not is_there(folder):
             message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
             if isinstance(folder, Path) and not folder.is_absolute():

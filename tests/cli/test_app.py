@@ -36,7 +36,7 @@ def test_one_finding_is_told_in_one_line(dckpt: Run, tmp_path: Path) -> None:
     )
     (tmp_path / "file").touch()
     for command in ("ls", "verify"):
-        assert "none of safetensors or torch.save" in dckpt(command, tmp_path / "file").err
+        assert "nor a file of safetensors or torch.save" in dckpt(command, tmp_path / "file").err
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_is_neither_file_nor_folder_is_not_said_to_be_missing(
             )
             assert finished.code == EXIT_BAD_INPUT
             assert "does not exist" not in finished.err
-            assert "not a folder" in finished.err or "nor a folder" in finished.err
+            assert "neither a folder nor a file" in finished.err
 
 
 def test_ctrl_c_is_one_line() -> None:

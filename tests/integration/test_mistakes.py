@@ -225,7 +225,9 @@ def test_what_is_no_checkpoint_and_no_state_dict_leads_somewhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w.txt").write_text("hello")
-    with pytest.raises(dc.CheckpointNotFoundError, match=r"none of safetensors or torch\.save"):
+    with pytest.raises(
+        dc.CheckpointNotFoundError, match=r"nor a file of safetensors or torch\.save"
+    ):
         dc.load({}, "w.txt")
     with pytest.raises(dc.CheckpointNotFoundError, match=rf"current folder is {tmp_path}\."):
         dc.load({}, "missing")
