@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ class TensorFiles(ABC):
         is_mapped: False if the content is in memory, and never read again.
         path: The file or folder; ``paths`` are all files.
         most_bytes: Bytes of the files that may be mapped at a time.
+        memory: Makes the tensors that are read into, as ``torch.empty`` does.
     """
 
     backend: ClassVar[str]
@@ -52,6 +53,7 @@ class TensorFiles(ABC):
         self.path = path
         self.paths = tuple(paths)
         self.most_bytes: int = 32 * 2**20
+        self.memory: Callable[..., torch.Tensor] = torch.empty
         self._states = [_state(file) for file in paths]
         self._opened: dict[Path, Any] = {}
         self._touched_bytes = self._num_readers = 0
@@ -104,7 +106,7 @@ class TensorFiles(ABC):
         wanted: Sequence[tuple[StoredTensor, Box]],
     ) -> list[torch.Tensor]:
         """A new contiguous CPU tensor for each box of a tensor."""
-        found = [torch.empty(box.shape, dtype=stored.dtype.torch) for stored, box in wanted]
+        found = [self.memory(box.shape, dtype=stored.dtype.torch) for stored, box in wanted]
         most = max(self.most_bytes // _READERS, _LEAST_BYTES)
         for batch in in_batches(_parts(wanted, found, most), most):
             with self._touching(sum(num_bytes for *_, num_bytes in batch)):

@@ -190,7 +190,7 @@ class FileTarget(Target):
             meter.expect(self.plan.num_bytes)
             with ExitStack() as stack:
                 copies = self._copies(path, stack, budget.box_bytes)
-                batches = list(in_batches(copies, budget.box_bytes, _MOST_COPIED_TOGETHER))
+                batches = list(in_batches(copies, _TOGETHER_BYTES, _MOST_COPIED_TOGETHER))
                 in_threads(move, batches, budget.threads)
             self.source.opened.require_unchanged()
             if self.source.index.fingerprints and (files := self.reopen(path)) is not None:
