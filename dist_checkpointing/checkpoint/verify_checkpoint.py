@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import SingleProcess
@@ -42,9 +41,6 @@ from dist_checkpointing.strategies.verification import (
     in_words,
     not_covered,
 )
-
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class Examination:
@@ -83,38 +79,22 @@ class Notes:
         self.cells: list[StoredPart] = []
 
     @contextmanager
-    def noting(self, key: str | None = None) -> Iterator[None]:
-        """Note what is damaged in the body, and go on."""
+    def noting(self, key: str | None = None, *, unpickles: bool = False) -> Iterator[None]:
+        """Note what is damaged in the body, or what it does not unpickle, and go on."""
         try:
             yield
         except (CorruptCheckpointError, StateMismatchError) as error:
             self.findings += _findings(error, key)
+        except UnsupportedFormatError as error:
+            if not unpickles:
+                raise
+            self.refused += _findings(error, key)
         except RankFailedError as error:
             # Of this process alone: what it met says nothing about the checkpoint.
             raise cause_of(error) from None
 
-    @contextmanager
-    def unpickling(self, key: str | None = None) -> Iterator[None]:
-        """Note, too, what the body does not unpickle."""
-        try:
-            with self.noting(key):
-                yield
-        except UnsupportedFormatError as error:
-            self.refused += _findings(error, key)
-
-    def found(self, look: Callable[[], T]) -> T | None:
-        """What there is; None, and a note, if that is damaged."""
-        found: list[T] = []
-        with self.noting():
-            found.append(look())
-        return found[0] if found else None
-
-    def look_at_files(
-        self, folder: Location, seal: Seal | None, rank: int, world_size: int
-    ) -> None:
+    def look_at_files(self, folder: Location, seal: Seal, rank: int, world_size: int) -> None:
         """Compare the files with what the seal says of them."""
-        if seal is None:
-            return
         if seal.is_open:
             problem = "tensors are being removed, or a removal was cut off: files are not compared"
             remedy = "Remove them once more."
@@ -135,21 +115,14 @@ class Notes:
 
     def look_at_state(self, checkpoint: Checkpoint) -> None:
         """Read the common state and every cell of every sharded object."""
-        with self.unpickling():
+        with self.noting(unpickles=True):
             _ = checkpoint.common
-        for key, handle in (self.found(lambda: checkpoint.objects) or {}).items():
-            for cell in handle:
-                with self.unpickling(key):
-                    _ = handle[cell]
-                    self.num_objects += 1
-
-    def plausible(self, checkpoint: Checkpoint, index: Index, keys: list[str]) -> list[str]:
-        """The tensors that the files can hold; the others are damaged, and are not looked at."""
-        known = len(self.findings)
         with self.noting():
-            checkpoint.reads.require_stored(large_tensors(index, keys), index)
-        lost = {finding.key for finding in self.findings[known:]}
-        return [key for key in keys if key not in lost]
+            for key, handle in checkpoint.objects.items():
+                for cell in handle:
+                    with self.noting(key, unpickles=True):
+                        _ = handle[cell]
+                        self.num_objects += 1
 
     def checksums(self, folder: Location, index: Index) -> dict[str, list[StoredPart]]:
         """The parts that have a checksum, by key."""
@@ -290,15 +263,23 @@ def examine_checkpoint(
         checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
     except CorruptCheckpointError as error:
         return Examination(_findings(error))
-    seen = Notes()
-    seal = seen.found(lambda: read_seal(checkpoint.folder))
-    index = seen.found(lambda: checkpoint.index)
+    seen, seal, index = Notes(), None, None
+    with seen.noting():
+        seal = read_seal(checkpoint.folder)
+    with seen.noting():
+        index = checkpoint.index
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:
-        seen.look_at_files(checkpoint.folder, seal, rank, world_size)
+        if seal is not None:
+            seen.look_at_files(checkpoint.folder, seal, rank, world_size)
         return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
-    keys = seen.plausible(checkpoint, index, sorted(index)[rank::world_size])
+    keys, known = sorted(index)[rank::world_size], len(seen.findings)
+    with seen.noting():
+        checkpoint.reads.require_stored(large_tensors(index, keys), index)
+    # What the files cannot hold is damaged, and is not looked at.
+    lost = {finding.key for finding in seen.findings[known:]}
+    keys = [key for key in keys if key not in lost]
     digests = seen.checksums(checkpoint.folder, index)
     if rank == 0:
         seen.look_for_lost(checkpoint, index, digests)
@@ -316,10 +297,11 @@ def examine_checkpoint(
     meter = Meter("verify", rank, progress)
     with meter.phase("verifying"), seen.noting():
         seen.findings += _damage(checkpoint, parts, meter)
-    if rank == 0 and seal is not None:
-        with seen.noting():
-            seen.findings += stored_objects_damage(checkpoint, seen.cells)
-    seen.look_at_files(checkpoint.folder, seal, rank, world_size)
+    if seal is not None:
+        if rank == 0:
+            with seen.noting():
+                seen.findings += stored_objects_damage(checkpoint, seen.cells)
+        seen.look_at_files(checkpoint.folder, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(
         said_once(merge_findings(seen.findings), len(keys)),
