@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import SingleProcess
@@ -41,6 +42,9 @@ from dist_checkpointing.strategies.verification import (
     in_words,
     not_covered,
 )
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Examination:
@@ -92,6 +96,13 @@ class Notes:
         except RankFailedError as error:
             # Of this process alone: what it met says nothing about the checkpoint.
             raise cause_of(error) from None
+
+    def found(self, look: Callable[[], T]) -> T | None:
+        """What there is; None, and a note, if that is damaged."""
+        found: list[T] = []
+        with self.noting():
+            found.append(look())
+        return found[0] if found else None
 
     def look_at_files(self, folder: Location, seal: Seal, rank: int, world_size: int) -> None:
         """Compare the files with what the seal says of them."""
@@ -263,11 +274,9 @@ def examine_checkpoint(
         checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
     except CorruptCheckpointError as error:
         return Examination(_findings(error))
-    seen, seal, index = Notes(), None, None
-    with seen.noting():
-        seal = read_seal(checkpoint.folder)
-    with seen.noting():
-        index = checkpoint.index
+    seen = Notes()
+    seal = seen.found(lambda: read_seal(checkpoint.folder))
+    index = seen.found(lambda: checkpoint.index)
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:

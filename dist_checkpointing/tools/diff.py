@@ -26,7 +26,6 @@ from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.strategies.safetensors_folder import texts_of
 from dist_checkpointing.strategies.torch_file import loadable
 from dist_checkpointing.tools import values
-from dist_checkpointing.tools.convert.plan import budget_of
 from dist_checkpointing.tools.ls import Pattern
 from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted, open_tensors
 from dist_checkpointing.tools.report import (
@@ -37,7 +36,7 @@ from dist_checkpointing.tools.report import (
     progress_bar,
     shape_text,
 )
-from dist_checkpointing.tools.values import Array
+from dist_checkpointing.tools.values import Array, budget_of
 
 _SMALL_NORM = 1e-12
 _EXIT_DIFFERENT = 1

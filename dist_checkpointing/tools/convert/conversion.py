@@ -32,12 +32,12 @@ from dist_checkpointing.tools.convert.plan import (
     ConversionPlan,
     ConvertOptions,
     Rules,
-    budget_of,
     plan_conversion,
 )
 from dist_checkpointing.tools.convert.source import Source
 from dist_checkpointing.tools.convert.write import FILE_TARGETS, CheckpointTarget, Target
 from dist_checkpointing.tools.opening import open_source
+from dist_checkpointing.tools.values import budget_of
 
 _LEAST_GROWN_BYTES = 2**28
 _MOST_GROWTH = 64

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +17,7 @@ from dist_checkpointing.checkpoint.verify_checkpoint import stored_objects_damag
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_tables
-from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, split_rows
+from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
@@ -30,8 +26,8 @@ from dist_checkpointing.planning.shard_table import Bools
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
-from dist_checkpointing.tools.convert.plan import Budget
 from dist_checkpointing.tools.opening import OpenedFiles
+from dist_checkpointing.tools.values import Budget, ReusedMemory
 
 KeyBoxes = Sequence[tuple[str, Box]]
 
@@ -41,7 +37,6 @@ _MOST_TOGETHER = 512
 _HASHED_BYTES = 4 * 2**20
 """Values that do not lie in one run are copied so many at a time to be hashed."""
 
-_LEAST_REUSED_BYTES = 2**20
 _REMEDY = "Convert another checkpoint, or take it as it is: --no-verify (verify=False)."
 
 
@@ -151,46 +146,6 @@ class Source:
     def _location(self, part: StoredPart) -> str:
         number = stored_chunk(part, self.opened.index).index or 0
         return self.opened.reads.location(self.opened.index, part.key, part.box, number)
-
-
-class ReusedMemory:
-    """Makes tensors in memory that earlier ones gave back. From any thread.
-
-    The first touch of fresh memory takes longer than it takes to read into it and to write it.
-    ``most_bytes`` are kept for the next ones.
-    """
-
-    def __init__(self) -> None:
-        self.most_bytes = 0
-        self._free: deque[npt.NDArray[np.uint8]] = deque()
-
-    def __call__(
-        self, shape: Ints, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < _LEAST_REUSED_BYTES:
-            return torch.empty(shape, dtype=dtype, device=device)
-        block = self._fitting(num_bytes)
-        values = block[:num_bytes]
-        # The tensor holds the array, and nobody else does.
-        weakref.finalize(values, self._give_back, block).atexit = False
-        return torch.from_numpy(values).view(dtype).view(shape)
-
-    def _fitting(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        # Single operations of a deque need no lock, which a finalizer could not wait for.
-        with suppress(IndexError):
-            for _ in range(len(self._free)):
-                block = self._free.popleft()
-                if num_bytes <= len(block) <= 2 * num_bytes:
-                    return block
-                self._free.append(block)
-        return np.empty(num_bytes, dtype=np.uint8)
-
-    def _give_back(self, block: npt.NDArray[np.uint8]) -> None:
-        self._free.append(block)
-        with suppress(IndexError):
-            while sum(map(len, [*self._free])) > self.most_bytes:
-                self._free.popleft()
 
 
 class PartChecks:

@@ -56,7 +56,6 @@ from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.strategies.tensor_files import TensorFiles, TensorRow
 from dist_checkpointing.threads import in_threads
 from dist_checkpointing.tools.convert.plan import (
-    Budget,
     ConversionPlan,
     ConvertOptions,
     PlannedTensor,
@@ -66,6 +65,7 @@ from dist_checkpointing.tools.convert.plan import (
 )
 from dist_checkpointing.tools.convert.source import Source
 from dist_checkpointing.tools.opening import OpenedFiles
+from dist_checkpointing.tools.values import Budget
 
 _MOST_COPIED_TOGETHER = 512
 _LARGE_BYTES = 2**20

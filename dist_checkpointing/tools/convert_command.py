@@ -144,8 +144,9 @@ def convert(
         # Imported here, because it imports torch.
         from dist_checkpointing.planning.recipe import Recipe  # noqa: PLC0415
         from dist_checkpointing.tools import convert  # noqa: PLC0415
+        from dist_checkpointing.tools.values import return_freed_memory  # noqa: PLC0415
 
-        convert.return_freed_memory()  # imports the rest
+        return_freed_memory()
     if weights:
         include, rename, tensors_only = [_MODEL], [f"{_MODEL}=", *(rename or ())], True
     rules = convert.Rules.parse(
