@@ -16,6 +16,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
+from dist_checkpointing.storage.options import StorageOptions
 
 _READERS = 4
 """So many boxes are read at a time, if each touches all that it may."""
@@ -38,12 +39,15 @@ class TensorFiles(ABC):
         is_mapped: False if the content is in memory, and never read again.
         path: The file or folder; ``paths`` are all files.
         most_bytes: Bytes of the files that may be mapped at a time.
+        options: Without meaning here; as that of ``PartialReads``.
         memory: Makes the tensors that are read into, as ``torch.empty`` does.
     """
 
     backend: ClassVar[str]
     kind: str
     is_mapped = True
+    options: StorageOptions | None = None
+    memory: Callable[..., torch.Tensor] = staticmethod(torch.empty)
     _index: Index
 
     def __init__(self, path: Path, paths: Sequence[Path]) -> None:
@@ -53,7 +57,6 @@ class TensorFiles(ABC):
         self.path = path
         self.paths = tuple(paths)
         self.most_bytes: int = 32 * 2**20
-        self.memory: Callable[..., torch.Tensor] = torch.empty
         self._states = [_state(file) for file in paths]
         self._opened: dict[Path, Any] = {}
         self._touched_bytes = self._num_readers = 0

@@ -97,10 +97,8 @@ def diff(
         near = hint(pattern, a)
         raise LookupError(f"neither checkpoint has a key that matches {pattern!r}{near}")
     budget = budget_of(parse_bytes(memory))
-    for opened in (a, b):
-        if opened.backend[0] not in ("safetensors", "torch"):
-            # Pages of a mapped file would count as memory in use.
-            opened.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
+    # Pages of a mapped file would count as memory in use.
+    a.reads.options = b.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
     num_bytes = sum(tensor.num_bytes for key, tensor in a.items() if wanted(key) and key in b)
     with progress_bar("comparing", num_bytes) as bar:
         found = compare_checkpoints(

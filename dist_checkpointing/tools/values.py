@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import io
 import itertools
 import math
@@ -45,7 +44,6 @@ _COPIES = 3
 """Of a box at a time: as it was read, as it was cast, on its way into the file."""
 
 _MOST_BOX_BYTES = 128 * 2**20
-_M_MMAP_THRESHOLD = -3
 
 _LEAST_REUSED_BYTES = 2**20
 
@@ -88,17 +86,6 @@ def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
     count = threads or StorageOptions().threads
     box_bytes = max(2**20, min(_MOST_BOX_BYTES, rest // (2 * _COPIES * count)))
     return Budget(count, box_bytes, max(2**20, rest // 4), max(2**23, rest // 8))
-
-
-def return_freed_memory() -> None:
-    """Let the allocator of this process give large blocks back as soon as they are freed.
-
-    glibc otherwise learns from the first one to keep them, in every thread, which at the end is
-    more than what is in use. For programs that have nothing else to do: it costs page faults.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries have none, and do not keep them
-        mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 class ReusedMemory:

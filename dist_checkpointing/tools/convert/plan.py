@@ -61,18 +61,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """All that a conversion changes; by default nothing.
-
-    Attributes:
-        include: A key is converted if one of these is found in it, or if there are none.
-        exclude: A key is left out if one of these is found in it.
-        renames: Patterns and what replaces their matches, applied one after the other.
-        casts: Patterns and dtypes of floating-point tensors; the first that is found in the (old)
-            key counts.
-        reshards: Patterns and numbers of parts by axis; the first that is found counts.
-        lossy: Whether a cast may change values.
-        tensors_only: Leave out objects and common state.
-    """
+    """All that a conversion changes, see ``parse``; by default nothing."""
 
     include: tuple[Pattern, ...] = ()
     exclude: tuple[Pattern, ...] = ()
@@ -97,13 +86,17 @@ class Rules:
         """The rules as texts say them.
 
         Args:
-            include: patterns, see ``key_pattern``, to be found in keys.
-            exclude: likewise.
-            rename: ``PATTERN=REPLACEMENT``; the last ``=`` is the one between them.
-            cast: ``DTYPE`` or ``PATTERN=DTYPE``.
-            reshard: ``axis=0,parts=8`` or ``PATTERN:axis=0,parts=8``; more axes follow after ``;``.
-            lossy: see ``Rules``.
-            tensors_only: see ``Rules``.
+            include: patterns, see ``key_pattern``: a key is converted if one of these is found in
+                it, or if there are none.
+            exclude: a key is left out if one of these patterns is found in it.
+            rename: ``PATTERN=REPLACEMENT``, applied one after the other; the last ``=`` is the one
+                between them.
+            cast: ``DTYPE`` or ``PATTERN=DTYPE``, of floating-point tensors; the first that is found
+                in the old key counts.
+            reshard: ``axis=0,parts=8`` or ``PATTERN:axis=0,parts=8``; more axes follow after ``;``,
+                and the first that is found counts.
+            lossy: whether a cast may change values.
+            tensors_only: leave out objects and common state.
 
         Raises:
             CheckpointingException: for a text that says nothing.
@@ -247,8 +240,9 @@ def plan_conversion(
     by_name: dict[str, list[str]] = {}
     for old, new in names.items():
         by_name.setdefault(new, []).append(old)
+    problem = "several keys would have this name"
     findings = [
-        Finding("several keys would have this name", new, found=", ".join(map(repr, old)))
+        Finding(problem, new, found=", ".join(map(repr, old)))
         for new, old in by_name.items()
         if len(old) > 1
     ]

@@ -53,17 +53,13 @@ class Source:
     def __init__(self, opened: Checkpoint, recipe: Recipe | None = None) -> None:
         self.opened = opened
         self.files = opened.files if isinstance(opened, OpenedFiles) else None
-        if self.files is not None:
-            self.kind = self.files.kind
-        else:
-            name, version = opened.backend
-            self.kind = f"checkpoint, {name} {version}"
-            # Threads are the caller's, and pages of a mapped file would count as memory in use.
-            opened.reads.options = StorageOptions(
-                threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
-            )
-        self._memory = ReusedMemory()
-        opened.reads.memory = self._memory
+        name, version = opened.backend
+        self.kind = self.files.kind if self.files else f"checkpoint, {name} {version}"
+        # Threads are the caller's, and pages of a mapped file would count as memory in use.
+        opened.reads.options = StorageOptions(
+            threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
+        )
+        opened.reads.memory = self._memory = ReusedMemory()
         self.index: Index = opened.index
         self.objects: Mapping[str, ObjectHandle] = opened.objects
         self.made: Derivation | None = None

@@ -141,10 +141,8 @@ class Target(ABC):
             for tensor in self.plan.tensors
             if tensor.dtype == tensor.source.dtype and tensor.source.key in kept
         }
-        target = Source(written)
-        target.limit(budget)
-        found: Mapping[str, str] = target.index.fingerprints or fingerprints_by_reading(
-            target.index, expected, target.read, most_bytes=budget.box_bytes
+        found: Mapping[str, str] = written.index.fingerprints or fingerprints_by_reading(
+            written.index, expected, Source(written).read, most_bytes=budget.box_bytes
         )
         findings = [
             Finding("was not converted bit by bit", key, expected=text, found=found.get(key))
@@ -152,8 +150,8 @@ class Target(ABC):
             if found.get(key) != text
         ]
         if findings:
-            message = "what was written has other fingerprints than the source"
-            raise CorruptCheckpointError(message, findings)
+            problem = "what was written has other fingerprints than the source"
+            raise CorruptCheckpointError(problem, findings)
         return len(expected)
 
 
