@@ -85,7 +85,7 @@ class PartialReads:
         if len(wanted) <= _FEW:
             # The first one imports the strategies, in many objects for the collector to look at.
             with nullcontext() if "_reader" in vars(self) else paused_collector():
-                found = [self._reader.read_box(stored, box) for stored, box in wanted]
+                found = [self._reader.read_box(stored, box, self.memory) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts

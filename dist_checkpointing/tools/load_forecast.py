@@ -7,7 +7,8 @@ import pkgutil
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from heapq import nlargest
@@ -225,25 +226,28 @@ def of_function(name: str, world_size: int) -> list[RankWants]:
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
     try:
-        function = pkgutil.resolve_name(name)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"cannot import {name!r}: {what}") from error
+        with _telling(f"cannot import {name!r}"):
+            function = pkgutil.resolve_name(name)
     finally:
         sys.path.remove(folder)
     if not callable(function):
         raise ValueError(f"{name!r} is not a function")  # noqa: TRY004 - a text
     wants = []
     for rank in range(world_size):
-        try:
-            with torch.device("meta"):
-                parts = StateDictParts.of(function(rank, world_size))
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{name}({rank}, {world_size}) failed: {what}") from error
+        with _telling(f"{name}({rank}, {world_size}) failed"), torch.device("meta"):
+            parts = StateDictParts.of(function(rank, world_size))
         tensors = {path: leaf.without_data() for path, leaf in parts.tensors.items()}
         wants.append(RankWants((rank,), tensors, tuple(parts.objects.values())))
     return wants
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Say of any error of the user's code what was done."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 # What it costs.
