@@ -22,6 +22,7 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
     UnsupportedFormatError,
+    counted,
 )
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.format.dtypes import from_name
@@ -74,7 +75,7 @@ class SafetensorsFiles(TensorFiles):
     def __init__(self, path: Path) -> None:
         files, weight_map = _files(path)
         super().__init__(path, files)
-        self.kind = f"safetensors, {len(files)} file{'s' if len(files) != 1 else ''}"
+        self.kind = f"safetensors, {counted(len(files), 'file')}"
         tensors: list[TensorRow] = []
         findings = []
         for file in files:

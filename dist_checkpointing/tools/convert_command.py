@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
+from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.tools.opening import Memory, explaining, located
-from dist_checkpointing.tools.report import AsJson, Report, counted, progress_bar
+from dist_checkpointing.tools.report import AsJson, Report, progress_bar
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import parse_bytes
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
-from dist_checkpointing.errors import hint
+from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.file_names import is_of_optimizer, key_pattern
 from dist_checkpointing.format.geometry import Box, Ints, unravel
@@ -31,7 +31,6 @@ from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
-    counted,
     is_narrower_than,
     progress_bar,
     shape_text,

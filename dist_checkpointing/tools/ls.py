@@ -14,7 +14,7 @@ from typer import Argument, Exit, Option
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.checkpoint.key_tree import Branch, as_tree
-from dist_checkpointing.errors import hint
+from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.format import dtypes
@@ -43,7 +43,6 @@ from dist_checkpointing.tools.report import (
     AsJson,
     Report,
     Total,
-    counted,
     fail,
     in_columns,
     is_narrower_than,
@@ -212,10 +211,8 @@ def _others(opened: Checkpoint) -> Iterator[Entry]:
     from dist_checkpointing.tools import values  # noqa: PLC0415
 
     for key, handle in opened.objects.items():
-        cells = (
-            "1 cell of " + shape_text(handle.shape) if len(handle) == 1 else f"{len(handle)} cells"
-        )
-        yield Entry(key, handle.shape, OBJECT, 0, cells)
+        grid = f" of {shape_text(handle.shape)}" if len(handle) == 1 else ""
+        yield Entry(key, handle.shape, OBJECT, 0, counted(len(handle), "cell") + grid)
     for name, value in values.entries(values.common_state(opened)).items():
         yield Entry(name, None, COMMON, 0, values.type_text(value))
 
@@ -282,7 +279,8 @@ def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
     rows = list(sums.items())
     if rest := [both for _, both in rows[_MAX_SUBTOTALS:]]:
         total = Total(*map(sum, zip(*rest, strict=True)))
-        rows[_MAX_SUBTOTALS:] = [(f"{len(rest)} more prefixes", total)]
+        more = "1 more prefix" if len(rest) == 1 else f"{len(rest)} more prefixes"
+        rows[_MAX_SUBTOTALS:] = [(more, total)]
     return [(f"  {name}", counted(count, "tensor"), bytes_text(n)) for name, (count, n) in rows]
 
 

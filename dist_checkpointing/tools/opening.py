@@ -19,7 +19,13 @@ from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding, hint
+from dist_checkpointing.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    Finding,
+    counted,
+    hint,
+)
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.location import as_location
@@ -39,7 +45,6 @@ from dist_checkpointing.format.leftovers import (
     attempt_of,
 )
 from dist_checkpointing.format.seal import read_seal
-from dist_checkpointing.tools.report import counted
 
 if TYPE_CHECKING:
     from dist_checkpointing.manager.run_folder import RunFolder

@@ -15,7 +15,7 @@ from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import Finding
+from dist_checkpointing.errors import Finding, counted
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
@@ -36,7 +36,6 @@ from dist_checkpointing.tools.opening import CheckpointArgument, open_named
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
-    counted,
     is_narrower_than,
     same_for_all_layers,
 )

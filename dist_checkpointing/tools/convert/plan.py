@@ -12,7 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
-from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    UnsupportedFormatError,
+    counted,
+)
 from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
 from dist_checkpointing.format.file_names import PLACEHOLDER, key_pattern
 from dist_checkpointing.format.geometry import (
@@ -235,7 +240,8 @@ def plan_conversion(
     names = {key: _renamed(key, rules.renames) for key in (*keys, *cells)}
     num_stored = len(index) + len(objects)
     if num_stored and not names:
-        finding = Finding(f"none of {num_stored} keys", remedy="See what there is: dckpt ls.")
+        problem = f"none of {counted(num_stored, 'key')}"
+        finding = Finding(problem, remedy="See what there is: dckpt ls.")
         raise CheckpointingException("include and exclude leave nothing to convert", [finding])
     by_name: dict[str, list[str]] = {}
     for old, new in names.items():
@@ -269,7 +275,9 @@ def plan_conversion(
         for (old, new), count in sorted(pairs.items(), key=lambda item: item[0][0].name)
     ]
     findings = [
-        Finding(f"{cast.stored} to {cast.wanted} ({cast.tensors} tensors) changes values")
+        Finding(
+            f"{cast.stored} to {cast.wanted} ({counted(cast.tensors, 'tensor')}) changes values"
+        )
         for cast in casts
         if not cast.is_lossless
     ]
