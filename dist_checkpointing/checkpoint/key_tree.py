@@ -76,7 +76,7 @@ def html_of(path: str, backend: str, index: Index) -> str:
     search = f'<input type="search" placeholder="Search keys" oninput="{escape(_SEARCH)}">'
     lines = "".join(_lines(as_tree(index[key] for key in islice(index, _MOST_SHOWN))))
     hidden = len(index) - _MOST_SHOWN
-    more = f"<p>and {counted(hidden, 'more tensor')}, not shown</p>" if hidden > 0 else ""
+    more = f"<p>and {counted(hidden, 'tensor')} more, which are not shown</p>" if hidden > 0 else ""
     about = f"{escape(backend)}, {_sum_text(len(index), num_bytes)}"
     head = f"<b>{escape(path)}</b><small>{about}</small>"
     return f'<div class="dckpt">{_STYLE}{head}<br>{search}{lines}{more}</div>'

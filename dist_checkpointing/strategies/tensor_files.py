@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,8 +30,8 @@ class TensorFiles(ABC):
     """Mapped files that answer all that ``Checkpoint`` asks of its ``reads``. From any thread.
 
     Pages that were read count as memory of this process until their file is unmapped, and a column
-    of a tensor touches all of its pages. So the files are unmapped after so many bytes were
-    touched, when nobody reads from them.
+    of a tensor touches all of its pages. So the files are mapped anew after so many bytes were
+    touched.
 
     Attributes:
         backend: Name of the format, as ``convert(to=)`` takes it; ``kind`` says it in words.
@@ -59,8 +58,8 @@ class TensorFiles(ABC):
         self.most_bytes: int = 32 * 2**20
         self._states = [_state(file) for file in paths]
         self._opened: dict[Path, Any] = {}
-        self._touched_bytes = self._num_readers = 0
-        self._reader_left = threading.Condition()
+        self._touched_bytes = 0
+        self._lock = threading.Lock()
 
     @abstractmethod
     def _open(self, file: Path) -> Any:
@@ -75,30 +74,21 @@ class TensorFiles(ABC):
 
     def _content(self, file: Path) -> Any:
         """A file that is mapped already, or is now."""
-        content = self._opened.get(file)
-        if content is None:
+        opened = self._opened
+        if file not in opened:
             self.require_unchanged()
-            content = self._opened.setdefault(file, self._open(file))
-        return content
+            opened.setdefault(file, self._open(file))
+        return opened[file]
 
-    @contextmanager
-    def _touching(self, num_bytes: int) -> Iterator[None]:
-        """Let the body touch so many bytes of the files, when other readers leave room for it."""
-        with self._reader_left:
-            while self._touched_bytes + num_bytes > self.most_bytes and self._num_readers:
-                self._reader_left.wait()
-            if self._touched_bytes + num_bytes > self.most_bytes:
-                self._touched_bytes = 0
-                if self.is_mapped:
-                    self._opened.clear()
+    def _touch(self, num_bytes: int) -> None:
+        """Map the files anew before so many bytes of them are read, if many were read before.
+
+        Readers hold what they have mapped until they are done, so this is half of what may be.
+        """
+        with self._lock:
             self._touched_bytes += num_bytes
-            self._num_readers += 1
-        try:
-            yield
-        finally:
-            with self._reader_left:
-                self._num_readers -= 1
-                self._reader_left.notify_all()
+            if self._touched_bytes > self.most_bytes // 2 and self.is_mapped:
+                self._touched_bytes, self._opened = num_bytes, {}
 
     def index(self) -> Index:
         return self._index
@@ -112,9 +102,9 @@ class TensorFiles(ABC):
         found = [self.memory(box.shape, dtype=stored.dtype.torch) for stored, box in wanted]
         most = max(self.most_bytes // _READERS, _LEAST_BYTES)
         for batch in in_batches(_parts(wanted, found, most), most):
-            with self._touching(sum(num_bytes for *_, num_bytes in batch)):
-                for key, box, out, _ in batch:
-                    self._copy(key, box, out)
+            self._touch(sum(num_bytes for *_, num_bytes in batch))
+            for key, box, out, _ in batch:
+                self._copy(key, box, out)
         return found
 
     def common(self) -> dict[Any, Any]:

@@ -8,10 +8,10 @@ import math
 import mmap
 import zipfile
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
@@ -32,8 +32,6 @@ OBJECTS_KEY: Final = "__objects__"
 """Likewise, of the sharded objects: ``{key: {cell: value}}``."""
 
 _ONLY_KEY = "tensor"
-_MAP_NORESERVE = 0x4000
-_ALIGNMENT = 64
 _DTYPES = frozenset(row.torch for row in tensor_memory.DTYPES)
 
 
@@ -138,7 +136,11 @@ def create(
     Returns at which byte the values of each tensor begin, in C order.
     """
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in rows]
-    state = _without_memory(rows, sizes)
+    # Memory that nobody touches is never taken.
+    state: dict[str, Any] = {
+        key: torch.from_numpy(np.empty(size, np.uint8)).view(dtype.torch).view(shape)
+        for (key, dtype, shape), size in zip(rows, sizes, strict=True)
+    }
     tensors: list[torch.Tensor] = []
 
     def copied(leaf: Any) -> Any:
@@ -167,21 +169,6 @@ def create(
             file.seek(start)
             file.write(bytes_of(tensor_memory.as_numpy(tensor)))
     return {key: start for (key, *_), (start, _) in zip(rows, records, strict=False)}
-
-
-def _without_memory(rows: Sequence[TensorRow], sizes: Sequence[int]) -> dict[str, Any]:
-    """Tensors at addresses that take no memory, because nothing is written there."""
-    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    addresses = mmap.mmap(-1, max(1, starts[-1]), flags=flags)
-    state = {}
-    for (key, dtype, shape), size, start in zip(rows, sizes, starts, strict=False):
-        flat = torch.empty(0, dtype=dtype.torch)
-        if size:
-            count = size // dtype.itemsize
-            flat = torch.frombuffer(addresses, dtype=dtype.torch, count=count, offset=start)
-        state[key] = flat.view(shape)
-    return state
 
 
 def loadable(values: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import (
@@ -25,6 +21,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.planning.recipe import Derivation, Recipe
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
@@ -35,7 +32,7 @@ from dist_checkpointing.tools.convert.plan import (
     plan_conversion,
 )
 from dist_checkpointing.tools.convert.source import Source
-from dist_checkpointing.tools.convert.write import FILE_TARGETS, CheckpointTarget, Target
+from dist_checkpointing.tools.convert.write import FILE_TARGETS, CheckpointTarget
 from dist_checkpointing.tools.opening import open_source
 from dist_checkpointing.tools.values import budget_of
 
@@ -148,7 +145,7 @@ def convert(
     stored.limit(budget)
     num_proven = 0
     if not options.dry_run:
-        with _writing(target):
+        with _writing(place):
             num_proven = target.write(budget)
     return Conversion(
         source=stored.kind,
@@ -195,17 +192,8 @@ def parse_backend(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def _writing(target: Target) -> Iterator[None]:
-    """Let Ctrl-C end all threads soon, and say in few words what cannot be written."""
-    previous: Any = signal.getsignal(signal.SIGINT)
-    is_ours = threading.current_thread() is threading.main_thread() and callable(previous)
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        target.stop.set()
-        previous(number, frame)
-
-    if is_ours:
-        signal.signal(signal.SIGINT, interrupted)
+def _writing(destination: Location) -> Iterator[None]:
+    """Say in few words what cannot be written."""
     try:
         yield
     except (RankFailedError, OSError) as error:
@@ -217,8 +205,5 @@ def _writing(target: Target) -> Iterator[None]:
         else:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             findings = [Finding(str(error), remedy="Free some space." if is_full else None)]
-        message = f"cannot write {target.destination}: nothing of it is left"
+        message = f"cannot write {destination}: nothing of it is left"
         raise CheckpointingException(message, findings) from error
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, previous)

@@ -81,7 +81,7 @@ _Copy = tuple[PlannedTensor, Box, int, int]
 class Target(ABC):
     """One conversion: what is read, what is planned, and where it goes.
 
-    ``left_out`` says what it cannot hold; ``stop``, when set, ends the conversion.
+    ``left_out`` says what it cannot hold.
     """
 
     source: Source
@@ -91,7 +91,6 @@ class Target(ABC):
     progress: ProgressOption | None
     tensors_only: bool
     left_out: list[str] = field(default_factory=list)
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.prepare()
@@ -123,8 +122,6 @@ class Target(ABC):
 
     def read(self, wanted: Sequence[tuple[PlannedTensor, Box]]) -> Iterator[torch.Tensor]:
         """The values of boxes in their new dtypes, each cast when the one before is done with."""
-        if self.stop.is_set():
-            raise CheckpointingException("the conversion was interrupted")
         values = self.source.read([(tensor.source.key, box) for tensor, box in wanted])
         values.reverse()
         for tensor, _ in wanted:
