@@ -105,16 +105,12 @@ class TorchFile(TensorFiles):
 def _are_objects(value: object) -> bool:
     """Whether a value is what ``OBJECTS_KEY`` holds: full grids of cells by key."""
     return isinstance(value, dict) and all(
-        isinstance(key, str) and isinstance(cells, dict) and _is_grid(cells)
-        for key, cells in value.items()
-    )
-
-
-def _is_grid(cells: Mapping[Any, Any]) -> bool:
-    return (
-        all(isinstance(c, tuple) and all(type(i) is int and i >= 0 for i in c) for c in cells)
+        isinstance(key, str)
+        and isinstance(cells, dict)
+        and all(isinstance(c, tuple) and all(type(i) is int and i >= 0 for i in c) for c in cells)
         and len({len(cell) for cell in cells}) == 1
         and math.prod(extents(cells)) == len(cells)
+        for key, cells in value.items()
     )
 
 

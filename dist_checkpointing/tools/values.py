@@ -283,13 +283,11 @@ def _slabs_of_part(
     handle: TensorHandle, slices: Any, memory_bytes: int, report: Callable[[int], None]
 ) -> Iterator[Array]:
     """The slabs of ``handle[slices]``; each part that is read is freed before the next one."""
-
-    def read(part: tuple[slice, ...]) -> Iterator[Array]:
+    for part in _parts(handle, slices, memory_bytes):
         tensor = handle[part]
         report(tensor.nbytes)
-        return slabs(tensor)
-
-    return itertools.chain.from_iterable(map(read, _parts(handle, slices, memory_bytes)))
+        yield from slabs(tensor)
+        del tensor
 
 
 def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tuple[slice, ...]]:

@@ -125,7 +125,8 @@ def convert(
     stored = Source(opened, recipe)
     objects = {key: handle.shape for key, handle in stored.objects.items()}
     plan = plan_conversion(stored.index, objects, rules)
-    if any(location.overlap(path, place) for path in stored.paths):
+    own = (opened.path, *(stored.files.paths if stored.files else ()))
+    if any(location.overlap(path, place) for path in own):
         problem, remedy = "source and destination overlap", "Convert into another place."
         finding = Finding(problem, path=str(place), remedy=remedy)
         raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])

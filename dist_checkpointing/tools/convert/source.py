@@ -15,7 +15,6 @@ from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.checkpoint.verify_checkpoint import stored_objects_damage
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_tables
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -75,11 +74,6 @@ class Source:
                 raise StateMismatchError("the recipe needs a template", findings)
             self.index = self.made.index
             self.objects = {new: opened.objects[old] for new, old in self.made.objects.items()}
-
-    @property
-    def paths(self) -> tuple[Location, ...]:
-        """What must not be written to while it is read."""
-        return (self.opened.path, *(self.files.paths if self.files else ()))
 
     def limit(self, budget: Budget) -> None:
         """Let checks, and pages of mapped files, take no more memory than the budget allows."""
