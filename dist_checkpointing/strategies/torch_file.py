@@ -134,8 +134,8 @@ def create(
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in rows]
     # Memory that nobody touches is never taken.
     state: dict[str, Any] = {
-        key: torch.from_numpy(np.empty(size, np.uint8)).view(dtype.torch).view(shape)
-        for (key, dtype, shape), size in zip(rows, sizes, strict=True)
+        key: tensor_memory.as_tensor(np.empty(shape, dtype.bits), dtype.torch)
+        for key, dtype, shape in rows
     }
     tensors: list[torch.Tensor] = []
 
