@@ -107,8 +107,12 @@ class Notes:
             found.append(look())
         return found[0] if found else None
 
-    def look_at_files(self, folder: Location, seal: Seal, rank: int, world_size: int) -> None:
+    def look_at_files(
+        self, folder: Location, seal: Seal | None, rank: int, world_size: int
+    ) -> None:
         """Compare the files with what the seal says of them."""
+        if seal is None:
+            return
         if seal.is_open:
             problem = "tensors are being removed, or a removal was cut off: files are not compared"
             remedy = "Remove them once more."
@@ -273,8 +277,7 @@ def examine_checkpoint(
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:
-        if seal is not None:
-            seen.look_at_files(checkpoint.folder, seal, rank, world_size)
+        seen.look_at_files(checkpoint.folder, seal, rank, world_size)
         return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
     keys, known = sorted(index)[rank::world_size], len(seen.findings)
     with seen.noting():
@@ -303,12 +306,11 @@ def examine_checkpoint(
     meter = Meter("verify", rank, progress)
     with meter.phase("verifying"), seen.noting():
         seen.findings += _damage(checkpoint, parts, meter)
-    if seal is not None:
-        if rank == 0:
-            with seen.noting():
-                cells = [cell for table in tables for cell in table.objects()]
-                seen.findings += stored_objects_damage(checkpoint, cells)
-        seen.look_at_files(checkpoint.folder, seal, rank, world_size)
+    if rank == 0 and seal is not None:
+        with seen.noting():
+            cells = [cell for table in tables for cell in table.objects()]
+            seen.findings += stored_objects_damage(checkpoint, cells)
+    seen.look_at_files(checkpoint.folder, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(
         said_once(merge_findings(seen.findings), len(keys)),
