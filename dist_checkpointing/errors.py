@@ -201,6 +201,11 @@ def near_names(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return [folded[other] for other in chosen]
 
 
+def counted(number: int, word: str) -> str:
+    """``1 tensor``, ``1,234 tensors``."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def hint(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'a' or 'b'?"``, or nothing if there is nothing like it."""
     near = near_names(name, known)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 from dist_checkpointing.checkpoint.key_tree import html_of
 from dist_checkpointing.checkpoint.slicing import select
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, hint
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, counted, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import is_local
 from dist_checkpointing.filesystem.location import as_location
@@ -528,7 +528,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
 
     def __repr__(self) -> str:
         name, version = self.backend
-        return f"<Checkpoint {str(self.path)!r}: {name} {version}, {len(self)} tensors>"
+        return f"<Checkpoint {str(self.path)!r}: {name} {version}, {counted(len(self), 'tensor')}>"
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:

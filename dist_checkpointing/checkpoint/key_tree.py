@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Final
 
 from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.errors import counted
 from dist_checkpointing.format.index import Index
 
 _MOST_SHOWN: Final = 2000
@@ -75,14 +76,14 @@ def html_of(path: str, backend: str, index: Index) -> str:
     search = f'<input type="search" placeholder="Search keys" oninput="{escape(_SEARCH)}">'
     lines = "".join(_lines(as_tree(index[key] for key in islice(index, _MOST_SHOWN))))
     hidden = len(index) - _MOST_SHOWN
-    more = f"<p>and {hidden:,} tensors more, which are not shown</p>" if hidden > 0 else ""
+    more = f"<p>and {counted(hidden, 'tensor')} more, which are not shown</p>" if hidden > 0 else ""
     about = f"{escape(backend)}, {_sum_text(len(index), num_bytes)}"
     head = f"<b>{escape(path)}</b><small>{about}</small>"
     return f'<div class="dckpt">{_STYLE}{head}<br>{search}{lines}{more}</div>'
 
 
 def _sum_text(count: int, num_bytes: int) -> str:
-    return f"{count:,} tensor{'' if count == 1 else 's'}, {bytes_text(num_bytes)}"
+    return f"{counted(count, 'tensor')}, {bytes_text(num_bytes)}"
 
 
 def _lines(branch: Branch) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,7 @@ class PartialReads:
 
     Attributes:
         options: StorageOptions of the reads, if set before the first one.
+        memory: Makes the tensors that are read into, as ``torch.empty`` does.
     """
 
     def __init__(self, folder: Location, config: CheckpointingConfig, *, trusted: bool) -> None:
@@ -45,6 +46,7 @@ class PartialReads:
         self._config = config
         self._trusted = trusted
         self.options: StorageOptions | None = None
+        self.memory: Callable[..., torch.Tensor] = torch.empty
         self._own_index: Index | None = None
         self._seen: set[str] = set()
 
@@ -83,7 +85,7 @@ class PartialReads:
         if len(wanted) <= _FEW:
             # The first one imports the strategies, in many objects for the collector to look at.
             with nullcontext() if "_reader" in vars(self) else paused_collector():
-                found = [self._reader.read_box(stored, box) for stored, box in wanted]
+                found = [self._reader.read_box(stored, box, self.memory) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts
@@ -92,7 +94,7 @@ class PartialReads:
         self._seen |= keys
         leaves = [ShardedTensor.of_box(stored, box) for stored, box in wanted]
         for leaf in leaves:
-            leaf.init_data("cpu")
+            leaf.init_data("cpu", self.memory)
         self._read(leaves, index)
         return [leaf.data for leaf in leaves if leaf.data is not None]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -25,7 +25,12 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.checksums import StoredPart, checksum_files, read_table
+from dist_checkpointing.format.checksums import (
+    ChecksumColumns,
+    StoredPart,
+    checksum_files,
+    read_table,
+)
 from dist_checkpointing.format.index import Index, StoredTensor, large_tensors
 from dist_checkpointing.format.leftovers import noted_removal
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal, unnamed_files
@@ -40,7 +45,7 @@ from dist_checkpointing.strategies.verification import (
     damage_of,
     damage_of_objects,
     in_words,
-    not_covered,
+    parts_of,
 )
 
 T = TypeVar("T")
@@ -79,28 +84,21 @@ class Notes:
         self.refused: list[Finding] = []
         self.remarks: list[Finding] = []
         self.num_objects = 0
-        self.lacks_checksums = False
-        self.cells: list[StoredPart] = []
 
     @contextmanager
-    def noting(self, key: str | None = None) -> Iterator[None]:
-        """Note what is damaged in the body, and go on."""
+    def noting(self, key: str | None = None, *, unpickles: bool = False) -> Iterator[None]:
+        """Note what is damaged in the body, or what it does not unpickle, and go on."""
         try:
             yield
         except (CorruptCheckpointError, StateMismatchError) as error:
             self.findings += _findings(error, key)
+        except UnsupportedFormatError as error:
+            if not unpickles:
+                raise
+            self.refused += _findings(error, key)
         except RankFailedError as error:
             # Of this process alone: what it met says nothing about the checkpoint.
             raise cause_of(error) from None
-
-    @contextmanager
-    def unpickling(self, key: str | None = None) -> Iterator[None]:
-        """Note, too, what the body does not unpickle."""
-        try:
-            with self.noting(key):
-                yield
-        except UnsupportedFormatError as error:
-            self.refused += _findings(error, key)
 
     def found(self, look: Callable[[], T]) -> T | None:
         """What there is; None, and a note, if that is damaged."""
@@ -135,50 +133,33 @@ class Notes:
 
     def look_at_state(self, checkpoint: Checkpoint) -> None:
         """Read the common state and every cell of every sharded object."""
-        with self.unpickling():
+        with self.noting(unpickles=True):
             _ = checkpoint.common
-        for key, handle in (self.found(lambda: checkpoint.objects) or {}).items():
-            for cell in handle:
-                with self.unpickling(key):
-                    _ = handle[cell]
-                    self.num_objects += 1
-
-    def plausible(self, checkpoint: Checkpoint, index: Index, keys: list[str]) -> list[str]:
-        """The tensors that the files can hold; the others are damaged, and are not looked at."""
-        known = len(self.findings)
         with self.noting():
-            checkpoint.reads.require_stored(large_tensors(index, keys), index)
-        lost = {finding.key for finding in self.findings[known:]}
-        return [key for key in keys if key not in lost]
+            for key, handle in checkpoint.objects.items():
+                for cell in handle:
+                    with self.noting(key, unpickles=True):
+                        _ = handle[cell]
+                        self.num_objects += 1
 
-    def checksums(self, folder: Location, index: Index) -> dict[str, list[StoredPart]]:
-        """The parts that have a checksum, by key."""
-        parts: dict[str, list[StoredPart]] = {}
+    def checksums(self, folder: Location) -> list[ChecksumColumns]:
+        """The tables of checksums that can be read."""
+        tables = []
         for path in checksum_files(folder):
             try:
-                table = read_table(path)
+                tables.append(read_table(path))
             except CorruptCheckpointError as error:
                 self.findings += error.findings
-                self.lacks_checksums = True
-                continue
-            self.cells += table.objects()
-            for part in table.parts():
-                # A tensor that is not there any more has no shape to lie in.
-                if part.key not in index or part.lies_in(index[part.key].global_shape):
-                    parts.setdefault(part.key, []).append(part)
-                else:
-                    problem = "a checksum of what is no part of the tensor"
-                    self.findings.append(Finding(problem, part.key, path=str(path)))
-        return parts
+        return tables
 
     def look_for_lost(
-        self, checkpoint: Checkpoint, index: Index, digests: Mapping[str, object]
+        self, checkpoint: Checkpoint, index: Index, tables: Iterable[ChecksumColumns]
     ) -> None:
         """Tensors that only the checksums name, in a format without an index."""
         if checkpoint.backend != ("zarr", 1):
             return
         going = noted_removal(checkpoint.folder)
-        for key in sorted(set(digests) - set(index)):
+        for key in sorted({part.key for table in tables for part in table.parts()} - set(index)):
             folder = checkpoint.folder / key
             if key in going:
                 remedy = "Remove it once more."
@@ -298,27 +279,37 @@ def examine_checkpoint(
     if index is None:
         seen.look_at_files(checkpoint.folder, seal, rank, world_size)
         return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
-    keys = seen.plausible(checkpoint, index, sorted(index)[rank::world_size])
-    digests = seen.checksums(checkpoint.folder, index)
+    keys, known = sorted(index)[rank::world_size], len(seen.findings)
+    with seen.noting():
+        checkpoint.reads.require_stored(large_tensors(index, keys), index)
+    # What the files cannot hold is damaged, and is not looked at.
+    lost = {finding.key for finding in seen.findings[known:]}
+    keys = [key for key in keys if key not in lost]
+    known = len(seen.findings)
+    tables = seen.checksums(checkpoint.folder)
+    is_table_lost = len(seen.findings) > known
     if rank == 0:
-        seen.look_for_lost(checkpoint, index, digests)
+        seen.look_for_lost(checkpoint, index, tables)
         seen.look_at_what_others_read(checkpoint)
+    digests, not_covered = parts_of(tables, keys, index)
+    if any((table.is_object == 0).any() for table in tables) and not is_table_lost:
+        seen.findings += not_covered
     parts = []
     for key in keys:
-        stored, checked = index[key], digests.get(key, [])
+        stored = index[key]
+        checked = [part for part in digests[key] if part.lies_in(stored.global_shape)]
         # What has checksums, if that is all of it; else every chunk too.
         parts += checked
         if sum(part.num_elements for part in checked) != math.prod(stored.global_shape):
             parts += [StoredPart(key, box, flat) for box, flat in stored.parts()]
-        if digests and not seen.lacks_checksums:
-            seen.findings += not_covered(stored, checked)
     seen.findings += _coverage_problems([index[key] for key in keys])
     meter = Meter("verify", rank, progress)
     with meter.phase("verifying"), seen.noting():
         seen.findings += _damage(checkpoint, parts, meter)
     if rank == 0 and seal is not None:
         with seen.noting():
-            seen.findings += stored_objects_damage(checkpoint, seen.cells)
+            cells = [cell for table in tables for cell in table.objects()]
+            seen.findings += stored_objects_damage(checkpoint, cells)
     seen.look_at_files(checkpoint.folder, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(

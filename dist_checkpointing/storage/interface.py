@@ -371,7 +371,9 @@ class StorageReader(ABC):
         del wanted
         return [INDEX_NAME]
 
-    def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
+    def read_box(
+        self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
+    ) -> torch.Tensor | None:
         """A box of one tensor, where that takes no plan; None, also for whatever is wrong.
 
         May be called before ``set_up_storage_reader``, and by several threads.
@@ -379,8 +381,9 @@ class StorageReader(ABC):
         Args:
             tensor: as the index tells it.
             box: in elements of it.
+            memory: makes the tensor to read into, as ``torch.empty`` does.
         """
-        del tensor, box
+        del tensor, box, memory
         return None
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:

@@ -20,7 +20,12 @@ from typing import Any, ClassVar, Final, Self
 
 import torch
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    CorruptCheckpointError,
+    Finding,
+    UnsupportedFormatError,
+    counted,
+)
 from dist_checkpointing.format.foreign_formats import deepspeed_step
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
@@ -149,7 +154,7 @@ class DeepSpeedFiles(TensorFiles):
         else:
             shares = self._read_shares()
             stage, groups = shares[0].stage, shares[0].groups
-            self.kind = f"DeepSpeed checkpoint, ZeRO-{stage}, {len(shares)} ranks"
+            self.kind = f"DeepSpeed checkpoint, ZeRO-{stage}, {counted(len(shares), 'rank')}"
         by_rank = "zero_pp_rank_0_" if stage == _Stage.WEIGHTS else ""
         first = folder / f"{by_rank}{_MODEL}"
         model = self._open(first)

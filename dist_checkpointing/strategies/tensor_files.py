@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -45,14 +44,16 @@ class TensorFiles(ABC):
     """Mapped files that answer all that ``Checkpoint`` asks of its ``reads``. From any thread.
 
     Pages that were read count as memory of this process until their file is unmapped, and a column
-    of a tensor touches all of its pages. So the files are unmapped after so many bytes were
-    touched, when nobody reads from them.
+    of a tensor touches all of its pages. So the files are mapped anew after so many bytes were
+    touched.
 
     Attributes:
         backend: Name of the format, as ``convert(to=)`` takes it; ``kind`` says it in words.
         is_mapped: False if the content is in memory, and never read again.
         path: The file or folder; ``paths`` are all files.
         most_bytes: Bytes of the files that may be mapped at a time.
+        options: Without meaning here; as that of ``PartialReads``.
+        memory: Makes the tensors that are read into, as ``torch.empty`` does.
     """
 
     backend: ClassVar[str]
@@ -69,8 +70,8 @@ class TensorFiles(ABC):
         self.most_bytes: int = 32 * 2**20
         self._states = [_state(file) for file in paths]
         self._opened: dict[Path, Any] = {}
-        self._touched_bytes = self._num_readers = 0
-        self._reader_left = threading.Condition()
+        self._touched_bytes = 0
+        self._lock = threading.Lock()
 
     @abstractmethod
     def _open(self, file: Path) -> Any:
@@ -86,37 +87,28 @@ class TensorFiles(ABC):
 
     def _content(self, file: Path) -> Any:
         """A file that is mapped already, or is now."""
-        content = self._opened.get(file)
-        if content is None:
+        opened = self._opened
+        if file not in opened:
             self.require_unchanged()
-            content = self._opened.setdefault(file, self._open(file))
-        return content
+            opened.setdefault(file, self._open(file))
+        return opened[file]
 
-    @contextmanager
-    def _touching(self, num_bytes: int) -> Iterator[None]:
-        """Let the body touch so many bytes of the files, when other readers leave room for it."""
-        with self._reader_left:
-            while self._touched_bytes + num_bytes > self.most_bytes and self._num_readers:
-                self._reader_left.wait()
-            if self._touched_bytes + num_bytes > self.most_bytes:
-                self._touched_bytes = 0
-                if self.is_mapped:
-                    self._opened.clear()
+    def _touch(self, num_bytes: int) -> None:
+        """Map the files anew before so many bytes of them are read, if many were read before.
+
+        Readers hold what they have mapped until they are done, so this is half of what may be.
+        """
+        with self._lock:
             self._touched_bytes += num_bytes
-            self._num_readers += 1
-        try:
-            yield
-        finally:
-            with self._reader_left:
-                self._num_readers -= 1
-                self._reader_left.notify_all()
+            if self._touched_bytes > self.most_bytes // 2 and self.is_mapped:
+                self._touched_bytes, self._opened = num_bytes, {}
 
     def fill(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Copy a box of a tensor into a contiguous tensor on the CPU."""
         most = max(self.most_bytes // _READERS, _LEAST_BYTES)
         for part, num_bytes in _parts(self.index[key], box, most):
-            with self._touching(num_bytes):
-                self._copy(key, part, out[part.relative_to(box.offset).slices()])
+            self._touch(num_bytes)
+            self._copy(key, part, out[part.relative_to(box.offset).slices()])
 
     def require_unchanged(self) -> None:
         """Raise CorruptCheckpointError if a file is no longer the one that was opened."""

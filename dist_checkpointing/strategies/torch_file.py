@@ -10,7 +10,6 @@ import os
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -58,8 +57,6 @@ OBJECTS_KEY: Final = "__objects__"
 
 _ONLY_KEY = "tensor"
 _FILE_NAME = "state.pt"
-_MAP_NORESERVE = 0x4000
-_ALIGNMENT = 64
 _DTYPES = frozenset(row.torch for row in tensor_memory.DTYPES)
 
 
@@ -249,16 +246,12 @@ class TorchFileCommonLoadStrategy(TensorFilesCommonStrategy):
 def _are_objects(value: object) -> bool:
     """Whether a value is what ``OBJECTS_KEY`` holds: full grids of cells by key."""
     return isinstance(value, dict) and all(
-        isinstance(key, str) and isinstance(cells, dict) and _is_grid(cells)
-        for key, cells in value.items()
-    )
-
-
-def _is_grid(cells: Mapping[Any, Any]) -> bool:
-    return (
-        all(isinstance(c, tuple) and all(type(i) is int and i >= 0 for i in c) for c in cells)
+        isinstance(key, str)
+        and isinstance(cells, dict)
+        and all(isinstance(c, tuple) and all(type(i) is int and i >= 0 for i in c) for c in cells)
         and len({len(cell) for cell in cells}) == 1
         and math.prod(extents(cells)) == len(cells)
+        for key, cells in value.items()
     )
 
 
@@ -280,7 +273,11 @@ def create(
     Returns at which byte the values of each tensor begin, in C order.
     """
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in rows]
-    state = _without_memory(rows, sizes)
+    # Memory that nobody touches is never taken.
+    state: dict[str, Any] = {
+        key: tensor_memory.as_tensor(np.empty(shape, dtype.bits), dtype.torch)
+        for key, dtype, shape in rows
+    }
     tensors: list[torch.Tensor] = []
 
     def copied(leaf: Any) -> Any:
@@ -309,21 +306,6 @@ def create(
             file.seek(start)
             file.write(bytes_of(tensor_memory.as_numpy(tensor)))
     return {key: start for (key, *_), (start, _) in zip(rows, records, strict=False)}
-
-
-def _without_memory(rows: Sequence[TensorRow], sizes: Sequence[int]) -> dict[str, Any]:
-    """Tensors at addresses that take no memory, because nothing is written there."""
-    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    addresses = mmap.mmap(-1, max(1, starts[-1]), flags=flags)
-    state = {}
-    for (key, dtype, shape), size, start in zip(rows, sizes, starts, strict=False):
-        flat = torch.empty(0, dtype=dtype.torch)
-        if size:
-            count = size // dtype.itemsize
-            flat = torch.frombuffer(addresses, dtype=dtype.torch, count=count, offset=start)
-        state[key] = flat.view(shape)
-    return state
 
 
 def loadable(values: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -28,7 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "stats": ("stats:stats", "Count what it consists of."),
     "verify": ("verify:verify", "Read all of it and name what is damaged."),
     "diff": ("diff:diff", "Compare two checkpoints."),
-    "convert": ("convert.command:convert", "Convert it into another format."),
+    "convert": ("convert_command:convert", "Convert it into another format."),
     "plan": ("plan:plan", "Forecast a load on many ranks."),
     "map": ("map:map_tensors", "Draw chunks and who wrote them (HTML)."),
     "rm-prefix": ("rm_prefix:rm_prefix", "Remove tensors for good."),

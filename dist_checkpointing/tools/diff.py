@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import parse_bytes
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
-from dist_checkpointing.errors import hint
+from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.file_names import is_of_optimizer, key_pattern
 from dist_checkpointing.format.geometry import Box, Ints, unravel
@@ -30,18 +30,16 @@ from dist_checkpointing.strategies.registry import (
     get_default_strategy,
 )
 from dist_checkpointing.tools import values
-from dist_checkpointing.tools.convert.plan import budget_of
 from dist_checkpointing.tools.ls import Pattern
 from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted, open_named
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
-    counted,
     is_narrower_than,
     progress_bar,
     shape_text,
 )
-from dist_checkpointing.tools.values import Array
+from dist_checkpointing.tools.values import Array, budget_of
 
 _SMALL_NORM = 1e-12
 _EXIT_DIFFERENT = 1
@@ -102,9 +100,8 @@ def diff(
         near = hint(pattern, a)
         raise LookupError(f"neither checkpoint has a key that matches {pattern!r}{near}")
     budget = budget_of(parse_bytes(memory))
-    for opened in (a, b):
-        # Pages of a mapped file would count as memory in use.
-        opened.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
+    # Pages of a mapped file would count as memory in use.
+    a.reads.options = b.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
     num_bytes = sum(tensor.num_bytes for key, tensor in a.items() if wanted(key) and key in b)
     with progress_bar("comparing", num_bytes) as bar:
         found = compare_checkpoints(

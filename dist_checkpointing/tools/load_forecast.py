@@ -7,7 +7,8 @@ import pkgutil
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from heapq import nlargest
@@ -21,7 +22,7 @@ from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format.file_names import key_pattern
-from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import DictKey, Path as TreePath
@@ -31,8 +32,7 @@ from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.serialization.load_recipe import source_leaves
-from dist_checkpointing.storage.interface import ChunkPlace, StorageReader
-from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
 from dist_checkpointing.validation.load_errors import StoredTensors, compare
 
@@ -225,25 +225,28 @@ def of_function(name: str, world_size: int) -> list[RankWants]:
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
     try:
-        function = pkgutil.resolve_name(name)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"cannot import {name!r}: {what}") from error
+        with _telling(f"cannot import {name!r}"):
+            function = pkgutil.resolve_name(name)
     finally:
         sys.path.remove(folder)
     if not callable(function):
         raise ValueError(f"{name!r} is not a function")  # noqa: TRY004 - a text
     wants = []
     for rank in range(world_size):
-        try:
-            with torch.device("meta"):
-                parts = StateDictParts.of(function(rank, world_size))
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{name}({rank}, {world_size}) failed: {what}") from error
+        with _telling(f"{name}({rank}, {world_size}) failed"), torch.device("meta"):
+            parts = StateDictParts.of(function(rank, world_size))
         tensors = {path: leaf.without_data() for path, leaf in parts.tensors.items()}
         wants.append(RankWants((rank,), tensors, tuple(parts.objects.values())))
     return wants
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Say of any error of the user's code what was done."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 # What it costs.
@@ -269,7 +272,6 @@ def forecast_of(
     # By problem and key, with all ranks that meet it.
     findings: dict[tuple[str, str | None], Finding] = {}
     rows: list[dict[str, Any]] = []
-    planner = _Planner(index, reader)
     for want in wants:
         misfits: list[Finding] = []
         try:
@@ -277,16 +279,16 @@ def forecast_of(
         except StateMismatchError as error:
             misfits += error.findings
         unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
-        touched: list[tuple[_Touch, ChunkPlace | None]] = []
-        wanted_bytes = 0
-        for leaf in want.tensors.values():
-            if leaf.key not in unfit:
-                for source in (leaf,) if made is None else source_leaves(made, leaf):
-                    parts, uncovered = planner.parts_of(source)
-                    touched += parts
-                    misfits += uncovered
-                start, stop = leaf.flat_range or (0, leaf.box.num_elements)
-                wanted_bytes += (stop - start) * leaf.dtype.itemsize
+        leaves = [leaf for leaf in want.tensors.values() if leaf.key not in unfit]
+        sizes = [leaf.flat_range or (0, leaf.box.num_elements) for leaf in leaves]
+        wanted_bytes = sum(
+            (stop - start) * leaf.dtype.itemsize
+            for leaf, (start, stop) in zip(leaves, sizes, strict=True)
+        )
+        if made is not None:
+            leaves = [source for leaf in leaves for source in source_leaves(made, leaf)]
+        items, uncovered = plan_load(index, leaves)
+        misfits += uncovered
         misfits += [
             Finding("object not in the checkpoint", leaf.unique_key)
             for leaf in want.objects
@@ -296,7 +298,7 @@ def forecast_of(
             known = findings.setdefault((finding.problem, finding.key), finding)
             ranks = tuple(sorted({*known.ranks, *want.ranks}))
             findings[finding.problem, finding.key] = replace(known, ranks=ranks)
-        cost = _cost(touched, wanted_bytes, checkpoint.reads.sharded.options)
+        cost = _cost(items, index, reader, wanted_bytes)
         rows.append({"ranks": want.ranks, "num_tensors": len(want.tensors), **cost})
     files = sorted({name for row in rows for name in row["files"]})
     lost = [
@@ -320,88 +322,35 @@ def forecast_of(
     }
 
 
-_Chunk = tuple[Ints | None, int | None]
-"""A chunk by its offset and the number of the piece."""
-
-
-class _Touch(NamedTuple):
-    """What one shard reads of one chunk; a window at a time if the chunk can be read in part.
-
-    ``num_bytes`` is the memory of the chunk, ``read_bytes`` is for all windows, and ``buffers`` has
-    the bytes of the buffer of each window, 0 if it is read in place.
-    """
-
-    chunk: _Chunk
-    num_bytes: int
-    read_bytes: int
-    buffers: tuple[int, ...]
-
-
-class _Planner:
-    """Plans loads shard by shard; those of tensors that are stored alike are planned once."""
-
-    def __init__(self, index: Index, reader: StorageReader) -> None:
-        self._index = index
-        self._reader = reader
-        self._known: dict[object, list[_Touch]] = {}
-        self._places: defaultdict[str, dict[_Chunk, ChunkPlace | None]] = defaultdict(dict)
-
-    def parts_of(
-        self, shard: ShardedTensor
-    ) -> tuple[list[tuple[_Touch, ChunkPlace | None]], list[Finding]]:
-        """What a shard reads, and where that is; and what of it nothing stored fills."""
-        tensor = self._index[shard.key]
-        alike: object = shard.key
-        if tensor.pieces is None:
-            alike = (tensor.global_shape, tensor.chunk_shape, tensor.dtype.itemsize)
-        name = (alike, shard.box, shard.flat_range)
-        findings: list[Finding] = []
-        touches = self._known.get(name)
-        if touches is None:
-            items, findings = plan_load(self._index, [shard])
-            touches = self._touches(items, tensor.dtype.itemsize)
-            if not findings:
-                self._known[name] = touches
-        places = self._places[shard.key]
-        new = [touch.chunk for touch in touches if touch.chunk not in places]
-        if new:
-            chunks = [MetadataIndex(shard.key, *chunk) for chunk in new]
-            places.update(zip(new, self._reader.places(chunks), strict=True))
-        return [(touch, places[touch.chunk]) for touch in touches], findings
-
-    def _touches(self, items: Sequence[ReadItem], itemsize: int) -> list[_Touch]:
-        limits = self._reader.files.limits
-        by_chunk: defaultdict[_Chunk, list[Window]] = defaultdict(list)
-        for item in items:
-            by_chunk[item.storage_index.offset, item.storage_index.index].append(item.storage)
-        touches = []
-        for chunk, windows in by_chunk.items():
-            num_bytes = max(window.start + window.array_size for window in windows) * itemsize
-            reads, buffers = zip(*(bytes_read(w, itemsize, limits) for w in windows), strict=True)
-            touches.append(_Touch(chunk, num_bytes, sum(reads), buffers))
-        return touches
-
-
 def _cost(
-    touched: Sequence[tuple[_Touch, ChunkPlace | None]], wanted_bytes: int, options: StorageOptions
+    items: Iterable[ReadItem], index: Index, reader: StorageReader, wanted_bytes: int
 ) -> dict[str, Any]:
-    read_bytes = 0
-    decoded: list[int] = []
-    buffers: list[int] = []
-    for touch, place in touched:
+    """What the reads of a rank take: each shard reads of each chunk all, or a window at a time."""
+    by_chunk: defaultdict[tuple[MetadataIndex, MetadataIndex], list[Window]] = defaultdict(list)
+    for item in items:
+        by_chunk[item.storage_index, item.dest_index].append(item.storage)
+    chunks = [*dict.fromkeys(chunk for chunk, _ in by_chunk)]
+    places = dict(zip(chunks, reader.places(chunks), strict=True))
+    read_bytes, decoded, buffers = 0, list[int](), list[int]()
+    for (chunk, _), windows in by_chunk.items():
+        place, itemsize = places[chunk], index.dtype_of(chunk.fqn).itemsize
         if place is not None and place.is_read_whole:
+            size = max(window.start + window.array_size for window in windows) * itemsize
             read_bytes += place.num_bytes
-            decoded.append(place.num_bytes + touch.num_bytes)
-        else:
-            read_bytes += touch.read_bytes
-            buffers += touch.buffers
+            decoded.append(place.num_bytes + size)
+            continue
+        for window in windows:
+            num_bytes, buffer = bytes_read(window, itemsize, reader.files.limits)
+            read_bytes += num_bytes
+            buffers.append(buffer)
+    options = reader.options
     at_once, copied = (sum(nlargest(options.threads, sizes)) for sizes in (decoded, buffers))
     on_the_way = max(at_once, min(options.buffer_bytes, copied), min(_SCRATCH_BYTES, wanted_bytes))
     return {
         "wanted_bytes": wanted_bytes,
         "read_bytes": read_bytes,
-        "num_reads": sum(len(touch.buffers) for touch, _ in touched),
-        "files": sorted({place.file for _, place in touched if place and place.file}),
+        "num_reads": sum(map(len, by_chunk.values())),
+        "files": sorted({place.file for place in places.values() if place and place.file}),
         "peak_bytes": wanted_bytes + on_the_way,
     }
 

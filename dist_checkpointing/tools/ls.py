@@ -14,7 +14,7 @@ from typer import Argument, Exit, Option
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.checkpoint.key_tree import Branch, as_tree
-from dist_checkpointing.errors import hint
+from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.format import dtypes
@@ -24,7 +24,6 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.threads import in_threads, paused_collector
 from dist_checkpointing.tools.opening import (
     LATEST,
-    MANAGER_RECORD,
     CheckpointArgument,
     StepState,
     Trusted,
@@ -37,13 +36,13 @@ from dist_checkpointing.tools.opening import (
     located,
     look_at,
     open_named,
+    run_of_manager,
     step_folders,
 )
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
     Total,
-    counted,
     fail,
     in_columns,
     is_narrower_than,
@@ -212,10 +211,8 @@ def _others(opened: Checkpoint) -> Iterator[Entry]:
     from dist_checkpointing.tools import values  # noqa: PLC0415
 
     for key, handle in opened.objects.items():
-        cells = (
-            "1 cell of " + shape_text(handle.shape) if len(handle) == 1 else f"{len(handle)} cells"
-        )
-        yield Entry(key, handle.shape, OBJECT, 0, cells)
+        grid = f" of {shape_text(handle.shape)}" if len(handle) == 1 else ""
+        yield Entry(key, handle.shape, OBJECT, 0, counted(len(handle), "cell") + grid)
     for name, value in values.entries(values.common_state(opened)).items():
         yield Entry(name, None, COMMON, 0, values.type_text(value))
 
@@ -282,7 +279,8 @@ def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
     rows = list(sums.items())
     if rest := [both for _, both in rows[_MAX_SUBTOTALS:]]:
         total = Total(*map(sum, zip(*rest, strict=True)))
-        rows[_MAX_SUBTOTALS:] = [(f"{len(rest)} more prefixes", total)]
+        more = "1 more prefix" if len(rest) == 1 else f"{len(rest)} more prefixes"
+        rows[_MAX_SUBTOTALS:] = [(more, total)]
     return [(f"  {name}", counted(count, "tensor"), bytes_text(n)) for name, (count, n) in rows]
 
 
@@ -406,13 +404,9 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
 
 def _notes_of(root: Location) -> dict[str, list[str]]:
     """What the record of a manager says about each step, by name."""
-    if not location.is_file(root / MANAGER_RECORD):
+    if (run := run_of_manager(root)) is None:
         return {}
-    # Not at the top: it imports torch.
-    from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
-    from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
-
-    record = RunFolder(root, Retention()).record()
+    record = run.record()
     abandoned = record.abandoned
     return {
         str(number): ["verified"] * known.verified
@@ -485,19 +479,19 @@ def _print_end(name: str, folder: Location, *, as_json: bool) -> bool:
         is_saved = step.state.is_checkpoint
         if is_saved and step.begun_at is not None:  # not known of what another program saved
             seconds = max(step.saved_at - step.begun_at, 1e-3)
-    report = Report()
+    report, text, style = Report(), f"{name}: {state}", "yellow"
+    if num_bytes is not None and not is_saved:
+        text, style = f"{text}: its save has ended", "red"
+    elif num_bytes is not None:
+        text += f", {bytes_text(num_bytes)}"
+        if seconds is not None:
+            text += f", saved in {seconds:.1f} s ({bytes_text(num_bytes / seconds)}/s)"
+        style = "red" if state == StepState.DAMAGED.value else "green"
     if as_json:
         document = {"step": name, "path": str(folder), "state": state}
         report.raw([json_text({**document, "num_bytes": num_bytes, "seconds": seconds})])
-    elif num_bytes is None:
-        report.line(f"{name}: {state}", "yellow")
-    elif not is_saved:
-        report.line(f"{name}: {state}: its save has ended", "red")
     else:
-        text = f"{name}: {state}, {bytes_text(num_bytes)}"
-        if seconds is not None:
-            text += f", saved in {seconds:.1f} s ({bytes_text(num_bytes / seconds)}/s)"
-        report.line(text, "red" if state == StepState.DAMAGED.value else "green")
+        report.line(text, style)
     report.print()
     return is_saved
 

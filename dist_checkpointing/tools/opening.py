@@ -12,13 +12,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding, hint
+from dist_checkpointing.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    Finding,
+    counted,
+    hint,
+)
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.location import as_location
@@ -37,7 +43,9 @@ from dist_checkpointing.format.leftovers import (
     attempt_of,
 )
 from dist_checkpointing.format.seal import read_seal
-from dist_checkpointing.tools.report import counted
+
+if TYPE_CHECKING:
+    from dist_checkpointing.manager.run_folder import RunFolder
 
 CheckpointArgument = Annotated[
     Path,
@@ -278,16 +286,23 @@ def _is_begun(folder: Location) -> bool:
     return location.is_file(folder / ATTEMPT_NAME) or bool(location.names_in(folder / CLAIMS))
 
 
+def run_of_manager(root: Location) -> RunFolder | None:
+    """The run, if a manager keeps its record."""
+    if not location.is_file(root / MANAGER_RECORD):
+        return None
+    # Not at the top: these import torch.
+    from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
+    from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
+
+    return RunFolder(root, Retention())
+
+
 def latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None, str | None]:
     """Name of the latest step, and what is wrong with the pointer to it."""
-    remark = None
-    if location.is_file(root / MANAGER_RECORD):
-        # It brings the pointer up to date after a kill. Not at the top: it imports torch.
-        from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
-        from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
-
-        latest = RunFolder(root, Retention()).latest()
+    if (run := run_of_manager(root)) is not None:
+        latest = run.latest()  # brings the pointer up to date after a kill
         return (None if latest is None else str(latest)), None
+    remark = None
     with suppress(FileNotFoundError):
         text = location.read_bytes(root / MEGATRON_POINTER, _MAX_POINTER_BYTES)
         named = text.decode(errors="replace").strip()

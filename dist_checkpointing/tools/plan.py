@@ -15,7 +15,7 @@ from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import Finding
+from dist_checkpointing.errors import Finding, counted
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
@@ -36,7 +36,6 @@ from dist_checkpointing.tools.opening import CheckpointArgument, open_named
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
-    counted,
     is_narrower_than,
     same_for_all_layers,
 )
@@ -193,11 +192,11 @@ _CHOICES: dict[str, Callable[[Iterable[float]], float]] = {
 _LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
 
 
-def _numbers(cost: dict[str, Any]) -> tuple[float, ...]:
+def _numbers(cost: dict[str, Any]) -> list[float]:
     """A number for each of the columns."""
     wanted, read = cost["wanted_bytes"], cost["read_bytes"]
     copies = cost["num_reads"], len(cost["files"]), cost["peak_bytes"]
-    return cost["num_tensors"], wanted, read, _ratio(read, wanted), *copies
+    return [cost["num_tensors"], wanted, read, _ratio(read, wanted), *copies]
 
 
 def _ratio(read: int, wanted: int) -> float:
@@ -205,19 +204,14 @@ def _ratio(read: int, wanted: int) -> float:
 
 
 def _add_costs(report: Report, costs: Sequence[dict[str, Any]]) -> None:
-    alone = _CHOICES["min"]
-    groups = [(_ranks_text(cost["ranks"]), alone, [_numbers(cost)]) for cost in costs]
+    groups = [(_ranks_text(cost["ranks"]), _numbers(cost)) for cost in costs]
     if len(costs) > _MAX_ROWS:
-        every = [_numbers(cost) for cost in costs for _ in cost["ranks"]]
-        groups = [(name, choose, every) for name, choose in _CHOICES.items()]
+        columns = [*zip(*(_numbers(cost) for cost in costs for _ in cost["ranks"]), strict=True)]
+        groups = [(name, [*map(choose, columns)]) for name, choose in _CHOICES.items()]
     left_out = _LEFT_OUT_IF_NARROW if is_narrower_than(_NARROW) else ()
-    headers, rows = ["rank"], [[name] for name, _, _ in groups]
-    for number, (header, text) in enumerate(_COLUMNS):
-        if header not in left_out:
-            headers.append(header)
-            for row, (_, choose, group) in zip(rows, groups, strict=True):
-                row.append(text(choose(numbers[number] for numbers in group)))
-    report.table(headers, rows, right=range(1, len(headers)))
+    shown = [(n, *column) for n, column in enumerate(_COLUMNS) if column[0] not in left_out]
+    rows = [[name, *(text(numbers[n]) for n, _, text in shown)] for name, numbers in groups]
+    report.table(["rank", *(header for _, header, _ in shown)], rows, range(1, 1 + len(shown)))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

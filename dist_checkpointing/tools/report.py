@@ -165,11 +165,6 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def counted(number: int, word: str) -> str:
-    """``1 tensor``, ``1,234 tensors``."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
 def shape_text(shape: Iterable[int] | None) -> str:
     """``512x4096``: a shape without spaces, so that ``awk`` sees one column."""
     return "-" if shape is None else "x".join(map(str, shape)) or "scalar"

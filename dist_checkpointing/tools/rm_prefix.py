@@ -10,13 +10,13 @@ from typer import Argument, Exit, Option, confirm
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
 from dist_checkpointing.tools.opening import CheckpointArgument, count_files, open_named
 from dist_checkpointing.tools.report import (
     Report,
-    counted,
     same_for_all_layers,
     shape_text,
     totals,

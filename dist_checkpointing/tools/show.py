@@ -16,7 +16,7 @@ from typer import Argument, Option
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, TensorHandle
 from dist_checkpointing.checkpoint.slicing import parse_slices, select
-from dist_checkpointing.errors import hint
+from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.ls import sharding_text
@@ -25,7 +25,6 @@ from dist_checkpointing.tools.report import (
     PIPE_WIDTH,
     AsJson,
     Report,
-    counted,
     one_line,
     painted,
     print_json,

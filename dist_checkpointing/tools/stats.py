@@ -13,13 +13,14 @@ from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.tools.opening import CheckpointArgument, Files, Trusted, open_named
-from dist_checkpointing.tools.report import AsJson, Report, Total, counted, progress_bar, totals
+from dist_checkpointing.tools.report import AsJson, Report, Total, progress_bar, totals
 
 _EXIT_NOT_FINITE = 1
 

@@ -1,4 +1,4 @@
-"""Values in bounded memory: statistics, histograms and corners of tensors, named plain values."""
+"""Values in bounded memory: its budget, statistics and corners of tensors, named plain values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import argparse
 import io
 import itertools
 import math
+import os
 import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -20,9 +24,10 @@ import torch
 from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
-from dist_checkpointing.errors import UnsupportedFormatError
-from dist_checkpointing.format.geometry import Box, split_rows
+from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks, stream
 from dist_checkpointing.tools.report import shape_text
 
@@ -31,9 +36,96 @@ Array = npt.NDArray[Any]
 SLAB_ELEMENTS = 2**18
 """Number of elements that are processed at a time, such that they stay in the cache."""
 
+_MIN_REST_BYTES = 192 * 2**20
+_SLACK_BYTES = 96 * 2**20
+"""For what comes with the work: modules, plans, threads, what the allocator keeps."""
+
+_COPIES = 3
+"""Of a box at a time: as it was read, as it was cast, on its way into the file."""
+
+_MOST_BOX_BYTES = 128 * 2**20
+
+_LEAST_REUSED_BYTES = 2**20
+
 _MAX_ENTRIES = 1 << 20
 _MAX_TEXT = 200
 _MAX_NUMBERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many threads work, on boxes of how many bytes each; how much a writer may collect, and
+    how much of mapped files may count as memory of the process.
+    """
+
+    threads: int
+    box_bytes: int
+    buffer_bytes: int
+    mapped_bytes: int
+
+
+def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
+    """Divide what a budget for the whole process leaves among threads and buffers.
+
+    Raises:
+        CheckpointingException: if that is too little to begin.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    used = pages * os.sysconf("SC_PAGE_SIZE")
+    rest = memory_bytes - used
+    if rest < _MIN_REST_BYTES:
+        least = -(-(used + _MIN_REST_BYTES) // 2**20)
+        finding = Finding(
+            "the program itself takes most of it",
+            expected=f"at least {least} MiB",
+            found=f"{memory_bytes // 2**20} MiB",
+            remedy=f"Allow more: --memory {least}MiB.",
+        )
+        raise CheckpointingException("the memory budget is too small", [finding])
+    rest -= _SLACK_BYTES
+    count = threads or StorageOptions().threads
+    box_bytes = max(2**20, min(_MOST_BOX_BYTES, rest // (2 * _COPIES * count)))
+    return Budget(count, box_bytes, max(2**20, rest // 4), max(2**23, rest // 8))
+
+
+class ReusedMemory:
+    """Makes tensors in memory that earlier ones gave back. From any thread.
+
+    The first touch of fresh memory takes longer than it takes to read into it and to write it.
+    ``most_bytes`` are kept for the next ones.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self._free: deque[npt.NDArray[np.uint8]] = deque()
+
+    def __call__(
+        self, shape: Ints, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < _LEAST_REUSED_BYTES:
+            return torch.empty(shape, dtype=dtype, device=device)
+        block = self._fitting(num_bytes)
+        values = block[:num_bytes]
+        # The tensor holds the array, and nobody else does.
+        weakref.finalize(values, self._give_back, block).atexit = False
+        return torch.from_numpy(values).view(dtype).view(shape)
+
+    def _fitting(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        # Single operations of a deque need no lock, which a finalizer could not wait for.
+        with suppress(IndexError):
+            for _ in range(len(self._free)):
+                block = self._free.popleft()
+                if num_bytes <= len(block) <= 2 * num_bytes:
+                    return block
+                self._free.append(block)
+        return np.empty(num_bytes, dtype=np.uint8)
+
+    def _give_back(self, block: npt.NDArray[np.uint8]) -> None:
+        self._free.append(block)
+        with suppress(IndexError):
+            while sum(map(len, [*self._free])) > self.most_bytes:
+                self._free.popleft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +283,11 @@ def _slabs_of_part(
     handle: TensorHandle, slices: Any, memory_bytes: int, report: Callable[[int], None]
 ) -> Iterator[Array]:
     """The slabs of ``handle[slices]``; each part that is read is freed before the next one."""
-
-    def read(part: tuple[slice, ...]) -> Iterator[Array]:
+    for part in _parts(handle, slices, memory_bytes):
         tensor = handle[part]
         report(tensor.nbytes)
-        return slabs(tensor)
-
-    return itertools.chain.from_iterable(map(read, _parts(handle, slices, memory_bytes)))
+        yield from slabs(tensor)
+        del tensor
 
 
 def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tuple[slice, ...]]:

@@ -11,7 +11,7 @@ from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.verify_checkpoint import Examination, examine_checkpoint
-from dist_checkpointing.errors import Finding
+from dist_checkpointing.errors import Finding, counted
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.tools.opening import (
     CheckpointArgument,
@@ -20,7 +20,7 @@ from dist_checkpointing.tools.opening import (
     located,
     open_named,
 )
-from dist_checkpointing.tools.report import AsJson, Report, counted, progress_bar
+from dist_checkpointing.tools.report import AsJson, Report, progress_bar
 
 _EXIT_DAMAGED = 1
 _MAX_BYTES = 2**30

@@ -81,7 +81,7 @@ def test_the_weights_for_others(tmp_path: Path) -> None:
 
 
 def test_something_is_shown_before_torch_is_imported(source: Path, tmp_path: Path) -> None:
-    code = """import sys; from dist_checkpointing.tools.convert import command as c
+    code = """import sys; from dist_checkpointing.tools import convert_command as c
 real = c.progress_bar
 c.progress_bar = lambda *given: print(given[0], "torch" in sys.modules) or real(*given)"""
     finished = run_fresh("-c", code + MAIN, "convert", source, tmp_path / "c", "--to", "zarr")
@@ -151,8 +151,8 @@ def test_an_error_is_a_line_and_not_a_traceback(source: Path, tmp_path: Path) ->
 
 FAILING_READ = """
     import os, signal, time
-    from dist_checkpointing.tools.convert import plan
-    plan._MOST_BOX_BYTES = 2**21
+    from dist_checkpointing.tools import values
+    values._MOST_BOX_BYTES = 2**21
     from dist_checkpointing import Checkpoint
     read, count = Checkpoint.read, 0
     def failing(self, wanted):

@@ -29,8 +29,8 @@ from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools.app import app, main
 from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
-from dist_checkpointing.tools.convert.plan import Budget
 from dist_checkpointing.tools.convert.source import PartChecks
+from dist_checkpointing.tools.values import Budget
 from states import between, flat as flat_part, rows, save_on, shard
 
 BACKENDS = {name: make for name, make in samples.BACKENDS.items() if name != "zarr-2-zstd"}

@@ -13,6 +13,7 @@ from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.testing import random_bits
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.values import (
+    ReusedMemory,
     Statistics,
     as_numbers,
     read_excerpt,
@@ -162,3 +163,27 @@ def test_an_excerpt_has_the_corners(data: Any, shape: list[int], edge: int, most
             keep = torch.tensor([*range(edge + 1), *range(extent - edge, extent)])
             wanted = wanted.index_select(axis, keep)
     assert torch.equal(excerpt, wanted)
+
+
+def test_memory_that_nobody_looks_into_any_more_is_used_again() -> None:
+    memory = ReusedMemory()
+    memory.most_bytes = 2**22
+    first = memory((2**20,), dtype=torch.float32)
+    address, part = first.data_ptr(), first[5:]
+    del first
+    assert memory((2**20,), dtype=torch.float32).data_ptr() != address, "a view holds it"
+    del part
+    again = memory((3, 2**19), dtype=torch.bfloat16)
+    assert (again.data_ptr(), again.shape, again.dtype) == (address, (3, 2**19), torch.bfloat16)
+    assert memory((), dtype=torch.int8).shape == ()
+
+
+def test_no_more_memory_is_kept_than_allowed() -> None:
+    memory = ReusedMemory()
+    memory.most_bytes = 2**21
+    held = [memory((2**20,), dtype=torch.uint8) for _ in range(4)]
+    addresses = [one.data_ptr() for one in held]
+    del held
+    kept = {block.ctypes.data for block in memory._free}
+    assert len(kept) == 2
+    assert kept < {*addresses}

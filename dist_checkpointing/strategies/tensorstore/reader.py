@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import unquote
@@ -75,7 +75,7 @@ class NewestTree:
 
 _CELL = re.compile(r"shard_[\d.]*_([\d.]+)")
 _MOST_SINGLE_BYTES = 2**20
-"""Of a larger chunk a box takes longer to read than to plan."""
+"""A box of a larger chunk several threads read in less time."""
 
 
 class TensorStoreReader(StorageReader):
@@ -126,7 +126,9 @@ class TensorStoreReader(StorageReader):
             raise damaged(f"{self.checkpoint_dir}: {name.decode()}", key, "an object is missing")
         return self._bytes(values, 0, key)
 
-    def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
+    def read_box(
+        self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
+    ) -> torch.Tensor | None:
         chunk, shape = tensor.chunk_shape, box.shape
         if chunk is None or 0 in shape:
             return None
@@ -139,13 +141,13 @@ class TensorStoreReader(StorageReader):
             offset.append(first)
         window = Window(0, chunk, Box(tuple(offset), shape))
         num_bytes = window.array_size * tensor.dtype.itemsize
-        if num_bytes > _MOST_SINGLE_BYTES:
+        if num_bytes > _MOST_SINGLE_BYTES and self.files.limits.threads > 1:
             return None
         key = f"{disk_name(tensor.key)}/{chunk_name(tuple(index))}".encode()
         place = self._newest(keeps_nodes=self.is_kept).find_outside(key)
         if place is None or place[2] != num_bytes:
             return None
-        part = torch.empty(shape, dtype=tensor.dtype.torch)
+        part = memory(shape, dtype=tensor.dtype.torch)
         target = tensor_memory.fillable(part, part.dtype)
         assert target is not None
         name, begin, _ = place

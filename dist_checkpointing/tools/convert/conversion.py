@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import errno
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from types import FrameType
-from typing import Any
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
@@ -34,11 +30,11 @@ from dist_checkpointing.tools.convert.plan import (
     ConversionPlan,
     ConvertOptions,
     Rules,
-    budget_of,
     plan_conversion,
 )
 from dist_checkpointing.tools.convert.source import Source
 from dist_checkpointing.tools.convert.write import Target
+from dist_checkpointing.tools.values import budget_of
 
 _LEAST_GROWN_BYTES = 2**28
 _MOST_GROWTH = 64
@@ -152,7 +148,7 @@ def convert(
     stored.limit(budget)
     num_proven = 0
     if not options.dry_run:
-        with _writing(target):
+        with _writing(place):
             num_proven = target.write(budget)
     return Conversion(
         source=" ".join(map(str, opened.backend)),
@@ -198,17 +194,8 @@ def parse_backend(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def _writing(target: Target) -> Iterator[None]:
-    """Let Ctrl-C end all threads soon, and say in few words what cannot be written."""
-    previous: Any = signal.getsignal(signal.SIGINT)
-    is_ours = threading.current_thread() is threading.main_thread() and callable(previous)
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        target.stop.set()
-        previous(number, frame)
-
-    if is_ours:
-        signal.signal(signal.SIGINT, interrupted)
+def _writing(destination: Location) -> Iterator[None]:
+    """Say in few words what cannot be written."""
     try:
         yield
     except (RankFailedError, OSError) as error:
@@ -220,8 +207,5 @@ def _writing(target: Target) -> Iterator[None]:
         else:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             findings = [Finding(str(error), remedy="Free some space." if is_full else None)]
-        message = f"cannot write {target.destination}: nothing of it is left"
+        message = f"cannot write {destination}: nothing of it is left"
         raise CheckpointingException(message, findings) from error
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, previous)

@@ -1,21 +1,23 @@
 """What a conversion will do, as a value: its rules, what they make of a source, in which boxes it
-is copied, and how much memory each step may use. Nothing is read and nothing is written here.
+is copied. Nothing is read and nothing is written here.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    UnsupportedFormatError,
+    counted,
+)
 from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
 from dist_checkpointing.format.file_names import PLACEHOLDER, key_pattern
 from dist_checkpointing.format.geometry import (
@@ -28,23 +30,12 @@ from dist_checkpointing.format.geometry import (
 )
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.mapping.tensor_memory import is_lossless
-from dist_checkpointing.storage.options import StorageOptions
 
 _CUT = re.compile(r"\s*axis\s*=\s*(\d+)\s*,\s*parts\s*=\s*(\d+)\s*")
 _SMALL_BYTES = 2**20
 """Parts are not made smaller than this for the sake of reading."""
 
 DEFAULT_MEMORY_BYTES: Final = 2 * 2**30
-_MIN_REST_BYTES = 192 * 2**20
-_SLACK_BYTES = 96 * 2**20
-"""For what comes with the work: modules, plans, threads, what the allocator keeps."""
-
-_COPIES = 3
-"""Of a box at a time: as it was read, as it was cast, on its way into the file."""
-
-_MOST_BOX_BYTES = 128 * 2**20
-_M_MMAP_THRESHOLD = -3
-
 Pattern = re.Pattern[str]
 T = TypeVar("T")
 
@@ -75,18 +66,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """All that a conversion changes; by default nothing.
-
-    Attributes:
-        include: A key is converted if one of these is found in it, or if there are none.
-        exclude: A key is left out if one of these is found in it.
-        renames: Patterns and what replaces their matches, applied one after the other.
-        casts: Patterns and dtypes of floating-point tensors; the first that is found in the (old)
-            key counts.
-        reshards: Patterns and numbers of parts by axis; the first that is found counts.
-        lossy: Whether a cast may change values.
-        tensors_only: Leave out objects and common state.
-    """
+    """All that a conversion changes, see ``parse``; by default nothing."""
 
     include: tuple[Pattern, ...] = ()
     exclude: tuple[Pattern, ...] = ()
@@ -111,13 +91,17 @@ class Rules:
         """The rules as texts say them.
 
         Args:
-            include: patterns, see ``key_pattern``, to be found in keys.
-            exclude: likewise.
-            rename: ``PATTERN=REPLACEMENT``; the last ``=`` is the one between them.
-            cast: ``DTYPE`` or ``PATTERN=DTYPE``.
-            reshard: ``axis=0,parts=8`` or ``PATTERN:axis=0,parts=8``; more axes follow after ``;``.
-            lossy: see ``Rules``.
-            tensors_only: see ``Rules``.
+            include: patterns, see ``key_pattern``: a key is converted if one of these is found in
+                it, or if there are none.
+            exclude: a key is left out if one of these patterns is found in it.
+            rename: ``PATTERN=REPLACEMENT``, applied one after the other; the last ``=`` is the one
+                between them.
+            cast: ``DTYPE`` or ``PATTERN=DTYPE``, of floating-point tensors; the first that is found
+                in the old key counts.
+            reshard: ``axis=0,parts=8`` or ``PATTERN:axis=0,parts=8``; more axes follow after ``;``,
+                and the first that is found counts.
+            lossy: whether a cast may change values.
+            tensors_only: leave out objects and common state.
 
         Raises:
             CheckpointingException: for a text that says nothing.
@@ -256,13 +240,15 @@ def plan_conversion(
     names = {key: _renamed(key, rules.renames) for key in (*keys, *cells)}
     num_stored = len(index) + len(objects)
     if num_stored and not names:
-        finding = Finding(f"none of {num_stored} keys", remedy="See what there is: dckpt ls.")
+        problem = f"none of {counted(num_stored, 'key')}"
+        finding = Finding(problem, remedy="See what there is: dckpt ls.")
         raise CheckpointingException("include and exclude leave nothing to convert", [finding])
     by_name: dict[str, list[str]] = {}
     for old, new in names.items():
         by_name.setdefault(new, []).append(old)
+    problem = "several keys would have this name"
     findings = [
-        Finding("several keys would have this name", new, found=", ".join(map(repr, old)))
+        Finding(problem, new, found=", ".join(map(repr, old)))
         for new, old in by_name.items()
         if len(old) > 1
     ]
@@ -289,7 +275,9 @@ def plan_conversion(
         for (old, new), count in sorted(pairs.items(), key=lambda item: item[0][0].name)
     ]
     findings = [
-        Finding(f"{cast.stored} to {cast.wanted} ({cast.tensors} tensors) changes values")
+        Finding(
+            f"{cast.stored} to {cast.wanted} ({counted(cast.tensors, 'tensor')}) changes values"
+        )
         for cast in casts
         if not cast.is_lossless
     ]
@@ -385,50 +373,3 @@ def runs(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
         height = (chunk[0] * max(1, most // row_elements),)
     for _, band in ChunkGrid(tensor.shape, (*height, *tensor.shape[1:])).intersecting(whole):
         yield from split_rows(band, most)
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How many threads work, on boxes of how many bytes each; how much a writer may collect, and
-    how much of mapped files may count as memory of the process.
-    """
-
-    threads: int
-    box_bytes: int
-    buffer_bytes: int
-    mapped_bytes: int
-
-
-def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
-    """Divide what a budget for the whole process leaves among threads and buffers.
-
-    Raises:
-        CheckpointingException: if that is too little to begin.
-    """
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    used = pages * os.sysconf("SC_PAGE_SIZE")
-    rest = memory_bytes - used
-    if rest < _MIN_REST_BYTES:
-        least = -(-(used + _MIN_REST_BYTES) // 2**20)
-        finding = Finding(
-            "the program itself takes most of it",
-            expected=f"at least {least} MiB",
-            found=f"{memory_bytes // 2**20} MiB",
-            remedy=f"Allow more: --memory {least}MiB.",
-        )
-        raise CheckpointingException("the memory budget is too small", [finding])
-    rest -= _SLACK_BYTES
-    count = threads or StorageOptions().threads
-    box_bytes = max(2**20, min(_MOST_BOX_BYTES, rest // (2 * _COPIES * count)))
-    return Budget(count, box_bytes, max(2**20, rest // 4), max(2**23, rest // 8))
-
-
-def return_freed_memory() -> None:
-    """Let the allocator of this process give large blocks back as soon as they are freed.
-
-    glibc otherwise learns from the first one to keep them, in every thread, which at the end is
-    more than what is in use. For programs that have nothing else to do: it costs page faults.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries have none, and do not keep them
-        mallopt(_M_MMAP_THRESHOLD, 2**20)

@@ -25,7 +25,7 @@ from dist_checkpointing.planning.shard_table import Bools
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
-from dist_checkpointing.tools.convert.plan import Budget
+from dist_checkpointing.tools.values import Budget, ReusedMemory
 
 KeyBoxes = Sequence[tuple[str, Box]]
 
@@ -53,6 +53,7 @@ class Source:
         opened.reads.options = StorageOptions(
             threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
         )
+        opened.reads.memory = self._memory = ReusedMemory()
         self.index: Index = opened.index
         self.objects: Mapping[str, ObjectHandle] = opened.objects
         self.made: Derivation | None = None
@@ -72,6 +73,7 @@ class Source:
     def limit(self, budget: Budget) -> None:
         """Let checks take no more memory than the budget allows."""
         self.checks.most_bytes = budget.box_bytes
+        self._memory.most_bytes = budget.threads * budget.box_bytes
 
     def find_checksums(self, keys: Collection[str]) -> bool:
         """Compare what is read of some tensors from now on; False if the source keeps no checksums.

@@ -47,7 +47,6 @@ from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedS
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.tools.convert.plan import (
-    Budget,
     ConversionPlan,
     ConvertOptions,
     PlannedTensor,
@@ -56,6 +55,7 @@ from dist_checkpointing.tools.convert.plan import (
     shards,
 )
 from dist_checkpointing.tools.convert.source import Source
+from dist_checkpointing.tools.values import Budget
 
 _LARGE_BYTES = 2**20
 _TOGETHER_BYTES = 8 * 2**20
@@ -66,7 +66,7 @@ _MOST_TOGETHER = 1024
 class Target:
     """One conversion: a save whose data is lazy; so its backend must accept a planner.
 
-    ``left_out`` says what the format cannot hold; ``stop``, when set, ends the conversion.
+    ``left_out`` says what the format cannot hold.
     """
 
     source: Source
@@ -77,7 +77,6 @@ class Target:
     progress: ProgressOption | None
     rules: Rules
     left_out: list[str] = field(default_factory=list)
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         # Imports what will be used, so that its memory counts before the rest is divided.
@@ -110,8 +109,6 @@ class Target:
 
     def read(self, wanted: Sequence[tuple[PlannedTensor, Box]]) -> Iterator[torch.Tensor]:
         """The values of boxes in their new dtypes, each cast when the one before is done with."""
-        if self.stop.is_set():
-            raise CheckpointingException("the conversion was interrupted")
         values = self.source.read([(tensor.source.key, box) for tensor, box in wanted])
         values.reverse()
         for tensor, _ in wanted:
@@ -128,10 +125,8 @@ class Target:
             for tensor in self.plan.tensors
             if tensor.dtype == tensor.source.dtype and tensor.source.key in kept
         }
-        target = Source(written)
-        target.limit(budget)
-        found: Mapping[str, str] = target.index.fingerprints or fingerprints_by_reading(
-            target.index, expected, target.read, most_bytes=budget.box_bytes
+        found: Mapping[str, str] = written.index.fingerprints or fingerprints_by_reading(
+            written.index, expected, Source(written).read, most_bytes=budget.box_bytes
         )
         findings = [
             Finding("was not converted bit by bit", key, expected=text, found=found.get(key))
@@ -139,8 +134,8 @@ class Target:
             if found.get(key) != text
         ]
         if findings:
-            message = "what was written has other fingerprints than the source"
-            raise CorruptCheckpointError(message, findings)
+            problem = "what was written has other fingerprints than the source"
+            raise CorruptCheckpointError(problem, findings)
         return len(expected)
 
     def _require_place(self) -> None:

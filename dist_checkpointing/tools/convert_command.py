@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
+from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.tools.opening import Memory, explaining, located
-from dist_checkpointing.tools.report import AsJson, Report, counted, print_json, progress_bar
+from dist_checkpointing.tools.report import AsJson, Report, progress_bar
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
@@ -144,8 +145,6 @@ def convert(
         # Imported here, because it imports torch.
         from dist_checkpointing.planning.recipe import Recipe  # noqa: PLC0415
         from dist_checkpointing.tools import convert  # noqa: PLC0415
-
-        convert.return_freed_memory()  # imports the rest
     if weights:
         include, rename, tensors_only = [_MODEL], [f"{_MODEL}=", *(rename or ())], True
     rules = convert.Rules.parse(
@@ -180,13 +179,10 @@ def convert(
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"nothing of {destination} is left") from None
-    if json:
-        print_json(_as_json(done, dry_run=dry_run))
-        return
     report = Report()
-    for line in _lines(done, destination, dry_run=dry_run):
+    for line in () if json else _lines(done, destination, dry_run=dry_run):
         report.line(line)
-    report.print()
+    report.finish(_as_json(done, dry_run=dry_run), as_json=json)
 
 
 def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[str]:
@@ -216,10 +212,8 @@ def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[st
                 (len(made.cut), "tensor", "recipe: {} of the source used in part, see --dry-run"),
                 (len(made.left_out), "tensor", "recipe: {} of the source not used, see --dry-run"),
             )
-    yield from _counted(
-        (plan.num_left, "key", "left: {} that include and exclude do not take"),
-        (plan.num_renamed, "key", "renamed: {}"),
-    )
+    left = "left: {} that include and exclude do not take"
+    yield from _counted((plan.num_left, "key", left), (plan.num_renamed, "key", "renamed: {}"))
     for cast in plan.casts:
         loss = "no value changed" if cast.is_lossless else "values rounded"
         yield f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}"
