@@ -62,7 +62,7 @@ class PartialReads:
         reader = self.sharded.make_reader(self._folder)
         reader.is_kept = True
         # Asked once for all of its copies. Files are mapped on local disks.
-        reader.files.keeps_open = reader.files.limits.maps_files
+        reader.files.keeps_open = reader.files.maps_files
         return reader
 
     def make_reader(self) -> StorageReader:

@@ -470,9 +470,12 @@ def write_index(
 def read_index(folder: Location) -> Index | None:
     """The index file of the checkpoint in ``folder``, or None if it has none."""
     path = folder / INDEX_NAME
-    if not location.is_there(path):
+    try:
+        return Index.from_json(location.read_bytes(path, _MAX_INDEX_BYTES), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        if location.is_there(path):
+            raise
         return None
-    return Index.from_json(location.read_bytes(path, _MAX_INDEX_BYTES), str(path))
 
 
 LARGE_BYTES: Final = 1 << 28

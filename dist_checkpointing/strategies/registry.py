@@ -175,7 +175,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         return registered
     wanted = (action.value, backend, version)
     name = f"{action.value}.{backend}.{version}"
-    own = (_BUILT_IN | _REFUSED).get(name)
+    own = _BUILT_IN.get(name) or _REFUSED.get(name)
     entries = [] if own is None else [EntryPoint(name, own, ENTRY_POINT_GROUP)]
     for entry in entries or entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:

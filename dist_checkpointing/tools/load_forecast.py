@@ -370,14 +370,16 @@ class _Planner:
         return [(touch, places[touch.chunk]) for touch in touches], findings
 
     def _touches(self, items: Sequence[ReadItem], itemsize: int) -> list[_Touch]:
-        limits = self._reader.files.limits
+        files = self._reader.files
+        gap = files.limits.strided_gap
         by_chunk: defaultdict[_Chunk, list[Window]] = defaultdict(list)
         for item in items:
             by_chunk[item.storage_index.offset, item.storage_index.index].append(item.storage)
         touches = []
         for chunk, windows in by_chunk.items():
             num_bytes = max(window.start + window.array_size for window in windows) * itemsize
-            reads, buffers = zip(*(bytes_read(w, itemsize, limits) for w in windows), strict=True)
+            costs = (bytes_read(w, itemsize, gap, is_mapped=files.maps_files) for w in windows)
+            reads, buffers = zip(*costs, strict=True)
             touches.append(_Touch(chunk, num_bytes, sum(reads), buffers))
         return touches
 
@@ -406,7 +408,9 @@ def _cost(
     }
 
 
-def bytes_read(window: Window, itemsize: int, limits: ReadLimits) -> tuple[int, int]:
+def bytes_read(
+    window: Window, itemsize: int, gap: int | None, *, is_mapped: bool
+) -> tuple[int, int]:
     """Bytes that a window takes of storage, and of a buffer, 0 if it is read in place.
 
     It is of a chunk that can be read in part. A window that is one run is read as it is. Of others
@@ -416,8 +420,7 @@ def bytes_read(window: Window, itemsize: int, limits: ReadLimits) -> tuple[int, 
     wanted = window.box.num_elements * itemsize
     if window.contiguous_range() is not None:
         return wanted, 0
-    if not limits.maps_files:
-        gap = limits.strided_gap
+    if not is_mapped:
         axes = axes_apart(window, itemsize, maps_files=False, most_gap=gap)
         span = span_bytes(window, axes, itemsize)
         return math.prod(window.box.shape[:axes]) * span, span

@@ -180,7 +180,7 @@ class TensorStoreReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         table = plan.table
-        filler = Filler(plan, planner, self._index, self.files.limits)
+        filler = Filler(plan, planner, self._index, self.files)
         with paused_collector():
             row_keys = database.row_keys(table, self._index)
             values = self._find(row_keys)
