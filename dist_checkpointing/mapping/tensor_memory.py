@@ -152,28 +152,31 @@ def memory_of(tensor: torch.Tensor | None) -> tuple[int, int]:
     return tensor.data_ptr(), elements * tensor.itemsize
 
 
-def sharing_memory(tensors: Sequence[torch.Tensor | None], spans: npt.ArrayLike) -> list[int]:
-    """Positions of the tensors that have an element in memory of another one.
+def sharing_memory(
+    tensors: Sequence[torch.Tensor | None],
+    begins: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+) -> list[int]:
+    """Positions of the tensors that have an element in memory of another one, in order.
 
-    ``spans`` are what ``memory_of`` gives for them. Columns of one tensor lie between each other,
-    and do not share memory; but where very many do, they count as if they did.
+    ``begins`` and ``sizes`` are what ``memory_of`` gives for them. Columns of one tensor lie
+    between each other, and do not share memory; but where very many do, they count as if they did.
     """
-    begins, sizes = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
     order = np.argsort(begins, kind="stable")
     order = order[sizes[order] > 0]
     stops = np.searchsorted(begins[order], (begins + sizes)[order])
-    is_shared = np.zeros(len(begins), np.bool_)
+    shared: set[int] = set()
     for place in np.flatnonzero(stops > np.arange(1, len(order) + 1)).tolist():
-        rows = order[place : stops[place]]
+        rows = order[place : stops[place]].tolist()
         if len(rows) > _MOST_COMPARED:
-            is_shared[rows] = True
+            shared.update(rows)
             continue
-        first, *others = rows.tolist()
+        first, *others = rows
         own = _places(tensors[first])
         for other in others:
             if np.shares_memory(own, _places(tensors[other])):
-                is_shared[[first, other]] = True
-    return np.flatnonzero(is_shared).tolist()
+                shared |= {first, other}
+    return sorted(shared)
 
 
 def _places(tensor: Any) -> npt.NDArray[Any]:

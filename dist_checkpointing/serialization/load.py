@@ -195,9 +195,12 @@ def load(
     flag = _checked_options(strict, cast, verify, recipe)
 
     # Open the checkpoint, and take the template apart.
-    restore = None
+    restore, stateful, given = None, None, ShardedStateDict()
+    if isinstance(sharded_state_dict, ShardedStateful):
+        stateful = sharded_state_dict
+    else:
+        given = sharded_state_dict
     with meter.phase("planning"):
-        given = {} if isinstance(sharded_state_dict, ShardedStateful) else sharded_state_dict
         opened, parts = OpenedCheckpoint.open(
             checkpoint_dir,
             sharded_strategy,
@@ -207,9 +210,9 @@ def load(
             split=partial(_split, given),
         )
     require_same_save(comm.all_same(opened.save_number), opened.folder)
-    if isinstance(sharded_state_dict, ShardedStateful):
+    if stateful is not None:
         stored = StoredState(opened.stored_shapes(), opened.common)
-        template, restore = sharded_state_dict.template_for(derived_state(recipe, stored), comm)
+        template, restore = stateful.template_for(derived_state(recipe, stored), comm)
         with comm.agreed("taking the template apart"):
             parts = _split(template)
     if validate_access_integrity:
@@ -364,7 +367,8 @@ def _rebuilt(
         nonlocal state_dict
         is_same = number_of_save(opened.folder) == opened.save_number
         require_same_save(is_same, opened.folder)
-        fill_staged(staged)
+        if staged:
+            fill_staged(staged)
         state_dict = parts.rebuild(opened.common, tensors, objects)
         for part in staged:
             if part.path:

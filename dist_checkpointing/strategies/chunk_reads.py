@@ -382,9 +382,8 @@ def read_chunks(
     """
     limits = below.limits
     reads = reads.take(np.lexsort((reads.offsets, reads.files)))
-    firsts = _run_starts(reads, filler.num_bytes[reads.rows], limits)
-    counts = np.diff(np.r_[firsts, len(reads)])
-    bounds = np.stack([firsts, firsts + counts], axis=1)
+    starts = _run_starts(reads, filler.num_bytes[reads.rows], limits).tolist()
+    bounds = [*itertools.pairwise([*starts, len(reads)])]
     of_thread = threading.local()
 
     def opened(position: int) -> AbstractContextManager[OpenFile]:
@@ -416,10 +415,11 @@ def read_chunks(
         with opened(position) as file:
             report(filler.read(int(reads.rows[position]), file, int(reads.offsets[position])))
 
-    if runs := bounds[counts > 1].tolist():
+    if runs := [(first, end) for first, end in bounds if end > first + 1]:
         with paused_collector():
             in_threads(read_run, runs, limits.run_threads)
-    in_threads(read_one, bounds[counts == 1, 0].tolist(), limits.threads)
+    singles = [first for first, end in bounds if end == first + 1]
+    in_threads(read_one, singles, limits.threads)
 
 
 def _run_starts(reads: ChunkReads, wanted_bytes: Int64s, limits: ReadLimits) -> Int64s:

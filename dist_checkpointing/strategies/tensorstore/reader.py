@@ -57,10 +57,6 @@ class NewestTree:
         # A copy in another process finds out for itself.
         return NewestTree, (self._folder,)
 
-    @property
-    def is_known(self) -> bool:
-        return self._tree is not None
-
     def __call__(self, *, keeps_nodes: bool) -> Tree:
         """The tree, which with ``keeps_nodes`` is remembered for the next call."""
         if not keeps_nodes:
@@ -88,12 +84,6 @@ class TensorStoreReader(StorageReader):
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size
         self._index = metadata
-        if not (metadata or metadata.objects):
-            return  # nothing was saved, so no database was made
-        path = self.checkpoint_dir / MANIFEST_NAME
-        if not (self._newest.is_known or store.is_file(path)):
-            finding = Finding("missing", path=str(path))
-            raise CorruptCheckpointError("the database is gone", [finding])
 
     def rebuild_index(self) -> Index:
         path = self.checkpoint_dir / MANIFEST_NAME
@@ -180,6 +170,8 @@ class TensorStoreReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         table = plan.table
+        if not len(table):  # where nothing was saved, no database was made
+            return done(None)
         filler = Filler(plan, planner, self._index, self.files)
         with paused_collector():
             row_keys = database.row_keys(table, self._index)
