@@ -15,7 +15,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dist_checkpointing.checkpoint.key_tree import html_of
 from dist_checkpointing.checkpoint.slicing import select
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, hint
 from dist_checkpointing.filesystem import location
@@ -495,6 +494,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
         return [*self]
 
     def _repr_html_(self) -> str:
+        # Not at the top: only notebooks show it.
+        from dist_checkpointing.checkpoint.key_tree import html_of  # noqa: PLC0415
+
         name, version = self.backend
         return html_of(str(self.path), f"{name} {version}", self.index)
 

@@ -26,7 +26,7 @@ from dist_checkpointing.strategies.base import (
     PlannedLoadStrategy,
     handles_objects,
 )
-from dist_checkpointing.strategies.selection import common_reader, open_checkpoint
+from dist_checkpointing.strategies.selection import common_reader, sharded_reader
 from dist_checkpointing.threads import paused_collector
 
 _FEW = 4
@@ -51,7 +51,7 @@ class PartialReads:
     @cached_property
     def sharded(self) -> PlannedLoadStrategy:
         """The strategy for tensors."""
-        strategy = open_checkpoint(self._folder, trusted=self._trusted).sharded
+        strategy = sharded_reader(self._config, trusted=self._trusted)
         if self.options is not None:
             strategy = copy.copy(strategy)
             strategy.options = self.options

@@ -64,9 +64,9 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     elif _URL.match(text) is not None:
         return ObjectPath.of(text)
     else:
-        is_made = type(path) is PosixPath and text[0] != "~"
-        # Of "./~" a Path keeps only "~".
-        plain = path if is_made else Path(os.path.expanduser(text))  # noqa: PTH111
+        plain = path if isinstance(path, PosixPath) else Path(text)
+        if text[0] == "~":
+            plain = Path(os.path.expanduser(text))  # noqa: PTH111 - of "./~" a Path keeps only "~"
         # TensorStore refuses paths with "..", and a relative "~" would be expanded the next time.
         is_above = ".." in text and ".." in plain.parts
         return plain.resolve() if is_above or str(plain)[0] == "~" else plain

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -59,6 +58,8 @@ def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
     # The 8-bit floats differ in their special values: no other type fits into one.
     if wanted.itemsize == 1:
         return False
+    import ml_dtypes  # noqa: PLC0415 - see ``DType.numpy``
+
     target: Any = ml_dtypes.finfo(from_torch(wanted).numpy)  # type: ignore[no-untyped-call]
     if not stored.is_floating_point:
         # The most negative integer is a power of two, so the sign costs no precision.
@@ -74,7 +75,7 @@ def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 _BITS_BY_ITEMSIZE = {1: torch.int8, 2: torch.int16}
 _BITS_BY_TORCH = {
-    row.torch: _BITS_BY_ITEMSIZE[row.itemsize] for row in DTYPES if row.bits is not row.numpy
+    row.torch: _BITS_BY_ITEMSIZE[row.itemsize] for row in DTYPES if not row.is_of_numpy
 }
 
 
@@ -88,7 +89,7 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     dtype = from_torch(tensor.dtype)
-    if dtype.bits is dtype.numpy:
+    if dtype.is_of_numpy:
         return tensor.numpy()
     array: npt.NDArray[Any] = tensor.view(_BITS_BY_ITEMSIZE[dtype.itemsize]).numpy()
     return array.view(dtype.numpy)

@@ -282,9 +282,7 @@ def _once(segments: _Segments, ends: Int64s, stored: _Chunks) -> _Chunks:
     return stored.take(is_first)
 
 
-def _table(
-    wanted: WantedTable, segments: _Segments, ends: Int64s, stored: _Chunks
-) -> ReadTable:
+def _table(wanted: WantedTable, segments: _Segments, ends: Int64s, stored: _Chunks) -> ReadTable:
     names, numbers = _numbered(wanted.keys)
     filled, begin, lengths = _common(segments, ends, stored)
     rows = filled.parts

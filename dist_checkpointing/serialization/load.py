@@ -195,11 +195,9 @@ def load(
     flag = _checked_options(strict, cast, verify, recipe)
 
     # Open the checkpoint, and take the template apart.
-    restore, stateful, given = None, None, ShardedStateDict()
-    if isinstance(sharded_state_dict, ShardedStateful):
-        stateful = sharded_state_dict
-    else:
-        given = sharded_state_dict
+    restore = None
+    stateful = sharded_state_dict if isinstance(sharded_state_dict, ShardedStateful) else None
+    given: Any = sharded_state_dict if stateful is None else {}
     with meter.phase("planning"):
         opened, parts = OpenedCheckpoint.open(
             checkpoint_dir,
@@ -253,9 +251,8 @@ def load(
     )
 
     # Verify what is not read whole; then read, and compare what memory holds.
-    verifier = None
-    if verify is True:
-        verifier = Verifier(opened, to_read, [*objects.values()], meter).start()
+    stored_parts = (opened, to_read, [*objects.values()], meter)
+    verifier = Verifier(*stored_parts).start() if verify is True else None
     cells, values = opened.read_objects(objects, parts)
     with filling(wanted, lambda: opened.has_read):
         with verifier.comparing_memory() if verifier else nullcontext(), meter.phase("reading"):
@@ -277,10 +274,8 @@ def load(
         [apart[n].given if n in apart else leaf.data for n, leaf in enumerate(filled.tensors)],
     )
     is_asked = not user_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
-    asked_keys = wanted.keys if is_asked else ()
-    state_dict = _rebuilt(
-        opened, parts, loaded, values, [*apart.values(), *plain], restore, asked_keys
-    )
+    staged, asked_keys = [*apart.values(), *plain], wanted.keys if is_asked else ()
+    state_dict = _rebuilt(opened, parts, loaded, values, staged, restore, asked_keys)
     meter.log()
     returns_keys = StrictHandling.requires_returning_mismatch_keys(flag)
     return (state_dict, missing, unexpected) if returns_keys else state_dict

@@ -38,8 +38,8 @@ class StrategyAction(Enum):
 
 _PACKAGE = "dist_checkpointing.strategies"
 _BUILT_IN = {
-    "save_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore:TensorStoreSaveShardedStrategy",
-    "load_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore:TensorStoreLoadShardedStrategy",
+    "save_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore.writer:TensorStoreSaveShardedStrategy",
+    "load_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore.reader:TensorStoreLoadShardedStrategy",
     "save_common.torch.1": f"{_PACKAGE}.common:TorchCommonSaveStrategy",
     "load_common.torch.1": f"{_PACKAGE}.common:TorchCommonLoadStrategy",
     "save_sharded.torch_dist.1": f"{_PACKAGE}.torch_dist:TorchDistSaveShardedStrategy",

@@ -133,11 +133,24 @@ def open_checkpoint(
         UnsupportedFormatError: if the strategy that the caller chose does not read it.
     """
     config = read_config(checkpoint_dir)
+    return LoadStrategies(
+        config,
+        sharded_reader(config, sharded_strategy, trusted=trusted),
+        common_reader(config, common_strategy, trusted=trusted),
+    )
+
+
+def sharded_reader(
+    config: CheckpointingConfig,
+    sharded_strategy: Selection[LoadShardedStrategy] = None,
+    *,
+    trusted: bool = False,
+) -> PlannedLoadStrategy:
+    """The strategy for the tensors alone."""
     form = config.sharded_backend, config.sharded_backend_version
     chosen = _reading(StrategyAction.LOAD_SHARDED, sharded_strategy, form)
     sharded = as_planned(chosen.for_format(*form))
-    common = common_reader(config, common_strategy, trusted=trusted)
-    return LoadStrategies(config, sharded.trusting() if trusted else sharded, common)
+    return sharded.trusting() if trusted else sharded
 
 
 def common_reader(

@@ -19,7 +19,6 @@ import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor

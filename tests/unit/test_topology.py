@@ -1,6 +1,5 @@
 import pytest
 
-from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, Window, dtypes
 from dist_checkpointing.tools.load_forecast import (
     MEGATRON_RULES,

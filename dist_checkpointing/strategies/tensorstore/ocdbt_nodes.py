@@ -517,10 +517,11 @@ def _read_newest(body: Body, files: Sequence[tuple[str, str]], arity: int) -> No
     groups = {generation - 1 >> arity for generation in generations}
     if min(groups) < 0 or len(groups) > 1 or generations != sorted({*generations}):
         raise Malformed("its versions are not in order")
-    file, *numbers = (column[-1] for column in columns)
-    root = NodeRef(*files[file], height, *numbers)
+    file, offset, length, *below = (column[-1] for column in columns)
+    path, folder = files[file]
+    root = NodeRef(path, folder, height, offset, length, below[0], below[1], below[2])
     if (root.offset, root.length) == (MOST_U64, MOST_U64):
-        if root.path or height or any(numbers[2:]):
+        if root.path or height or any(below):
             raise Malformed("its empty tree is not empty")
         return None
     if not root.path or root.length > MOST_BODY_BYTES or root.offset + root.length > MOST_I64:
