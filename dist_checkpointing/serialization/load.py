@@ -259,13 +259,7 @@ def load(
             _, of_cells = opened.read(to_read, cells, meter)
         if verify == "restored":
             with meter.phase("verifying"):
-                verify_restored(
-                    to_read.tensors,
-                    opened.folder,
-                    opened.index,
-                    partial(opened.strategies.sharded.make_reader, opened.folder),
-                    comm,
-                )
+                verify_restored(to_read.tensors, opened.folder, opened.index, opened.reader, comm)
 
     # Rebuild the state dict.
     values = {**(of_cells or values), **kept_values(made, parts.objects)}

@@ -260,7 +260,7 @@ def forecast_of(
     copy, and ``peak_bytes`` the memory for the shards and for what is read on the way to them.
     """
     reader = checkpoint.reads.set_up_reader(checkpoint.index)
-    index = checkpoint.reads.index_for(reader, checkpoint.index)
+    index = checkpoint.reads.index_for(checkpoint.index)
     stored = StoredTensors(index if made is None else made.index)
     objects: Container[str] = ()
     if any(want.objects for want in wants):

@@ -183,8 +183,8 @@ class TensorStoreReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         table = plan.table
-        if not len(table):  # where nothing was saved, no database was made
-            return done(None)
+        if not (self._index or self._index.objects):
+            return done(None)  # nothing was saved, so no database was made
         filler = Filler(plan, planner, self._index, self.files)
         with paused_collector():
             keys = row_keys(table, self._index)
