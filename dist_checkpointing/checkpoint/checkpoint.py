@@ -31,6 +31,7 @@ from dist_checkpointing.format.commit import (
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import Index, StoredTensor, large_objects, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
+from dist_checkpointing.format.run_steps import located
 from dist_checkpointing.threads import paused_collector
 
 if TYPE_CHECKING:
@@ -299,7 +300,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
         """Open a checkpoint to look into it. Not collective; reads a few bytes.
 
         Args:
-            path: folder or URL of a committed checkpoint.
+            path: folder or URL of a committed checkpoint; ``RUN@1000`` and ``RUN@latest`` are steps
+                of a run.
             trusted: unpickle anything in common state and objects. Lets the checkpoint run any
                 code.
 
@@ -307,7 +309,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointNotFoundError: nothing is committed there.
             CorruptCheckpointError: what says how to read it is damaged.
         """
-        root = as_location(path)
+        root = located(as_location(path))
         folder = data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
         stamp, save_number = _stamp(folder, opens=True), number_of_save(folder)

@@ -194,7 +194,8 @@ def _not_committed(folder: Location) -> CheckpointNotFoundError:
         problem, remedy = f"{CONFIG_FNAME} is missing", "Is this the right folder?"
     if is_there(folder / "manager.json"):
         remedy = (
-            "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
+            "It is the folder of a run: CheckpointManager(path).load(template), or name a step, "
+            f"such as {folder}@latest."
         )
     finding = Finding(problem, path=str(folder / CONFIG_FNAME), remedy=remedy)
     return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])

@@ -135,7 +135,8 @@ def load(
             have its shape and dtype. Of other values those of the checkpoint are returned. Or a
             ShardedStateful, such as ``interop.TorchState``, which is restored in place.
         checkpoint_dir: a committed checkpoint: a folder, or a URL such as ``s3://bucket/run/1000``
-            (an ``ObjectPath`` says how its store is reached).
+            (an ``ObjectPath`` says how its store is reached). ``RUN@1000`` and ``RUN@latest`` are
+            steps of a run, which rank 0 looks for.
         sharded_strategy: backend name (that of the checkpoint means the version which the
             checkpoint has, any other its newest), (name, version), or a strategy; by default the
             one that the checkpoint names.

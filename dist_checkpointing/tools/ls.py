@@ -21,10 +21,18 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.run_steps import (
+    LATEST,
+    RECORD_NAME,
+    is_run,
+    latest_of,
+    located,
+    read_record,
+    step_folders,
+    up_to_date,
+)
 from dist_checkpointing.threads import in_threads, paused_collector
 from dist_checkpointing.tools.opening import (
-    LATEST,
-    MANAGER_RECORD,
     CheckpointArgument,
     StepState,
     Trusted,
@@ -32,12 +40,8 @@ from dist_checkpointing.tools.opening import (
     count_files,
     explaining,
     holder_at,
-    is_run,
-    latest_of,
-    located,
     look_at,
     open_tensors,
-    step_folders,
 )
 from dist_checkpointing.tools.report import (
     AsJson,
@@ -406,13 +410,9 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
 
 def _notes_of(root: Location) -> dict[str, list[str]]:
     """What the record of a manager says about each step, by name."""
-    if not location.is_file(root / MANAGER_RECORD):
+    if not location.is_file(root / RECORD_NAME):
         return {}
-    # Not at the top: it imports torch.
-    from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
-    from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
-
-    record = RunFolder(root, Retention()).record()
+    record = up_to_date(root, read_record(root))
     abandoned = record.abandoned
     return {
         str(number): ["verified"] * known.verified
