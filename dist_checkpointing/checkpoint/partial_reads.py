@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +57,7 @@ class PartialReads:
         return strategy
 
     @cached_property
+    @paused_collector()  # it imports the strategies, in many objects for the collector to look at
     def _reader(self) -> StorageReader:
         reader = self.sharded.make_reader(self._folder)
         reader.is_kept = True
@@ -82,9 +82,7 @@ class PartialReads:
     def boxes(self, index: Index, wanted: Sequence[tuple[StoredTensor, Box]]) -> list[torch.Tensor]:
         """One new tensor for each box, which must lie in its tensor; see ``Checkpoint.read``."""
         if len(wanted) <= _FEW:
-            # The first one imports the strategies, in many objects for the collector to look at.
-            with nullcontext() if "_reader" in vars(self) else paused_collector():
-                found = [self._reader.read_box(stored, box) for stored, box in wanted]
+            found = [self._reader.read_box(stored, box) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts

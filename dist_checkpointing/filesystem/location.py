@@ -256,7 +256,7 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
 
     Some network file systems look for changes only where a file ``opens``.
     """
-    if isinstance(folder, ObjectPath):
+    if not isinstance(folder, Path):
         return None
     marks: list[int] = []
     try:

@@ -100,23 +100,11 @@ __all__ = [
     "plan_load",
 ]
 
-_MODULES = {
-    **dict.fromkeys(("Derivation", "Recipe", "derive"), "recipe"),
-    **dict.fromkeys(
-        (
-            "llama_to_megatron",
-            "megatron_to_llama",
-            "megatron_to_mixtral",
-            "mixtral_to_megatron",
-        ),
-        "model_recipes",
-    ),
-}
-
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = _MODULES.get(name, "recipe_rules")
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        for module in ("recipe", "recipe_rules", "model_recipes") if name in __all__ else ():
+            found = vars(importlib.import_module(f"{__name__}.{module}"))
+            if name in found:
+                return found[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -330,7 +330,7 @@ def test_a_step_is_named_behind_the_path_of_its_run(tmp_path: Path, place: str) 
     run_ranks(2, one)
     opened = dc.Checkpoint.open(f"{root}@latest")
     assert (opened.common["step"], opened.path.parent.name) == (6500, Path(str(root)).name)
-    with pytest.raises(dc.CheckpointNotFoundError, match="nothing is committed|no steps of a run"):
+    with pytest.raises(dc.CheckpointNotFoundError, match="no steps of a run"):
         dc.Checkpoint.open(f"{root}-2@latest")
 
 
