@@ -172,6 +172,8 @@ def _content(
         while left and (part := os.read(descriptor, min(left, status.st_size + 1))):
             parts.append(part)
             left -= len(part)
+            if len(part) == status.st_size:
+                break  # else the file grows, or its size is not known before
         return b"".join(parts)
     finally:
         os.close(descriptor)

@@ -12,6 +12,7 @@ import importlib
 from collections import UserDict, defaultdict
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
@@ -179,7 +180,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     entries = [] if own is None else [EntryPoint(name, own, ENTRY_POINT_GROUP)]
     for entry in entries or entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
-            make = entry.load()
+            make = _load(entry)
         except (ImportError, AttributeError) as error:
             raise CheckpointingException(
                 f"Cannot import a default strategy for: {wanted}. Error: {error}. "
@@ -208,6 +209,9 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         "or call register_default_strategy.",
     )
     raise StrategyNotFoundError(f"Cannot find a default strategy for: {wanted}", [finding])
+
+
+_load = cache(EntryPoint.load)
 
 
 def newest_version(action: StrategyAction, backend: str) -> int:
