@@ -159,7 +159,12 @@ def _content(
     """The content of a file; None if it is no regular one."""
     # A pipe would be waited for.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            return None
+        raise
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):

@@ -229,7 +229,7 @@ class FolderReads:
     """Whether the last files stay open. Network file systems see changes where one is opened."""
 
     def __init__(
-        self, folder: Location, limits: ReadLimits, can_map: Callable[[Path], bool] | None = None
+        self, folder: Location, limits: ReadLimits, can_map: Callable[[Any], bool] | None = None
     ) -> None:
         self.folder, self.limits, self._can_map = folder, limits, can_map
         self.slots = threading.Semaphore(limits.threads)
@@ -243,11 +243,7 @@ class FolderReads:
     @cached_property
     def maps_files(self) -> bool:
         """Whether strided parts are read through a mapping."""
-        return (
-            self._can_map is not None
-            and isinstance(self.folder, Path)
-            and self._can_map(self.folder)
-        )
+        return self._can_map is not None and self._can_map(self.folder)
 
     def open(self, name: str) -> OpenFile:
         """Open a file; FileNotFoundError if it is not there, in a store with the first read."""
