@@ -15,7 +15,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
-from dist_checkpointing.checkpoint.key_tree import html_of
 from dist_checkpointing.checkpoint.slicing import select
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, counted, hint
 from dist_checkpointing.filesystem import location
@@ -33,6 +32,7 @@ from dist_checkpointing.format.foreign_formats import foreign_backend, foreign_f
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import Index, StoredTensor, large_objects, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
+from dist_checkpointing.format.run_steps import located
 from dist_checkpointing.threads import paused_collector
 
 if TYPE_CHECKING:
@@ -323,7 +323,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
         """Open a checkpoint to look into it. Not collective; reads a few bytes.
 
         Args:
-            path: folder or URL of a committed checkpoint.
+            path: folder or URL of a committed checkpoint; ``RUN@1000`` and ``RUN@latest`` are steps
+                of a run.
             trusted: unpickle anything in common state and objects. Lets the checkpoint run any
                 code.
 
@@ -331,7 +332,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointNotFoundError: nothing is committed there.
             CorruptCheckpointError: what says how to read it is damaged.
         """
-        root = as_location(path)
+        root = located(as_location(path))
         folder = data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
         stamp, save_number = Stamp.of(folder, _NAMES), number_of_save(folder)
@@ -523,6 +524,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
         return [*self]
 
     def _repr_html_(self) -> str:
+        # Not at the top: only notebooks show it.
+        from dist_checkpointing.checkpoint.key_tree import html_of  # noqa: PLC0415
+
         name, version = self.backend
         return html_of(str(self.path), f"{name} {version}", self.index)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +25,7 @@ from dist_checkpointing.strategies.base import (
     PlannedLoadStrategy,
     handles_objects,
 )
-from dist_checkpointing.strategies.selection import common_reader, open_checkpoint
+from dist_checkpointing.strategies.selection import common_reader, sharded_reader
 from dist_checkpointing.threads import paused_collector
 
 _FEW = 4
@@ -53,18 +52,19 @@ class PartialReads:
     @cached_property
     def sharded(self) -> PlannedLoadStrategy:
         """The strategy for tensors."""
-        strategy = open_checkpoint(self._folder, trusted=self._trusted).sharded
+        strategy = sharded_reader(self._config, trusted=self._trusted)
         if self.options is not None:
             strategy = copy.copy(strategy)
             strategy.options = self.options
         return strategy
 
     @cached_property
+    @paused_collector()  # it imports the strategies, in many objects for the collector to look at
     def _reader(self) -> StorageReader:
         reader = self.sharded.make_reader(self._folder)
         reader.is_kept = True
         # Asked once for all of its copies. Files are mapped on local disks.
-        reader.files.keeps_open = reader.files.limits.maps_files
+        reader.files.keeps_open = reader.files.maps_files
         return reader
 
     def make_reader(self) -> StorageReader:
@@ -77,15 +77,14 @@ class PartialReads:
 
     def index(self) -> Index:
         """What is stored, for a checkpoint without an index file."""
-        self._own_index = self.make_reader().read_metadata()
+        # By the reader of which the others are copies: it may remember more.
+        self._own_index = self._reader.read_metadata()
         return self._own_index
 
     def boxes(self, index: Index, wanted: Sequence[tuple[StoredTensor, Box]]) -> list[torch.Tensor]:
         """One new tensor for each box, which must lie in its tensor; see ``Checkpoint.read``."""
         if len(wanted) <= _FEW:
-            # The first one imports the strategies, in many objects for the collector to look at.
-            with nullcontext() if "_reader" in vars(self) else paused_collector():
-                found = [self._reader.read_box(stored, box, self.memory) for stored, box in wanted]
+            found = [self._reader.read_box(stored, box, self.memory) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts
@@ -100,27 +99,26 @@ class PartialReads:
 
     def _read(self, leaves: Sequence[ShardedBase], index: Index) -> None:
         # ``load`` of the strategy would be collective where there is a process group.
-        reader = self.make_reader()
-        index = self.index_for(reader, index)
-        read(WantedTable.of(leaves), index, self.sharded.planner, reader, SingleProcess())
+        index = self.index_for(index)
+        reader, planner = self.make_reader(), self.sharded.planner
+        read(WantedTable.of(leaves), index, planner, reader, SingleProcess())
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Make sure that large tensors and objects are there, see ``StorageReader``."""
         if claims:
             self.sharded.make_reader(self._folder).require_stored(claims, index)
 
-    def index_for(self, reader: StorageReader, index: Index) -> Index:
-        """The index as a reader wants it: one that makes its own may note more in it."""
-        if type(reader).read_metadata is StorageReader.read_metadata:
+    def index_for(self, index: Index) -> Index:
+        """The index as readers made after this call want it: one of their own may say more."""
+        if type(self._reader).read_metadata is StorageReader.read_metadata:
             return index
-        if self._own_index is None:
-            self._own_index = reader.read_metadata()
-        return self._own_index
+        return self.index() if self._own_index is None else self._own_index
 
     def set_up_reader(self, index: Index) -> StorageReader:
         """A reader that can be asked where parts are, and for objects."""
+        index = self.index_for(index)
         reader = self.make_reader()
-        set_up_reader(reader, self.index_for(reader, index), rank=0, world_size=1)
+        set_up_reader(reader, index, rank=0, world_size=1)
         return reader
 
     def files(self, index: Index, chunks: Sequence[MetadataIndex]) -> list[str | None]:
@@ -131,7 +129,7 @@ class PartialReads:
     def location(self, index: Index, key: str, box: Box, number: int) -> str:
         """Where a chunk or piece lies, in words."""
         reader = self.set_up_reader(index)
-        piece = None if self.index_for(reader, index)[key].pieces is None else number
+        piece = None if self.index_for(index)[key].pieces is None else number
         return reader.location(MetadataIndex(key, box.offset, piece))
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:

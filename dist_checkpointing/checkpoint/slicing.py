@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dist_checkpointing.format.geometry import Box, Ints
 
@@ -20,8 +19,7 @@ _GAP_ELEMENTS = 4096
 """Rows further apart than this are read one by one, and what lies between them is not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
+class Selected(NamedTuple):
     """A part of a tensor.
 
     Attributes:
@@ -51,7 +49,7 @@ class Selected:
         import torch  # noqa: PLC0415 - a checkpoint is listed without it
 
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self.axis)
-        if all(part == _ALL for part in self.within):
+        if self.within.count(_ALL) == len(self.within):
             return whole
         part = whole[self.within]
         # A thin view would keep all that was read.
@@ -111,16 +109,19 @@ def select(shape: Ints, slices: Any, key: str) -> Selected:
     Raises:
         IndexError: if they do not fit the shape.
     """
-    taken = positions(shape, slices, key)
-    ranges = [range(part, part + 1) if isinstance(part, int) else part for part in taken]
-    box = Box(
-        tuple(min(r.start, extent) for r, extent in zip(ranges, shape, strict=True)),
-        tuple(r[-1] - r[0] + 1 if r else 0 for r in ranges),
-    )
-    within = tuple(0 if isinstance(p, int) else slice(None, None, p.step) for p in taken)
-    if all(r.step == 1 for r in ranges):
-        return Selected((box,), 0, within)
-    return _rows_apart(box, within)
+    offset, lengths, within, is_dense = list[int](), list[int](), list[int | slice](), True
+    for part, extent in zip(positions(shape, slices, key), shape, strict=True):
+        if isinstance(part, int):
+            offset.append(part)
+            lengths.append(1)
+            within.append(0)
+            continue
+        offset.append(min(part.start, extent))
+        lengths.append(part[-1] - part[0] + 1 if part else 0)
+        within.append(_ALL if part.step == 1 else slice(None, None, part.step))
+        is_dense &= part.step == 1
+    box = Box(tuple(offset), tuple(lengths))
+    return Selected((box,), 0, tuple(within)) if is_dense else _rows_apart(box, tuple(within))
 
 
 def _rows_apart(box: Box, within: tuple[int | slice, ...]) -> Selected:

@@ -349,8 +349,8 @@ def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:
 def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -> list[Finding]:
     """Read all parts, and say what is wrong with which."""
     strategy = checkpoint.reads.sharded
+    index = checkpoint.reads.index_for(checkpoint.index)
     reader = checkpoint.reads.make_reader()
-    index = checkpoint.reads.index_for(reader, checkpoint.index)
     # What all parts need, such as a database that can be opened, is missed once and not by each.
     read({}, index, strategy.planner, reader, SingleProcess())
     # An index of another format, or of another save, may name what this reader does not find.

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, Final
 
 from dist_checkpointing.errors import (
@@ -65,9 +65,12 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     elif _URL.match(text) is not None:
         return ObjectPath.of(text)
     else:
-        plain = Path(os.path.expanduser(text))  # noqa: PTH111 - of "./~" a Path keeps only "~"
+        plain = path if isinstance(path, PosixPath) else Path(text)
+        if text[0] == "~":
+            plain = Path(os.path.expanduser(text))  # noqa: PTH111 - of "./~" a Path keeps only "~"
         # TensorStore refuses paths with "..", and a relative "~" would be expanded the next time.
-        return plain.resolve() if ".." in plain.parts or str(plain)[0] == "~" else plain
+        is_above = ".." in text and ".." in plain.parts
+        return plain.resolve() if is_above or str(plain)[0] == "~" else plain
     raise CheckpointingException("not a path of a checkpoint", [finding])
 
 
@@ -142,16 +145,44 @@ def read_bytes(path: Location, max_bytes: int) -> bytes:
     """
     if isinstance(path, ObjectPath):
         return path.store.get(path.key, max_bytes)
-    status = path.stat()
-    if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
-        check_size(status.st_size, path, max_bytes)
-        try:
-            return path.read_bytes()
-        except MemoryError:
-            finding = Finding("larger than the memory", found=status.st_size, path=str(path))
-    else:
+    try:
+        if (data := _content(path, max_bytes)) is not None:
+            return data
         finding = Finding("not a regular file", path=str(path))
+    except MemoryError:
+        finding = Finding("larger than the memory", found=size_of(path), path=str(path))
     raise CorruptCheckpointError("refused to read a file", [finding])
+
+
+def _content(
+    path: Path, max_bytes: int, *, follows_links: bool = True, is_start: bool = False
+) -> bytes | None:
+    """The content of a file; None if it is no regular one."""
+    # A pipe would be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            return None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        if not is_start:
+            check_size(status.st_size, path, max_bytes)
+        parts, left = [], max_bytes
+        while left and (part := os.read(descriptor, min(left, status.st_size + 1))):
+            parts.append(part)
+            left -= len(part)
+            if len(part) == status.st_size:
+                break  # else the file grows, or its size is not known before
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
 
 
 def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryview]:
@@ -179,22 +210,11 @@ def read_regular(path: Location, max_bytes: int, *, is_start: bool = False) -> b
             if is_start:
                 return bytes(path.store.get_range(path.key, 0, max_bytes)[0])
             return path.store.get(path.key, max_bytes)
-        with open(path, "rb", opener=_open_no_link) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            if not is_start:
-                check_size(status.st_size, path, max_bytes)
-            return file.read(max_bytes if is_start else -1)
+        return _content(path, max_bytes, follows_links=False, is_start=is_start)
     except OSError as error:
         if isinstance(error, IsADirectoryError) or error.errno in NOT_THERE:
             return None
         raise
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    # A pipe would be waited for.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def is_there(path: Location) -> bool:
@@ -239,7 +259,7 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
 
     Some network file systems look for changes only where a file ``opens``.
     """
-    if isinstance(folder, ObjectPath):
+    if not isinstance(folder, Path):
         return None
     marks: list[int] = []
     try:

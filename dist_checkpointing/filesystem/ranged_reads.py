@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -42,7 +43,6 @@ class ReadLimits:
     Attributes:
         threads: Reads at a time.
         most_bytes: Memory of each of them for what cannot be read in place.
-        maps_files: Whether strided parts are read through a mapping.
         small_bytes: Chunks up to this size are read together with their neighbours.
         run_bytes: About so much is read together.
         gap_bytes: So much between small chunks is read over.
@@ -55,7 +55,6 @@ class ReadLimits:
 
     threads: int
     most_bytes: int
-    maps_files: bool = False
     small_bytes: int = 2**18
     run_bytes: int = 2**22
     gap_bytes: int = 2**16
@@ -229,15 +228,22 @@ class FolderReads:
     keeps_open = False
     """Whether the last files stay open. Network file systems see changes where one is opened."""
 
-    def __init__(self, folder: Location, limits: ReadLimits) -> None:
-        self.folder, self.limits = folder, limits
+    def __init__(
+        self, folder: Location, limits: ReadLimits, can_map: Callable[[Any], bool] | None = None
+    ) -> None:
+        self.folder, self.limits, self._can_map = folder, limits, can_map
         self.slots = threading.Semaphore(limits.threads)
         self.sizes: dict[str, int] = {}
         self._open: dict[tuple[int, int, int], LocalFile] = {}
 
-    def __reduce__(self) -> tuple[type[FolderReads], tuple[Location, ReadLimits]]:
+    def __reduce__(self) -> tuple[type[FolderReads], tuple[Any, ...]]:
         # A copy in another process has requests of its own.
-        return FolderReads, (self.folder, self.limits)
+        return FolderReads, (self.folder, self.limits, self._can_map)
+
+    @cached_property
+    def maps_files(self) -> bool:
+        """Whether strided parts are read through a mapping."""
+        return self._can_map is not None and self._can_map(self.folder)
 
     def open(self, name: str) -> OpenFile:
         """Open a file; FileNotFoundError if it is not there, in a store with the first read."""
@@ -277,13 +283,12 @@ class FolderReads:
 
 
 def reads_below(
-    folder: Location, threads: int, buffer_bytes: int, maps_files: Callable[[Path], bool]
+    folder: Location, threads: int, buffer_bytes: int, can_map: Callable[[Path], bool]
 ) -> FolderReads:
     """How the files of a folder are read, with so many threads and so much memory at a time."""
     if isinstance(folder, Path):
-        part_bytes = max(1, buffer_bytes // threads)
-        limits = ReadLimits(threads=threads, most_bytes=part_bytes, maps_files=maps_files(folder))
-        return FolderReads(folder, limits)
+        limits = ReadLimits(threads=threads, most_bytes=max(1, buffer_bytes // threads))
+        return FolderReads(folder, limits, can_map)
     options = folder.store.options
     part_bytes = max(1, min(options.part_bytes, buffer_bytes))
     at_a_time = max(1, min(options.parallelism, buffer_bytes // part_bytes))

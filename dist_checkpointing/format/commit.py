@@ -157,7 +157,8 @@ def _not_found(folder: Location) -> CheckpointNotFoundError:
         problem, remedy = "a save was begun here and never committed", "Load an older checkpoint."
     if is_there(folder / "manager.json"):
         remedy = (
-            "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
+            "It is the folder of a run: CheckpointManager(path).load(template), or name a step, "
+            f"such as {folder}@latest."
         )
     return CheckpointNotFoundError(message, [Finding(problem, path=str(path), remedy=remedy)])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
@@ -26,19 +25,32 @@ class DType:
     """One element type that can be stored.
 
     ``name`` is that of zarr v3, the index and torch; ``zarr_v2`` that of Megatron and TensorStore.
-    ``numpy`` is of ml_dtypes where numpy has none; ``bits``, of the same size, always of numpy,
-    which copies it at full speed.
+    ``bits``, of the same size, is always of numpy, which copies it at full speed.
     """
 
     name: str
-    numpy: np.dtype[Any]
     zarr_v2: str
     bits: np.dtype[Any]
 
     @property
+    def is_of_numpy(self) -> bool:
+        """Whether numpy itself has it."""
+        return self.zarr_v2 != self.name
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy dtype, of ml_dtypes where numpy has none."""
+        if self.is_of_numpy:
+            return self.bits
+        import ml_dtypes  # noqa: PLC0415 - it takes as long as reading a few tensors
+
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
+        return found
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return self.numpy.itemsize
+        return self.bits.itemsize
 
     @property
     def torch(self) -> torch.dtype:
@@ -58,17 +70,14 @@ _PLAIN = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
     "float16 float32 float64 complex64 complex128"
 )
-_EXTENDED = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+_BYTE_FLOATS = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 ELEMENT_TYPES: tuple[DType, ...] = (
     *(
-        DType(dtype.name, dtype, dtype.newbyteorder("<").str, dtype)
+        DType(dtype.name, dtype.newbyteorder("<").str, dtype)
         for dtype in map(np.dtype, _PLAIN.split())
     ),
-    *(
-        DType(name, dtype, name, np.dtype(f"i{dtype.itemsize}"))
-        for name in _EXTENDED.split()
-        for dtype in [np.dtype(getattr(ml_dtypes, name))]
-    ),
+    DType("bfloat16", "bfloat16", np.dtype(np.int16)),
+    *(DType(name, name, np.dtype(np.int8)) for name in _BYTE_FLOATS.split()),
 )
 _BY_NAME = {row.name: row for row in ELEMENT_TYPES}
 _BY_ZARR_V2 = {row.zarr_v2: row for row in ELEMENT_TYPES}

@@ -75,6 +75,10 @@ def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
     They are most of a large index, and become arrays without a Python object for each row. What is
     the same for many tensors does so once.
     """
+    # A quotation mark in a string has a backslash before it, so that no key contains this.
+    first, *texts = data.split(b'{"offsets":')
+    if not texts:
+        return data, []
     rows = cache(_parsed_rows)
 
     @cache
@@ -82,8 +86,6 @@ def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
         offsets, rest = columns.split(b',"shapes":')
         return Pieces.checked(rows(offsets), *map(rows, rest.split(b',"flat":')))
 
-    # A quotation mark in a string has a backslash before it, so that no key contains this.
-    first, *texts = data.split(b'{"offsets":')
     parts, tables = [first], []
     for number, text in enumerate(texts):
         columns, _, rest = text.partition(b"}")
@@ -418,7 +420,7 @@ class Index(Mapping[str, StoredTensor]):
                 strings(content["dtypes"]),
                 shapes(keys, content["global_shapes"]),
                 shapes(keys, content["chunk_shapes"], optional=True),
-                PieceColumns.of(dict(zip(pieces, tables, strict=True))),
+                PieceColumns.of(dict(zip(pieces, tables, strict=True))) if tables else {},
                 {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
                 codec,
                 fingerprints_of_json(keys, content.get("fingerprints")),
@@ -470,9 +472,12 @@ def write_index(
 def read_index(folder: Location) -> Index | None:
     """The index file of the checkpoint in ``folder``, or None if it has none."""
     path = folder / INDEX_NAME
-    if not location.is_there(path):
+    try:
+        return Index.from_json(location.read_bytes(path, _MAX_INDEX_BYTES), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        if location.is_there(path):
+            raise
         return None
-    return Index.from_json(location.read_bytes(path, _MAX_INDEX_BYTES), str(path))
 
 
 LARGE_BYTES: Final = 1 << 28

@@ -1,8 +1,8 @@
 """The checkpoints of one run."""
 
+from dist_checkpointing.format.run_steps import RunRecord, StepRecord, read_record
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import RunRecord, StepRecord, read_record
 from dist_checkpointing.manager.save_log import JsonLinesLog, SavedStep, TensorBoardLog
 
 __all__ = [

@@ -25,6 +25,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location, listed_once
 from dist_checkpointing.format.commit import read_config
+from dist_checkpointing.format.run_steps import NO_STEP, fits
 from dist_checkpointing.manager.latest_valid import (
     asks_for_all,
     check_sealed_files,
@@ -33,7 +34,6 @@ from dist_checkpointing.manager.latest_valid import (
     judge,
 )
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import NO_STEP, fits
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
 from dist_checkpointing.manager.tier_copies import Drain
 from dist_checkpointing.manager.tiers import Run

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
 import uuid
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import SingleProcess
@@ -24,18 +20,11 @@ from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     Finding,
 )
-from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.location import (
-    check_room,
-    folders_and_files,
-    is_folder,
-    is_there,
-)
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.location import check_room, is_folder, is_there
 from dist_checkpointing.filesystem.locks import FolderLock
-from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
     begin_attempt,
     check_is_distributed_checkpoint,
@@ -46,6 +35,18 @@ from dist_checkpointing.format.commit import (
 )
 from dist_checkpointing.format.leftovers import attempt_of
 from dist_checkpointing.format.removal import is_leftover, remove_checkpoint
+from dist_checkpointing.format.run_steps import (
+    NO_STEP,
+    RECORD_NAME,
+    STEP_FOLDER,
+    RunRecord,
+    StepRecord,
+    latest_step,
+    read_record,
+    step_folder,
+    steps_of_manager,
+    up_to_date,
+)
 from dist_checkpointing.manager.retention import Due, Retention
 from dist_checkpointing.manager.save_log import call_hooks
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
@@ -53,194 +54,11 @@ from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
-RECORD_NAME: Final = "manager.json"
-_FORMAT: Final = 1
-_MAX_BYTES: Final = 1 << 26
 _THREADS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What is known about one step.
-
-    Attributes:
-        attempt: Name of the save that committed it; None if none has.
-        verified: Whether all of it has been read back and compared.
-        stripped: Whether its optimizer state has been deleted.
-        metric: Metric that was passed to its save.
-        parent: The step that it grew from: the one that was loaded or saved last when its save
-            began. NO_STEP if it grew from none; None in records of older versions: the next lower
-            step.
-        begun: Name of the save that claimed its folder after that, and is not known to have
-            committed; with its metric and its parent.
-    """
-
-    attempt: str | None = None
-    verified: bool = False
-    stripped: bool = False
-    begun: str | None = None
-    metric: float | None = None
-    parent: int | None = None
-    begun_metric: float | None = None
-    begun_parent: int | None = None
-
-
-NO_STEP: Final = -1
-"""Number of the step that the first step grows from."""
-_KINDS: Final = get_type_hints(StepRecord)
-
-
-@dataclass(slots=True)
-class RunRecord:
-    """The pointer, and what is known about every step that the manager has begun to write.
-
-    ``latest`` is the step that was last committed, durably, before this was written; ``writer``
-    says which manager began or committed the last save, and when.
-    """
-
-    latest: int | None = None
-    steps: dict[int, StepRecord] = field(default_factory=dict)
-    writer: str = ""
-
-    def to_json(self) -> bytes:
-        """The content of the file."""
-        steps = {
-            # Older versions do not know the others, and expect these.
-            str(step): {
-                name: value
-                for name, value in asdict(known).items()
-                if value is not None or name == "attempt"
-            }
-            for step, known in sorted(self.steps.items())
-        }
-        content = {"format": _FORMAT, "latest": self.latest, "steps": steps, "writer": self.writer}
-        return json.dumps(content).encode()
-
-    @property
-    def metrics(self) -> dict[int, float]:
-        """The metric of each step that has one."""
-        return {s: r.metric for s, r in self.steps.items() if r.metric is not None}
-
-    def history(self, steps: Iterable[int], newest: int | None = None) -> list[int]:
-        """Those of some steps that ``newest`` has grown from, and itself; newest first.
-
-        By default that is the latest step; all steps if nothing says which is the latest. A step
-        that no manager wrote belongs to the history if it has a lower number.
-        """
-        newest = self.latest if newest is None else newest
-        if newest is None:
-            return sorted(steps, reverse=True)
-        step, written = newest, self._written
-        others = set(written)
-        while step != NO_STEP:
-            others.discard(step)
-            step = self._parent(step, written)
-        return sorted({s for s in steps if s <= newest} - others, reverse=True)
-
-    @property
-    def _written(self) -> list[int]:
-        return sorted(step for step, known in self.steps.items() if known.attempt is not None)
-
-    def _parent(self, step: int, written: list[int]) -> int:
-        """The step that one has grown from; the next lower one if that is not known any more."""
-        known = self.steps.get(step)
-        parent = None if known is None else known.parent
-        if parent == NO_STEP or (parent in self.steps and parent < step):
-            return parent
-        lower = bisect_left(written, step if parent is None else min(step, parent))
-        return written[lower - 1] if lower else NO_STEP
-
-    @property
-    def abandoned(self) -> set[int]:
-        """The steps that a manager wrote, and that the latest one has not grown from."""
-        return set(self._written).difference(self.history(self.steps))
-
-    def has_abandoned(self, steps: Iterable[int], other: RunRecord) -> bool:
-        """Whether the first of another record's steps that is known here is of an abandoned branch.
-
-        A step is known from the same save alone.
-        """
-        known = self.steps
-        saves = (s for s in steps if s in known and known[s].attempt == other.steps[s].attempt)
-        return next(saves, None) in self.abandoned
-
-    @property
-    def last_verified(self) -> int | None:
-        """The newest step of the history that was verified and has its optimizer state."""
-        known = self.steps
-        steps = (s for s in self.history(known) if known[s].verified and not known[s].stripped)
-        return next(steps, None)
-
-    def commit(self, step: int, known: StepRecord, *, is_latest: bool = True) -> None:
-        """Make a step the latest one, or put it in its place in the history; what has grown from
-        another save of it stays with that.
-        """
-        self.forget(step)
-        newer = [] if is_latest else [s for s in self.history(self.steps) if s > step]
-        if newer:
-            self.steps[newer[-1]] = replace(self.steps[newer[-1]], parent=step)
-        else:
-            self.latest = step
-        self.steps[step] = known
-
-    def forget(self, step: int) -> None:
-        """Remove a step; what has grown from it has now grown from what it has grown from."""
-        parent = self._parent(step, self._written)
-        for child, known in self.steps.items():
-            if known.parent == step:
-                self.steps[child] = replace(known, parent=parent)
-        self.steps.pop(step, None)
-        if self.latest == step:
-            self.latest = None if parent == NO_STEP else parent
-
-
-def read_record(root: Location) -> RunRecord:
-    """The record of a folder; an empty one if it is missing or cannot be parsed.
-
-    It is safe to lose the record: a manager deletes only what its record names. OSError if the file
-    system fails.
-    """
-    path = root / RECORD_NAME
-    try:
-        with local_folder.parsing("it cannot be read and is not used", path):
-            return _parsed(location.read_json(path, _MAX_BYTES))
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except CorruptCheckpointError as error:
-        logger.warning("%s", error)
-    return RunRecord()
-
-
-def _parsed(content: Any) -> RunRecord:
-    if content["format"] != _FORMAT:
-        raise ValueError(f"format {content['format']!r}")
-    steps = {int(step): StepRecord(**known) for step, known in content["steps"].items()}
-    latest = content["latest"]
-    if type(latest) not in (int, NoneType):
-        raise ValueError(f"latest is {latest!r}")
-    for record in steps.values():
-        if not all(fits(getattr(record, name), kind) for name, kind in _KINDS.items()):
-            raise ValueError(f"{record!r}")
-    return RunRecord(latest, steps, str(content.get("writer", "")))
-
-
-def fits(value: object, kind: Any) -> bool:
-    """Whether a value is of an annotated type; a bool is no number, and an int may be a float."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return any(fits(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if origin is Sequence:
-        return isinstance(value, Sequence) and all(fits(item, parts[0]) for item in value)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (float, int) if kind is float else origin or kind)
 
 
 _NO_PREFIX: Final = "\0no tensor\0"
 """A prefix that no key has."""
-_FOLDER: Final = re.compile(r"step-(\d+)")
 _REPLACED: Final = ".replaced"
 """Ends the name of a checkpoint on a disk that a save replaces, until that has committed."""
 
@@ -277,7 +95,8 @@ class RunFolder:
 
     def folder(self, step: int) -> Path:
         """Folder of the checkpoint of a step, whether or not it exists."""
-        return self.root / f"step-{step:08d}"
+        folder: Path = step_folder(self.root, step)
+        return folder
 
     def finish_commits(self) -> None:
         """Finish what a killed save had committed, or put back what it would have replaced."""
@@ -320,7 +139,7 @@ class RunFolder:
         with self._lock, tolerant(f"what was set aside in {self.root} stays there"):
             for name in location.names_in(self.root):
                 folder = self.root / name.removesuffix(_REPLACED)
-                if name.endswith(_REPLACED) and _FOLDER.fullmatch(folder.name):
+                if name.endswith(_REPLACED) and STEP_FOLDER.fullmatch(folder.name):
                     self._finish_replacing(folder, self.root / name)
 
     @staticmethod
@@ -337,8 +156,7 @@ class RunFolder:
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
-        matches = map(_FOLDER.fullmatch, folders_and_files(self.root)[0])
-        return sorted({int(match[1]) for match in matches if match}, reverse=True)
+        return steps_of_manager(self.root)
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
@@ -349,15 +167,6 @@ class RunFolder:
         steps, threads = self.all_steps()[::-1], 1 if self.is_on_disk else _THREADS
         answers = in_threads(look, [*map(self.folder, steps)], threads)
         return [step for step, answer in zip(steps, answers, strict=True) if answer]
-
-    def latest(self) -> int | None:
-        """The newest committed step of the history: the last one that was committed."""
-        record = self.record()
-        pointer = record.latest
-        if pointer is not None and check_is_distributed_checkpoint(self.folder(pointer)):
-            return pointer
-        steps = record.history(self.all_steps())
-        return next((s for s in steps if check_is_distributed_checkpoint(self.folder(s))), None)
 
     def history(self) -> list[int]:
         """Every step of the history that has a folder, newest first."""
@@ -473,6 +282,10 @@ class RunFolder:
                 with tolerant(f"retention could not deal with step {step}"):
                     self._strip(step)
 
+    def latest(self) -> int | None:
+        """The newest committed step of the history: the last one that was committed."""
+        return latest_step(self.root)
+
     def _due(self, record: RunRecord, found: Iterable[int]) -> tuple[list[int], Due]:
         """The steps that may have left something without a commit, and what is due of ``found``."""
         latest = record.latest
@@ -501,28 +314,10 @@ class RunFolder:
     def record(self, stored: RunRecord | None = None, own: int | None = None) -> RunRecord:
         """The record, ``stored`` or read, updated with what is committed.
 
-        The stored pointer may be out of date: a process was killed, or a rank lost, between a
-        commit and moving the pointer. The ``own`` step, which this manager has claimed, is not
-        looked at.
+        The ``own`` step, which this manager has claimed, is not looked at.
         """
         stored = read_record(self.root) if stored is None else stored
-        record = replace(stored, steps=dict(stored.steps))
-        for step, known in sorted(stored.steps.items()):
-            folder = self.folder(step)
-            is_own = step == own and known.begun in (None, self._begun.attempt)
-            is_settled = is_own or (known.attempt is not None and known.begun is None)
-            if is_settled or not is_committed(folder):
-                continue
-            if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
-                parent = known.begun_parent
-                # An older version has no parent, and the metric in the place of that of a commit.
-                metric = known.metric if parent is None else known.begun_metric
-                record.commit(step, StepRecord(known.begun, metric=metric, parent=parent))
-            elif known.attempt is None and (record.latest is None or step > record.latest):
-                # Recorded by an older version, or saved without a manager: it exists, but no
-                # manager of this root may delete it.
-                record.latest = step
-        return record
+        return up_to_date(self.root, stored, {None, self._begun.attempt}, own)
 
     @contextmanager
     def _changing(

@@ -25,10 +25,11 @@ from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, O
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, attempt_of, leftovers, number_of_save
+from dist_checkpointing.format.run_steps import NO_STEP
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import NO_STEP, RunFolder
+from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.save_log import Stopwatch
 from dist_checkpointing.manager.tier_copies import Drain, PartCopier, StoreCopier, after_rank0
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -59,6 +58,8 @@ def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
     # The 8-bit floats differ in their special values: no other type fits into one.
     if wanted.itemsize == 1:
         return False
+    import ml_dtypes  # noqa: PLC0415 - see ``DType.numpy``
+
     target: Any = ml_dtypes.finfo(from_torch(wanted).numpy)  # type: ignore[no-untyped-call]
     if not stored.is_floating_point:
         # The most negative integer is a power of two, so the sign costs no precision.
@@ -74,7 +75,7 @@ def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 _BITS_BY_ITEMSIZE = {1: torch.int8, 2: torch.int16}
 _BITS_BY_TORCH = {
-    row.torch: _BITS_BY_ITEMSIZE[row.itemsize] for row in DTYPES if row.bits is not row.numpy
+    row.torch: _BITS_BY_ITEMSIZE[row.itemsize] for row in DTYPES if not row.is_of_numpy
 }
 
 
@@ -88,7 +89,7 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     dtype = from_torch(tensor.dtype)
-    if dtype.bits is dtype.numpy:
+    if dtype.is_of_numpy:
         return tensor.numpy()
     array: npt.NDArray[Any] = tensor.view(_BITS_BY_ITEMSIZE[dtype.itemsize]).numpy()
     return array.view(dtype.numpy)
@@ -152,28 +153,31 @@ def memory_of(tensor: torch.Tensor | None) -> tuple[int, int]:
     return tensor.data_ptr(), elements * tensor.itemsize
 
 
-def sharing_memory(tensors: Sequence[torch.Tensor | None], spans: npt.ArrayLike) -> list[int]:
-    """Positions of the tensors that have an element in memory of another one.
+def sharing_memory(
+    tensors: Sequence[torch.Tensor | None],
+    begins: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+) -> list[int]:
+    """Positions of the tensors that have an element in memory of another one, in order.
 
-    ``spans`` are what ``memory_of`` gives for them. Columns of one tensor lie between each other,
-    and do not share memory; but where very many do, they count as if they did.
+    ``begins`` and ``sizes`` are what ``memory_of`` gives for them. Columns of one tensor lie
+    between each other, and do not share memory; but where very many do, they count as if they did.
     """
-    begins, sizes = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
     order = np.argsort(begins, kind="stable")
     order = order[sizes[order] > 0]
     stops = np.searchsorted(begins[order], (begins + sizes)[order])
-    is_shared = np.zeros(len(begins), np.bool_)
+    shared: set[int] = set()
     for place in np.flatnonzero(stops > np.arange(1, len(order) + 1)).tolist():
-        rows = order[place : stops[place]]
+        rows = order[place : stops[place]].tolist()
         if len(rows) > _MOST_COMPARED:
-            is_shared[rows] = True
+            shared.update(rows)
             continue
-        first, *others = rows.tolist()
+        first, *others = rows
         own = _places(tensors[first])
         for other in others:
             if np.shares_memory(own, _places(tensors[other])):
-                is_shared[[first, other]] = True
-    return np.flatnonzero(is_shared).tolist()
+                shared |= {first, other}
+    return sorted(shared)
 
 
 def _places(tensor: Any) -> npt.NDArray[Any]:

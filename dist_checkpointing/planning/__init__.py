@@ -1,4 +1,10 @@
-"""Who writes and who reads which box: items, plans, planner protocol, default planners."""
+"""Who writes and who reads which box: items, plans, planner protocol, default planners.
+
+Recipes are imported on first use.
+"""
+
+import importlib
+import typing
 
 from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.planning.items import (
@@ -13,12 +19,6 @@ from dist_checkpointing.planning.items import (
     WriteItemType,
 )
 from dist_checkpointing.planning.load_plan import LoadPlan, ReadTable
-from dist_checkpointing.planning.model_recipes import (
-    llama_to_megatron,
-    megatron_to_llama,
-    megatron_to_mixtral,
-    mixtral_to_megatron,
-)
 from dist_checkpointing.planning.planners import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -27,26 +27,34 @@ from dist_checkpointing.planning.planners import (
     LoadPlanner,
     SavePlanner,
 )
-from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
-from dist_checkpointing.planning.recipe_rules import (
-    CastTo,
-    Concat,
-    Drop,
-    Keep,
-    Missing,
-    Rename,
-    Resize,
-    Rule,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
 from dist_checkpointing.planning.replica_balancing import (
     BalancedSavePlanner,
     distribute_shards_to_ranks,
 )
 from dist_checkpointing.planning.resharding import plan_load
+
+if typing.TYPE_CHECKING:
+    from dist_checkpointing.planning.model_recipes import (
+        llama_to_megatron,
+        megatron_to_llama,
+        megatron_to_mixtral,
+        mixtral_to_megatron,
+    )
+    from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
+    from dist_checkpointing.planning.recipe_rules import (
+        CastTo,
+        Concat,
+        Drop,
+        Keep,
+        Missing,
+        Rename,
+        Resize,
+        Rule,
+        Split,
+        Stack,
+        Transpose,
+        Unstack,
+    )
 
 __all__ = [
     "BalancedSavePlanner",
@@ -91,3 +99,12 @@ __all__ = [
     "mixtral_to_megatron",
     "plan_load",
 ]
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> typing.Any:
+        for module in ("recipe", "recipe_rules", "model_recipes") if name in __all__ else ():
+            found = vars(importlib.import_module(f"{__name__}.{module}"))
+            if name in found:
+                return found[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -317,6 +317,8 @@ def contiguous_ranges(
     ``starts`` are ``[rows, axes]``.
     """
     is_run = np.ones(len(starts), dtype=np.bool_)
+    if np.array_equal(lengths, shapes):
+        return starts, is_run
     is_partial = np.zeros(len(starts), dtype=np.bool_)
     for axis in reversed(range(shapes.shape[1])):
         is_run &= ~is_partial | (lengths[:, axis] == 1)

@@ -467,9 +467,8 @@ class DefaultLoadPlanner(LoadPlanner):
         >>> strategy = TensorStoreLoadShardedStrategy(planner=Halved())
     """
 
-    def __init__(self) -> None:
-        self._wanted = WantedTable({})
-        self._index = Index.of([])
+    _wanted = WantedTable({})
+    _index = Index.of([])
 
     @property
     def leaves(self) -> Sequence[ShardedBase]:

@@ -138,13 +138,13 @@ def plan_load(
     rows = np.arange(len(ends))
     if not divided:
         stored = _in_grid(rows, segments.offsets, ends, chunks)
-        return _table(index, wanted, segments, ends, stored), []
+        return _table(wanted, segments, ends, stored), []
     is_divided = np.isin(segments.parts, divided)
     on, rows = rows[~is_divided], rows[is_divided]
     stored = _in_grid(on, segments.offsets[on], ends[on], chunks[on])
     stored = stored.joined(*_in_pieces(index, wanted, segments, ends, whole, rows))
     stored = _once(segments, ends, stored.take(np.argsort(stored.parts, kind="stable")))
-    table = _table(index, wanted, segments, ends, stored)
+    table = _table(wanted, segments, ends, stored)
     counts = np.zeros((2, len(wanted)), dtype=np.int64)
     np.add.at(counts[0], segments.parts, (ends - segments.offsets).prod(axis=1))
     np.add.at(counts[1], segments.parts[stored.parts], table.num_elements)
@@ -178,7 +178,7 @@ def _in_pieces(
     """The pieces that meet some segments: first by their positions in the flattened tensor."""
     parts = segments.parts[rows]
     keys = [wanted.keys[part] for part in parts.tolist()]
-    names, tensors = _numbered(keys, index.rows_of(wanted.keys)[parts])
+    names, tensors = _numbered(keys)
     whole = whole[parts]
     is_all = names == tuple(index.pieces)
     pieces = PieceColumns.of(index.pieces if is_all else {key: index.pieces[key] for key in names})
@@ -252,9 +252,9 @@ def _ascends(column: Int64s) -> bool:
     return bool((column[1:] >= column[:-1]).all())
 
 
-def _numbered(keys: Sequence[str], rows: Int64s) -> tuple[tuple[str, ...], Int64s]:
-    """The distinct keys, and the position of each among them; ``rows`` are those in the index."""
-    if np.diff(np.sort(rows)).all():
+def _numbered(keys: Sequence[str]) -> tuple[tuple[str, ...], Int64s]:
+    """The distinct keys, and the position of each among them."""
+    if len({*keys}) == len(keys):
         return tuple(keys), np.arange(len(keys))
     position = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     numbers = np.fromiter(map(position.__getitem__, keys), dtype=np.int64, count=len(keys))
@@ -282,10 +282,8 @@ def _once(segments: _Segments, ends: Int64s, stored: _Chunks) -> _Chunks:
     return stored.take(is_first)
 
 
-def _table(
-    index: Index, wanted: WantedTable, segments: _Segments, ends: Int64s, stored: _Chunks
-) -> ReadTable:
-    names, numbers = _numbered(wanted.keys, index.rows_of(wanted.keys))
+def _table(wanted: WantedTable, segments: _Segments, ends: Int64s, stored: _Chunks) -> ReadTable:
+    names, numbers = _numbered(wanted.keys)
     filled, begin, lengths = _common(segments, ends, stored)
     rows = filled.parts
     return ReadTable(

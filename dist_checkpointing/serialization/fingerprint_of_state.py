@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -99,7 +100,7 @@ def verify_restored(
     shards: Sequence[ShardedTensor],
     folder: Location,
     index: Index,
-    make_reader: Callable[[], StorageReader],
+    reader: StorageReader,
     comm: Comm,
 ) -> None:
     """Compare what lies in memory after a load with the fingerprints of the save. Collective.
@@ -107,7 +108,8 @@ def verify_restored(
     Copies of one part must be the same on all ranks. Tensors that the ranks do not hold whole, or
     in another shape or dtype than the stored one, have nothing to be compared with: a warning
     names them. Fingerprints that the save did not keep are computed from what is stored, which
-    the ranks read once more together. The index has the keys of this rank.
+    the ranks read once more together, with the reader of the load. The index has the keys of this
+    rank.
 
     A CorruptCheckpointError names every tensor that is not what was saved.
     """
@@ -133,6 +135,9 @@ def verify_restored(
         whole = read_index(folder)
         return {} if whole is None else {**whole.fingerprints}
 
+    # A reader may know what its own ``read_metadata`` gave, so that a new one could not read.
+    reader = copy.copy(reader)
+    reader.report = lambda _: None
     kept: dict[str, str] = comm.from_rank0("reading the fingerprints", stored_fingerprints)
 
     def compute_missing() -> dict[str, str]:
@@ -149,7 +154,7 @@ def verify_restored(
             leaf = leaves[DictKey(number),] = ShardedTensor.of_box(index[key], box)
             leaf.init_data("cpu")
         # Not by the planner of the strategy: it may put other values into memory.
-        read(leaves, index, None, make_reader(), SingleProcess())
+        read(leaves, index, None, reader, SingleProcess())
         return [leaf.data for leaf in leaves.values() if leaf.data is not None]
 
     for computed in comm.exchange("reading for fingerprints", compute_missing):

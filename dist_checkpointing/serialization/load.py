@@ -135,7 +135,8 @@ def load(
             have its shape and dtype. Of other values those of the checkpoint are returned. Or a
             ShardedStateful, such as ``interop.TorchState``, which is restored in place.
         checkpoint_dir: a committed checkpoint: a folder, or a URL such as ``s3://bucket/run/1000``
-            (an ``ObjectPath`` says how its store is reached).
+            (an ``ObjectPath`` says how its store is reached). ``RUN@1000`` and ``RUN@latest`` are
+            steps of a run, which rank 0 looks for.
         sharded_strategy: backend name (that of the checkpoint means the version which the
             checkpoint has, any other its newest), (name, version), or a strategy; by default the
             one that the checkpoint names.
@@ -196,8 +197,9 @@ def load(
 
     # Open the checkpoint, and take the template apart.
     restore = None
+    stateful = sharded_state_dict if isinstance(sharded_state_dict, ShardedStateful) else None
+    given: Any = sharded_state_dict if stateful is None else {}
     with meter.phase("planning"):
-        given = {} if isinstance(sharded_state_dict, ShardedStateful) else sharded_state_dict
         opened, parts = OpenedCheckpoint.open(
             checkpoint_dir,
             sharded_strategy,
@@ -207,9 +209,9 @@ def load(
             split=partial(_split, given),
         )
     require_same_save(comm.all_same(opened.save_number), opened.folder)
-    if isinstance(sharded_state_dict, ShardedStateful):
+    if stateful is not None:
         stored = StoredState(opened.stored_shapes(), opened.common)
-        template, restore = sharded_state_dict.template_for(derived_state(recipe, stored), comm)
+        template, restore = stateful.template_for(derived_state(recipe, stored), comm)
         with comm.agreed("taking the template apart"):
             parts = _split(template)
     if validate_access_integrity:
@@ -250,22 +252,15 @@ def load(
     )
 
     # Verify what is not read whole; then read, and compare what memory holds.
-    verifier = None
-    if verify is True:
-        verifier = Verifier(opened, to_read, [*objects.values()], meter).start()
+    stored_parts = (opened, to_read, [*objects.values()], meter)
+    verifier = Verifier(*stored_parts).start() if verify is True else None
     cells, values = opened.read_objects(objects, parts)
     with filling(wanted, lambda: opened.has_read):
         with verifier.comparing_memory() if verifier else nullcontext(), meter.phase("reading"):
             _, of_cells = opened.read(to_read, cells, meter)
         if verify == "restored":
             with meter.phase("verifying"):
-                verify_restored(
-                    to_read.tensors,
-                    opened.folder,
-                    opened.index,
-                    partial(opened.strategies.sharded.make_reader, opened.folder),
-                    comm,
-                )
+                verify_restored(to_read.tensors, opened.folder, opened.index, opened.reader, comm)
 
     # Rebuild the state dict.
     values = {**(of_cells or values), **kept_values(made, parts.objects)}
@@ -274,10 +269,8 @@ def load(
         [apart[n].given if n in apart else leaf.data for n, leaf in enumerate(filled.tensors)],
     )
     is_asked = not user_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
-    asked_keys = wanted.keys if is_asked else ()
-    state_dict = _rebuilt(
-        opened, parts, loaded, values, [*apart.values(), *plain], restore, asked_keys
-    )
+    staged, asked_keys = [*apart.values(), *plain], wanted.keys if is_asked else ()
+    state_dict = _rebuilt(opened, parts, loaded, values, staged, restore, asked_keys)
     meter.log()
     returns_keys = StrictHandling.requires_returning_mismatch_keys(flag)
     return (state_dict, missing, unexpected) if returns_keys else state_dict
@@ -364,7 +357,8 @@ def _rebuilt(
         nonlocal state_dict
         is_same = number_of_save(opened.folder) == opened.save_number
         require_same_save(is_same, opened.folder)
-        fill_staged(staged)
+        if staged:
+            fill_staged(staged)
         state_dict = parts.rebuild(opened.common, tensors, objects)
         for part in staged:
             if part.path:

@@ -184,8 +184,9 @@ def kept_values(
     made: Derivation | None, template: Mapping[TreePath, ShardedObject]
 ) -> dict[TreePath, object]:
     """Values of sharded objects that stay as they are in the template, by the rules of a recipe."""
-    kept = () if made is None else made.kept_objects
-    return {path: leaf.data for path, leaf in template.items() if leaf.key in kept}
+    if made is None:
+        return {}
+    return {path: leaf.data for path, leaf in template.items() if leaf.key in made.kept_objects}
 
 
 def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[ShardedTensor]:

@@ -236,7 +236,7 @@ class Filler:
         plan: LoadPlan,
         planner: LoadPlanner,
         index: Index,
-        limits: ReadLimits,
+        files: FolderReads,
         *,
         table: ReadTable | None = None,
     ) -> None:
@@ -244,8 +244,8 @@ class Filler:
         self.table = table
         self._planner = planner
         self.destinations = planner.destinations(plan)
-        self._most_bytes = limits.most_bytes
-        self._maps_files = limits.maps_files
+        self._files = files
+        self._most_bytes = files.limits.most_bytes
         self._of_thread = threading.local()
         numbers, self._types = index.dtypes_of(table.names)
         self._type_of: Int64s = numbers[table.keys]
@@ -297,10 +297,10 @@ class Filler:
         begin, num_bytes = int(self._starts[row]), int(self.num_bytes[row])
         if target is None:  # what is staged may have to be gathered from rows: both need memory
             most_bytes = max(1, most_bytes // 2)
-        most_copied = None if self._maps_files else most_bytes
 
         def read(window: Window, values: Array) -> None:
             if isinstance(source, OpenFile):
+                most_copied = None if self._files.maps_files else most_bytes
                 read_window(source, start, window, values, most_copied)
             else:
                 array = source.view(dtype.bits)[window.start : window.start + window.array_size]
@@ -382,9 +382,8 @@ def read_chunks(
     """
     limits = below.limits
     reads = reads.take(np.lexsort((reads.offsets, reads.files)))
-    firsts = _run_starts(reads, filler.num_bytes[reads.rows], limits)
-    counts = np.diff(np.r_[firsts, len(reads)])
-    bounds = np.stack([firsts, firsts + counts], axis=1)
+    starts = _run_starts(reads, filler.num_bytes[reads.rows], limits).tolist()
+    bounds = [*itertools.pairwise([*starts, len(reads)])]
     of_thread = threading.local()
 
     def opened(position: int) -> AbstractContextManager[OpenFile]:
@@ -416,10 +415,11 @@ def read_chunks(
         with opened(position) as file:
             report(filler.read(int(reads.rows[position]), file, int(reads.offsets[position])))
 
-    if runs := bounds[counts > 1].tolist():
+    if runs := [(first, end) for first, end in bounds if end > first + 1]:
         with paused_collector():
             in_threads(read_run, runs, limits.run_threads)
-    in_threads(read_one, bounds[counts == 1, 0].tolist(), limits.threads)
+    singles = [first for first, end in bounds if end == first + 1]
+    in_threads(read_one, singles, limits.threads)
 
 
 def _run_starts(reads: ChunkReads, wanted_bytes: Int64s, limits: ReadLimits) -> Int64s:

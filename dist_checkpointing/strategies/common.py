@@ -184,12 +184,14 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = as_location(checkpoint_dir) / COMMON_STATE_FNAME
-        if not location.is_file(path):
+        try:
+            common = _load(path, trusted=self.trusted)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             if is_database(path.parent):
                 return {}
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
-            raise CorruptCheckpointError(f"Common file {path} does not exist", [finding])
-        common = _load(path, trusted=self.trusted)
+            message = f"Common file {path} does not exist"
+            raise CorruptCheckpointError(message, [finding]) from error
         if not isinstance(common, dict):
             finding = Finding("not a dict", found=type(common).__name__, path=str(path))
             raise CorruptCheckpointError("the common state is damaged", [finding])

@@ -12,6 +12,7 @@ import importlib
 from collections import UserDict, defaultdict
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
@@ -38,8 +39,8 @@ class StrategyAction(Enum):
 
 _PACKAGE = "dist_checkpointing.strategies"
 _BUILT_IN = {
-    "save_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore:TensorStoreSaveShardedStrategy",
-    "load_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore:TensorStoreLoadShardedStrategy",
+    "save_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore.writer:TensorStoreSaveShardedStrategy",
+    "load_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore.reader:TensorStoreLoadShardedStrategy",
     "save_common.torch.1": f"{_PACKAGE}.common:TorchCommonSaveStrategy",
     "load_common.torch.1": f"{_PACKAGE}.common:TorchCommonLoadStrategy",
     "save_sharded.torch_dist.1": f"{_PACKAGE}.torch_dist:TorchDistSaveShardedStrategy",
@@ -183,11 +184,11 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         return registered
     wanted = (action.value, backend, version)
     name = f"{action.value}.{backend}.{version}"
-    own = (_BUILT_IN | _REFUSED).get(name)
+    own = _BUILT_IN.get(name) or _REFUSED.get(name)
     entries = [] if own is None else [EntryPoint(name, own, ENTRY_POINT_GROUP)]
     for entry in entries or entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
-            make = entry.load()
+            make = _load(entry)
         except (ImportError, AttributeError) as error:
             raise CheckpointingException(
                 f"Cannot import a default strategy for: {wanted}. Error: {error}. "
@@ -216,6 +217,9 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         "or call register_default_strategy.",
     )
     raise StrategyNotFoundError(f"Cannot find a default strategy for: {wanted}", [finding])
+
+
+_load = cache(EntryPoint.load)
 
 
 def newest_version(action: StrategyAction, backend: str) -> int:

@@ -21,7 +21,7 @@ import types
 import uuid
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -159,7 +159,8 @@ def serialize(value: object, what: str) -> bytes:
     content = buffer.getvalue()
     try:
         # Without a class or function in it, nothing is refused.
-        refused = _refused_globals(buffer) if check_torch_file(content) else []
+        names, _ = check_torch_file(content)
+        refused = _refused_globals(buffer) if names else []
     except ValueError as error:
         reason = f"a value that every load refuses ({error})"
         refused = [*_refused_globals(buffer), reason]
@@ -197,12 +198,15 @@ def deserialize(
     """
     where = where or str(source)
     file = str(source) if isinstance(source, Path) else io.BytesIO(source)
-    maps_file = isinstance(file, str) and zipfile.is_zipfile(file)
     try:
-        is_plain = not trusted and not check_torch_file(source)
+        if not trusted:
+            names, content = check_torch_file(source)
+            if not names and content is not None:
+                return _WithoutClasses(io.BytesIO(content), encoding="utf-8").load()
+        maps_file = isinstance(file, str) and zipfile.is_zipfile(file)
         # A sparse tensor with indices out of range would crash the process when it is used.
         checks: Any = torch.sparse.check_sparse_tensor_invariants
-        with nullcontext() if is_plain else _safe_globals_allowed(stand_ins), checks():
+        with _safe_globals_allowed(stand_ins), checks():
             value = torch.load(file, map_location="cpu", weights_only=not trusted, mmap=maps_file)
     except Exception as error:
         refused = [] if trusted else _refused_globals(file, stand_ins)
@@ -219,13 +223,20 @@ def deserialize(
         finding = Finding(problem, path=where)
         message = "a file of the checkpoint cannot be read"
         raise CorruptCheckpointError(message, [finding]) from error
-    if not trusted and not is_plain and _holds_pointers(value):
+    if not trusted and _holds_pointers(value):
         raise _refusal(
             "the file holds a numpy array of Python objects, or one with fields outside of it",
             where,
             "Save a list instead, or pass trusted=True if you trust its source.",
         )
     return value
+
+
+class _WithoutClasses(pickle.Unpickler):
+    """Reads what was checked to hold no classes, functions or tensors."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        raise BadPickle(f"{module_name}.{global_name} was not found by the check")
 
 
 def _refusal(

@@ -11,7 +11,7 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, CheckpointNotFoundError, Finding
-from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.location import as_location, relative
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
     CheckpointingConfig,
@@ -23,6 +23,7 @@ from dist_checkpointing.format.foreign_formats import is_database
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, number_of_save
+from dist_checkpointing.format.run_steps import located
 from dist_checkpointing.format.seal import is_seen
 from dist_checkpointing.mapping import CommonStateDict, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import AtPaths, Path as TreePath, value_at
@@ -134,11 +135,24 @@ def open_checkpoint(
         UnsupportedFormatError: if the strategy that the caller chose does not read it.
     """
     config = read_config(checkpoint_dir)
+    return LoadStrategies(
+        config,
+        sharded_reader(config, sharded_strategy, trusted=trusted),
+        common_reader(config, common_strategy, trusted=trusted),
+    )
+
+
+def sharded_reader(
+    config: CheckpointingConfig,
+    sharded_strategy: Selection[LoadShardedStrategy] = None,
+    *,
+    trusted: bool = False,
+) -> PlannedLoadStrategy:
+    """The strategy for the tensors alone."""
     form = config.sharded_backend, config.sharded_backend_version
     chosen = _reading(StrategyAction.LOAD_SHARDED, sharded_strategy, form)
     sharded = as_planned(chosen.for_format(*form))
-    common = common_reader(config, common_strategy, trusted=trusted)
-    return LoadStrategies(config, sharded.trusting() if trusted else sharded, common)
+    return sharded.trusting() if trusted else sharded
 
 
 def common_reader(
@@ -197,6 +211,11 @@ class OpenedCheckpoint:
         If only rank 0 sees the checkpoint, the other ranks wait for it.
         """
         step = "opening the checkpoint"
+        if "@" in str(checkpoint_dir):  # all ranks load the step that rank 0 finds
+            root = as_location(checkpoint_dir).parent
+            checkpoint_dir = root / comm.from_rank0(
+                step, lambda: relative(located(as_location(checkpoint_dir)), root)
+            )
 
         @paused_collector()
         def opened() -> tuple[OpenedCheckpoint, T]:

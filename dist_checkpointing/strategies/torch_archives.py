@@ -153,10 +153,10 @@ _ITEMSIZES = {
 """Bytes of an element of each class of storage, by its name in pickles."""
 
 
-def check_torch_file(source: bytes | Path) -> set[str]:
+def check_torch_file(source: bytes | Path) -> tuple[set[str], bytes | None]:
     """Check what ``torch.load(weights_only=True)`` is about to read.
 
-    Returns the names of the classes and functions in it.
+    Returns the names of the classes and functions in it; and its pickle, if it is an archive.
 
     Raises:
         ValueError: if it is damaged, or would build what no state dict holds.
@@ -171,14 +171,14 @@ def check_torch_file(source: bytes | Path) -> set[str]:
             return _check(mapped)
 
 
-def _check(data: bytes | mmap.mmap) -> set[str]:
+def _check(data: bytes | mmap.mmap) -> tuple[set[str], bytes | None]:
     if data[: len(_ARCHIVE_START)] == _ARCHIVE_START:
         found = entries(data)
         if "data.pkl" not in found:
             raise BadRecord("its archive has no data.pkl")
         start, size = found["data.pkl"]
         content = data[start : start + size]
-        return check_pickle(content, storage=partial(_stored_elements, found)).names
+        return check_pickle(content, storage=partial(_stored_elements, found)).names, content
     # The format before PyTorch 1.6: several pickles, then the storages.
     header = check_pickle(data)
     if header.value != _MAGIC_NUMBER:
@@ -187,7 +187,7 @@ def _check(data: bytes | mmap.mmap) -> set[str]:
         header = check_pickle(data, header.end)
     main = check_pickle(data, header.end, _legacy_storages(len(data)))
     check_pickle(data, main.end)  # the order of the storages
-    return main.names
+    return main.names, None
 
 
 def _storage(pid: Any, least: int) -> tuple[str, int, int, Sequence[Any]]:

@@ -83,6 +83,28 @@ def chunk_keys(
     return found
 
 
+def object_key(key: str, cell: Sequence[int], shape: Sequence[int]) -> bytes:
+    """The key of one cell of a sharded object with a grid of this shape, in a database."""
+    numbers = "_".join(".".join(map(str, numbers)) for numbers in (cell, shape))
+    return f"{disk_name(key)}/shard_{numbers}".encode()
+
+
+def row_keys(table: ShardTable | ReadTable, index: Index) -> list[bytes]:
+    """The keys of the chunks, pieces and cells of all rows of a plan, in a database."""
+    chunks = map(str.encode, chunk_keys(table.take(~table.is_object), index))
+    if not table.is_object.any():
+        return list(chunks)
+    cells = table.offsets if isinstance(table, ShardTable) else table.chunk_offsets
+    names = [table.names[key] for key in table.keys.tolist()]
+    shapes = index.objects
+    return [
+        object_key(name, cell[: len(shapes[name])], shapes[name]) if is_object else next(chunks)
+        for is_object, name, cell in zip(
+            table.is_object.tolist(), names, cells.tolist(), strict=True
+        )
+    ]
+
+
 # The level and the other parameters matter to the writer only; any reader decodes all of them.
 CODECS: Final[dict[str, dict[str, Any]]] = {
     "zstd": {"level": 3, "checksum": False},

@@ -11,7 +11,8 @@ import typer
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.tools.opening import Memory, explaining, located
+from dist_checkpointing.format.run_steps import located
+from dist_checkpointing.tools.opening import Memory, explaining
 from dist_checkpointing.tools.report import AsJson, Report, progress_bar
 
 if TYPE_CHECKING:

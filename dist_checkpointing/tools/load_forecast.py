@@ -20,7 +20,6 @@ import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -264,7 +263,7 @@ def forecast_of(
     copy, and ``peak_bytes`` the memory for the shards and for what is read on the way to them.
     """
     reader = checkpoint.reads.set_up_reader(checkpoint.index)
-    index = checkpoint.reads.index_for(reader, checkpoint.index)
+    index = checkpoint.reads.index_for(checkpoint.index)
     stored = StoredTensors(index if made is None else made.index)
     objects: Container[str] = ()
     if any(want.objects for want in wants):
@@ -340,7 +339,8 @@ def _cost(
             decoded.append(place.num_bytes + size)
             continue
         for window in windows:
-            num_bytes, buffer = bytes_read(window, itemsize, reader.files.limits)
+            gap, is_mapped = reader.files.limits.strided_gap, reader.files.maps_files
+            num_bytes, buffer = bytes_read(window, itemsize, gap, is_mapped=is_mapped)
             read_bytes += num_bytes
             buffers.append(buffer)
     options = reader.options
@@ -355,7 +355,9 @@ def _cost(
     }
 
 
-def bytes_read(window: Window, itemsize: int, limits: ReadLimits) -> tuple[int, int]:
+def bytes_read(
+    window: Window, itemsize: int, gap: int | None, *, is_mapped: bool
+) -> tuple[int, int]:
     """Bytes that a window takes of storage, and of a buffer, 0 if it is read in place.
 
     It is of a chunk that can be read in part. A window that is one run is read as it is. Of others
@@ -365,8 +367,7 @@ def bytes_read(window: Window, itemsize: int, limits: ReadLimits) -> tuple[int, 
     wanted = window.box.num_elements * itemsize
     if window.contiguous_range() is not None:
         return wanted, 0
-    if not limits.maps_files:
-        gap = limits.strided_gap
+    if not is_mapped:
         axes = axes_apart(window, itemsize, maps_files=False, most_gap=gap)
         span = span_bytes(window, axes, itemsize)
         return math.prod(window.box.shape[:axes]) * span, span

@@ -21,9 +21,18 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.run_steps import (
+    LATEST,
+    RECORD_NAME,
+    is_run,
+    latest_of,
+    located,
+    read_record,
+    step_folders,
+    up_to_date,
+)
 from dist_checkpointing.threads import in_threads, paused_collector
 from dist_checkpointing.tools.opening import (
-    LATEST,
     CheckpointArgument,
     StepState,
     Trusted,
@@ -31,13 +40,8 @@ from dist_checkpointing.tools.opening import (
     count_files,
     explaining,
     holder_at,
-    is_run,
-    latest_of,
-    located,
     look_at,
     open_named,
-    run_of_manager,
-    step_folders,
 )
 from dist_checkpointing.tools.report import (
     AsJson,
@@ -404,9 +408,9 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
 
 def _notes_of(root: Location) -> dict[str, list[str]]:
     """What the record of a manager says about each step, by name."""
-    if (run := run_of_manager(root)) is None:
+    if not location.is_file(root / RECORD_NAME):
         return {}
-    record = run.record()
+    record = up_to_date(root, read_record(root))
     abandoned = record.abandoned
     return {
         str(number): ["verified"] * known.verified

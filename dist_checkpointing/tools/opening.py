@@ -5,7 +5,6 @@ A run is of this library or of Megatron; ``RUN@1000`` and ``RUN@latest`` name st
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,10 +22,8 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
     counted,
-    hint,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
@@ -42,10 +39,11 @@ from dist_checkpointing.format.leftovers import (
     DCP_METADATA_NAME,
     attempt_of,
 )
+from dist_checkpointing.format.run_steps import LATEST, is_run, located, step_folders
 from dist_checkpointing.format.seal import read_seal
 
 if TYPE_CHECKING:
-    from dist_checkpointing.manager.run_folder import RunFolder
+    pass
 
 CheckpointArgument = Annotated[
     Path,
@@ -59,13 +57,6 @@ Trusted = Annotated[
 ]
 Memory = Annotated[str, Option(metavar="SIZE", help="Memory that this process may take in all.")]
 
-MANAGER_RECORD: Final = "manager.json"
-MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
-LATEST: Final = "latest"
-_NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
-_OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
-_PLAIN: Final = re.compile(rf"\d+|{_OF_A_RUN.pattern}")
-_MAX_POINTER_BYTES: Final = 1 << 10
 Uses = Mapping[str, location.FileUse]
 """The files of a folder, by relative name."""
 
@@ -138,6 +129,12 @@ def count_files(folder: Location) -> Files:
     return Files.of(location.use_below(folder).values())
 
 
+def _not_found(
+    message: str, problem: str, path: Location, remedy: str | None = None
+) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(message, [Finding(problem, path=str(path), remedy=remedy)])
+
+
 class StepState(Enum):
     """What the folder of a step is."""
 
@@ -172,41 +169,6 @@ class RunStep:
     files: Files
     begun_at: float | None
     inodes: frozenset[tuple[int, int, int]]
-
-
-def located(path: Location) -> Location:
-    """The path itself, or of ``run@1000`` and ``run@latest`` the folder of that step."""
-    root_name, at, wanted = path.name.rpartition("@")
-    if not at or location.is_there(path):
-        return path
-    root = path.parent / root_name
-    folders = step_folders(root)
-    if not folders:
-        raise _not_found(f"{path} does not exist", "no steps of a run are here", root)
-    if wanted == LATEST:
-        name, problem = latest_of(root, folders)[0], "nothing is committed in this run"
-    else:
-        number = str(int(wanted)) if wanted.isdecimal() else ""
-        name = wanted if wanted in folders else number
-        problem = f"no such step{hint(wanted, folders)}"
-    if name not in folders:
-        remedy = f"Its last steps: {', '.join(list(folders)[-8:])}."
-        raise _not_found(f"{path} does not exist", problem, root, remedy)
-    return folders[name]
-
-
-def _not_found(
-    message: str, problem: str, path: Location, remedy: str | None = None
-) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(message, [Finding(problem, path=str(path), remedy=remedy)])
-
-
-def is_run(root: Location) -> bool:
-    """Whether a folder is that of a run, which may have no steps yet."""
-    if step_folders(root):
-        return True
-    is_marked = any(location.is_file(root / name) for name in (MANAGER_RECORD, MEGATRON_POINTER))
-    return is_marked and not is_committed(root)
 
 
 def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
@@ -255,64 +217,6 @@ def holder_at(folder: Location) -> Holder | None:
     with suppress(CorruptCheckpointError):
         return last_known_holder(folder)
     return None
-
-
-def step_folders(root: Location) -> dict[str, Location]:
-    """The folders of the steps of a run by name, oldest first; none if it is no run."""
-    folders, files = location.folders_and_files(root)
-    found: dict[str, Location] = {}
-    # The folders of a manager or of Megatron come first: "backup-3" must not hide their step 3.
-    for name in sorted(folders, key=lambda name: (_OF_A_RUN.fullmatch(name) is None, name)):
-        match = _NUMBERED.fullmatch(name)
-        if match is not None:
-            number = name if match[1] is None else str(int(match[1]))
-            found[name if number in found else number] = root / name
-    is_checkpoint = {DCKPT_FOLDER, CONFIG_FNAME, DCP_METADATA_NAME} & {*folders, *files}
-    if is_checkpoint and (is_committed(root) or _is_begun(root)):
-        return {}
-    is_marked = not {MANAGER_RECORD, MEGATRON_POINTER}.isdisjoint(files)
-    if not is_marked and not any(is_committed(step) or _is_begun(step) for step in found.values()):
-        return {}
-    # Beside checkpoints with other names, the 4 of "again-4" may be the number of anything.
-    named = [root / name for name in folders if not (is_marked or _NUMBERED.fullmatch(name))]
-    if others := [step for step in named if is_committed(step)]:
-        plain = {key: step for key, step in found.items() if _PLAIN.fullmatch(step.name)}
-        found = plain or {step.name: step for step in (*found.values(), *others)}
-    return dict(sorted(found.items(), key=lambda row: int(row[0]) if row[0].isdecimal() else -1))
-
-
-def _is_begun(folder: Location) -> bool:
-    """Whether a save of this library began there."""
-    return location.is_file(folder / ATTEMPT_NAME) or bool(location.names_in(folder / CLAIMS))
-
-
-def run_of_manager(root: Location) -> RunFolder | None:
-    """The run, if a manager keeps its record."""
-    if not location.is_file(root / MANAGER_RECORD):
-        return None
-    # Not at the top: these import torch.
-    from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
-    from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
-
-    return RunFolder(root, Retention())
-
-
-def latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None, str | None]:
-    """Name of the latest step, and what is wrong with the pointer to it."""
-    if (run := run_of_manager(root)) is not None:
-        latest = run.latest()  # brings the pointer up to date after a kill
-        return (None if latest is None else str(latest)), None
-    remark = None
-    with suppress(FileNotFoundError):
-        text = location.read_bytes(root / MEGATRON_POINTER, _MAX_POINTER_BYTES)
-        named = text.decode(errors="replace").strip()
-        named = str(int(named)) if named.isdecimal() else named
-        if named in folders and is_committed(folders[named]):
-            return named, None
-        remark = f"{MEGATRON_POINTER} names {named!r}, which is not a checkpoint here"
-    numbered = (name for name in reversed(folders) if name.isdecimal() or name == "release")
-    committed = (name for name in numbered if is_committed(folders[name]))
-    return next(committed, None), remark
 
 
 # Opening.

@@ -418,13 +418,13 @@ def set_apart(
 
     Those that keep values of the template are left out.
     """
-    spans = np.stack([wanted.addresses, wanted.num_bytes], axis=1)
-    for row in np.flatnonzero(wanted.addresses < 0).tolist():
-        spans[row] = memory_of(wanted.data[row])
-    others = [part.given for part in plain]
-    spans = np.vstack([spans, *(memory_of(tensor) for tensor in others)])
+    tensors = [*wanted.data, *(part.given for part in plain)]
+    spans = np.full((2, len(tensors)), -1, dtype=np.int64)
+    spans[:, : len(wanted)] = wanted.addresses, wanted.num_bytes
+    for row in np.flatnonzero(spans[0] < 0).tolist():
+        spans[:, row] = memory_of(tensors[row])
     apart = {}
-    for row in sharing_memory([*wanted.data, *others], spans):
+    for row in sharing_memory(tensors, *spans):
         if row < len(wanted) and not keeps_values(leaf := wanted.tensors[row]):
             assert leaf.data is not None
             value = leaf.data.detach().to("cpu", copy=True)
@@ -440,10 +440,11 @@ def fill_staged(staged: Sequence[StagedTensor]) -> None:
         with torch.inference_mode(part.given.is_inference()):
             part.given.detach().copy_(part.value.detach())
     given = [part.given for part in staged]
+    spans = np.array([*map(memory_of, given)], dtype=np.int64).reshape(-1, 2)
     problem = "another tensor of the template, for which other values are stored, has its memory"
     findings = [
         Finding(problem, staged[row].key, remedy="Give each leaf memory of its own.")
-        for row in sharing_memory(given, [*map(memory_of, given)])
+        for row in sharing_memory(given, *spans.T)
         if not staged[row].is_kept
     ]
     if findings:
@@ -507,8 +508,8 @@ def warn_of_unasked(
     if None in asked or not any(asked):
         return
     names = set().union(*(own for own in asked if own is not None))
-    stored = Counter(key.partition(".")[0] for key in stored_keys())
-    unasked = Counter({name: count for name, count in stored.items() if name not in names})
+    keys = [*stored_keys()]
+    unasked = Counter(name for key in keys if (name := key.partition(".")[0]) not in names)
     if not unasked:
         return
     few = ", ".join(f"{name} ({count})" for name, count in unasked.most_common(_MOST_NAMED))
@@ -516,7 +517,7 @@ def warn_of_unasked(
         "%d of the %d stored tensors are not loaded, because no rank asks for their names: %s%s. "
         "If this is meant, pass strict='raise_unexpected'; strict='raise_all' makes it an error",
         unasked.total(),
-        stored.total(),
+        len(keys),
         few,
         ", ..." if len(unasked) > _MOST_NAMED else "",
     )

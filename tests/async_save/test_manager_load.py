@@ -314,6 +314,26 @@ def test_a_rollback_stays_one(tmp_path: Path, place: str) -> None:
     run_ranks(2, one)
 
 
+@PLACES
+def test_a_step_is_named_behind_the_path_of_its_run(tmp_path: Path, place: str) -> None:
+    """By ``load`` on all ranks, and by an open checkpoint; the latest one as the manager says."""
+    root = root_at(place, tmp_path)
+    run_ranks(2, lambda comm: went_back(root, comm))
+
+    def one(comm: Comm) -> None:
+        for named, step in (("latest", 6500), ("6000", 6000), ("008000", 8000)):
+            found = dc.load(template(comm), f"{root}@{named}", comm=comm)
+            assert found["step"] == step
+        with pytest.raises(dc.CheckpointNotFoundError, match=r"no such step.*6500, 7000, 8000"):
+            dc.load(template(comm), f"{root}@77", comm=comm)
+
+    run_ranks(2, one)
+    opened = dc.Checkpoint.open(f"{root}@latest")
+    assert (opened.common["step"], opened.path.parent.name) == (6500, Path(str(root)).name)
+    with pytest.raises(dc.CheckpointNotFoundError, match="no steps of a run"):
+        dc.Checkpoint.open(f"{root}-2@latest")
+
+
 def assert_all_is_there(root: Any) -> None:
     """Of the old step 7000 and the new one there is one, and it is the latest if it is the new."""
     gc.collect()  # with what is not there any more, as when a process has ended

@@ -18,8 +18,8 @@ from damage import damage, files_in
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import LOCK_NAME
+from dist_checkpointing.format.run_steps import NO_STEP
 from dist_checkpointing.manager import RunRecord, StepRecord, checkpoint_manager, read_record
-from dist_checkpointing.manager.run_folder import NO_STEP
 from dist_checkpointing.testing import run_ranks
 from faults import LOOKS, ended_before_the_pointer, failing, path_of, replaced
 from states import BACKEND, BACKENDS, trained

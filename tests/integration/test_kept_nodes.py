@@ -91,7 +91,7 @@ def test_loads_take_no_more_memory_than_one(saved: Path) -> None:
     for _ in range(25):
         assert dc.load(template, saved)["layers.8.weight"][0] == 8
     # A kilobyte for each tensor and load would be 73 MiB.
-    assert resident_bytes() - before < 10 * 2**20
+    assert resident_bytes() - before < 24 * 2**20
 
 
 def read_by_threads(saved: Path) -> None:

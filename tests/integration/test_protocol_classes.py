@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dist_checkpointing import (
+    Checkpoint,
     CheckpointingException,
     PlanCache,
     ShardedObject,
@@ -41,7 +42,9 @@ from dist_checkpointing.strategies import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     StrategyAction,
+    default_strategies,
     get_default_strategy,
+    register_default_strategy,
 )
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
@@ -306,13 +309,13 @@ def state_of(comm: Comm) -> dict[str, Any]:
     }
 
 
-def check_template(comm: Comm, folder: Path, strategy: Any) -> None:
+def check_template(comm: Comm, folder: Path, strategy: Any, **options: Any) -> None:
     columns = FULL.chunk(comm.world_size, 1)[comm.rank]
     template = {
         key: rows(key, torch.zeros(8, 6), comm, axis=1) for key in ("rows", "uneven", "whole")
     }
     template["rng"] = ShardedObject("rng", None, (1,), (0,))  # type: ignore[assignment]
-    found: Any = load(template, folder, strategy, comm=comm)
+    found: Any = load(template, folder, strategy, comm=comm, **options)
     for key in ("rows", "uneven", "whole"):
         assert torch.equal(found[key], columns), key
     assert found["rng"] == {"seed": [1, 2]}
@@ -390,6 +393,23 @@ def test_classes_that_derive_from_the_protocol_itself(tmp_path: Path) -> None:
     run_ranks(2, one)
     with pytest.raises(CheckpointingException, match=r"be a SavePlanner[^|]*abstract.* get_data"):
         save({}, tmp_path / "c", PastedSave(planner=type("Half", (), {})()))
+
+
+def test_a_pasted_reader_is_asked_for_the_metadata_before_every_read(tmp_path: Path) -> None:
+    """Also by what reads more than once: the values that no fingerprint is kept of, and slices."""
+
+    def one(comm: Comm) -> None:
+        save(state_of(comm), tmp_path / "c", PastedSave(), comm=comm)
+        check_template(comm, tmp_path / "c", PastedLoad(), verify="restored")
+
+    run_ranks(2, one)
+    register_default_strategy(StrategyAction.LOAD_SHARDED, *Save.writes, PastedLoad())
+    try:
+        opened = Checkpoint.open(tmp_path / "c")
+        for _ in range(2):
+            assert torch.equal(opened["rows"][2:5], FULL[2:5])
+    finally:
+        del default_strategies["load_sharded"][Save.writes]
 
 
 @BACKEND

@@ -271,7 +271,7 @@ def test_files_that_are_listed_before_they_are_found_are_waited_for(tmp_path: Pa
             save_on(2, state, tmp_path / str(can_rename), ("zarr", 1))
         assert torch.equal(dc.load_plain_tensors(tmp_path / str(can_rename))["w"], full)
         verify_checkpoint(tmp_path / str(can_rename))
-    with failing("os.stat", code=errno.ENOENT, times=2, at=is_of_w) as looks:
+    with failing("os.open", code=errno.ENOENT, times=2, at=is_of_w) as looks:
         assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], full)
     assert len(links) == 3 < len(looks)
 

@@ -81,7 +81,7 @@ def read_all(
         put(folder, path.name, path.read_bytes())
     files = reads_below(folder, options.threads, options.buffer_bytes, lambda _: maps_files)
     planner = _Destinations(tensors)
-    filler = Filler(LoadPlan(items), planner, stored, files.limits)
+    filler = Filler(LoadPlan(items), planner, stored, files)
     offsets, sizes = np.array(extents, dtype=np.int64).T
     rows, numbers = np.arange(len(items)), np.zeros(len(items), dtype=np.int64)
     reported: list[int] = []

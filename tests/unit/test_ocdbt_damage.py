@@ -299,7 +299,7 @@ def test_long_names_by_few_bytes(tmp_path: Path) -> None:
     count = 1 << 16
     shared = encoded([65_000]) * (count - 1)
     rests = encoded([65_000]) + b"\x01" * (count - 1)
-    columns = encoded([count]) + shared + rests + bytes(count)
+    columns = encoded([count]) + shared + rests + bytes(count) + b"n" * (65_000 + count)
     put(tmp_path, b"\0" + columns)
     assert "take more than" in refused(tmp_path)
     put(tmp_path, b"\0" + files_table(["v"]) + columns)

@@ -1,6 +1,5 @@
 import pytest
 
-from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, Window, dtypes
 from dist_checkpointing.tools.load_forecast import (
     MEGATRON_RULES,
@@ -135,13 +134,14 @@ def test_bytes_of_windows() -> None:
     rows = Window(0, (8, 1024), Box((2, 0), (3, 1024)))
     columns = Window(0, (8, 1024), Box((0, 0), (8, 512)))
     far = Window(0, (8, 2**16), Box((0, 0), (8, 16)))
-    mapped, buffered = (
-        ReadLimits(threads=1, most_bytes=1, maps_files=maps_files) for maps_files in (True, False)
-    )
-    assert bytes_read(rows, 4, mapped) == bytes_read(rows, 4, buffered) == (3 * 4096, 0)
+
+    def read(window: Window, *, is_mapped: bool) -> tuple[int, int]:
+        return bytes_read(window, 4, None, is_mapped=is_mapped)
+
+    assert read(rows, is_mapped=True) == read(rows, is_mapped=False) == (3 * 4096, 0)
     # The gaps are smaller than a page: everything between the first and the last element.
-    assert bytes_read(columns, 4, mapped) == (7 * 4096 + 2048, 0)
-    assert bytes_read(far, 4, mapped) == (8 * (64 + 4096), 0)
+    assert read(columns, is_mapped=True) == (7 * 4096 + 2048, 0)
+    assert read(far, is_mapped=True) == (8 * (64 + 4096), 0)
     # The gaps are larger than those that are read over.
-    assert bytes_read(columns, 4, buffered) == (7 * 4096 + 2048, 7 * 4096 + 2048)
-    assert bytes_read(far, 4, buffered) == (8 * 64, 64)
+    assert read(columns, is_mapped=False) == (7 * 4096 + 2048, 7 * 4096 + 2048)
+    assert read(far, is_mapped=False) == (8 * 64, 64)

@@ -127,7 +127,7 @@ class SafetensorsReader(StorageReader):
         table = plan.table
         places = np.array([self._places.get(name, (0, 0)) for name in table.names]).reshape(-1, 2)
         files, starts = places[table.keys].T
-        filler = Filler(plan, planner, self._index, self.files.limits)
+        filler = Filler(plan, planner, self._index, self.files)
         sizes = stored_bytes(table, self._index)
         reads = ChunkReads(np.arange(len(table)), [*self._headers], files, starts, sizes)
         read_chunks(reads, filler, self.files, report=self.report)

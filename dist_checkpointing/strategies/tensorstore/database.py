@@ -34,7 +34,6 @@ from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.planning.load_plan import ReadTable
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
@@ -42,35 +41,13 @@ from dist_checkpointing.strategies.incremental import BaseParts, Candidates
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree, Values, encode_tree
-from dist_checkpointing.strategies.zarr_metadata import chunk_keys, node_texts
+from dist_checkpointing.strategies.zarr_metadata import node_texts, object_key, row_keys
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 NODES_FOLDER: Final = "d"
 DATA_FOLDER: Final = "data"
 CREATED_NAMES: Final = (MANIFEST_NAME, NODES_FOLDER, DATA_FOLDER)
-
-
-def object_key(key: str, cell: Sequence[int], shape: Sequence[int]) -> bytes:
-    """The key of one cell of a sharded object with a grid of this shape."""
-    numbers = "_".join(".".join(map(str, numbers)) for numbers in (cell, shape))
-    return f"{disk_name(key)}/shard_{numbers}".encode()
-
-
-def row_keys(table: ShardTable | ReadTable, index: Index) -> list[bytes]:
-    """The keys of the chunks, pieces and cells of all rows of a plan."""
-    chunks = map(str.encode, chunk_keys(table.take(~table.is_object), index))
-    if not table.is_object.any():
-        return list(chunks)
-    cells = table.offsets if isinstance(table, ShardTable) else table.chunk_offsets
-    names = [table.names[key] for key in table.keys.tolist()]
-    shapes = index.objects
-    return [
-        object_key(name, cell[: len(shapes[name])], shapes[name]) if is_object else next(chunks)
-        for is_object, name, cell in zip(
-            table.is_object.tolist(), names, cells.tolist(), strict=True
-        )
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,25 +58,18 @@ class Body:
     def varints(self, count: int, *most: int) -> U64:
         """Columns of so many unsigned integers, each with its own limit: ``[columns, count]``."""
         total = max(0, count) * len(most)
+        digits = self.data[self.position : self.position + total]
         # Before anything of this size is made.
-        if total > len(self.data) - self.position:
+        if total > len(digits):
             raise Malformed(f"a column of {count} integers runs over the end")
-        if total == 0:
-            return np.zeros((len(most), 0), dtype=np.uint64)
-        for width in (1, 3, _MOST_VARINT_BYTES):
-            window = self.data[self.position : self.position + width * total]
-            digits = np.frombuffer(window, dtype=np.uint8)
-            stops = np.flatnonzero(digits < 0x80)[:total]
-            if len(stops) == total:
-                break
+        if digits.isascii():  # each is one byte
+            values = np.frombuffer(digits, dtype=np.uint8).astype(np.uint64)
+            self.position += total
         else:
-            raise Malformed(f"{total} integers have no end, or more than 64 bits")
-        end = int(stops[-1]) + 1
-        self.position += end
-        digits = digits[:end]
-        values = digits.astype(np.uint64) if end == total else _joined_digits(digits, stops)
-        columns = values.reshape(len(most), count)
-        for largest, limit in zip(columns.max(axis=1).tolist(), most, strict=True):
+            values, num_bytes = _joined_digits(self.data, self.position, total)
+            self.position += num_bytes
+        columns = values.reshape(len(most), max(0, count))
+        for largest, limit in zip(columns.max(axis=1, initial=0).tolist(), most, strict=True):
             if largest > limit:
                 raise Malformed(f"the integer {largest} is above {limit}")
         return columns
@@ -95,22 +88,25 @@ class Body:
             raise Malformed(f"{left} bytes are left")
 
 
-def _joined_digits(digits: npt.NDArray[np.uint8], stops: I64) -> U64:
-    """The integers whose last bytes are at ``stops``."""
-    starts = np.r_[0, stops[:-1] + 1]
-    sizes = stops - starts + 1
+def _joined_digits(data: bytes, position: int, total: int) -> tuple[U64, int]:
+    """So many integers from a position on, and the bytes that they take."""
+    most_bytes = min(_MOST_VARINT_BYTES * total, len(data) - position)
+    digits = np.frombuffer(data, np.uint8, most_bytes, position)
+    stops = np.flatnonzero(digits < 0x80)[:total]
+    if len(stops) < total:
+        raise Malformed(f"{total} integers have no end, or more than 64 bits")
+    starts = np.zeros_like(stops)
+    starts[1:] = stops[:-1] + 1
+    sizes, digits = stops - starts + 1, digits[: stops[-1] + 1]
     longest = int(sizes.max())
     # The tenth byte of an integer has one bit of its 64.
     if longest > _MOST_VARINT_BYTES or (
         longest == _MOST_VARINT_BYTES and (digits[stops[sizes == longest]] > 1).any()
     ):
         raise Malformed("an integer has more than 64 bits")
-    values = (digits[starts] & 0x7F).astype(np.uint64)
-    for place in range(1, longest):
-        longer = np.flatnonzero(sizes > place)
-        part = (digits[starts[longer] + place] & 0x7F).astype(np.uint64)
-        values[longer] |= part << np.uint64(7 * place)
-    return values
+    places = np.arange(len(digits)) - starts.repeat(sizes)
+    parts = (digits & 0x7F).astype(np.uint64) << (7 * places).astype(np.uint64)
+    return np.bitwise_or.reduceat(parts, starts), len(digits)
 
 
 def encoded(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
@@ -296,32 +292,30 @@ class Node:
 
 def _read_strings(
     body: Body, count: int, first: bytes, what: str, num_columns: int
-) -> tuple[list[bytes], I64, I64]:
+) -> tuple[list[bytes], list[list[int]]]:
     """So many strings of which each says what it shares with the one before; all begin alike.
 
     Returns:
-        The strings, how many bytes each has, and the columns that stand before the rests: how many
-        bytes each shares, how many it adds, and others that the caller knows.
+        The strings, and the columns that stand before the rests: how many bytes each shares beside
+        ``first``, how many it adds, and others that the caller knows.
     """
-    columns = np.zeros((num_columns, count), dtype=np.int64)
     # All but the first share something.
-    columns.reshape(-1)[1:] = body.varints(columns.size - 1, MOST_U16)
-    columns[0] += len(first)
-    shared, rest = columns[:2]
-    lengths = shared + rest
-    if (shared[1:] > lengths[:-1]).any():
-        raise Malformed(f"{what} share more than there is")
-    if lengths.sum() > MOST_BODY_BYTES:
-        raise Malformed(f"{what} take more than {MOST_BODY_BYTES} bytes")
-    if (lengths > MOST_U16).any():
-        raise Malformed(f"{what} are longer than {MOST_U16} bytes")
-    rests, string, start = body.take(int(rest.sum())), first, 0
+    numbers = [0, *body.varints(num_columns * count - 1, MOST_U16)[0].tolist()]
+    columns = [numbers[at : at + count] for at in range(0, num_columns * count, count or 1)]
+    shared, added = columns[:2] if count else ([], [])
+    rests, string, start, total, common = body.take(sum(added)), first, 0, 0, len(first)
     strings = []
-    for kept, length in zip(shared.tolist(), rest.tolist(), strict=True):
-        string = string[:kept] + rests[start : start + length]
+    for kept, length in zip(shared, added, strict=True):
+        if common + kept > len(string):
+            raise Malformed(f"{what} share more than there is")
+        string = string[: common + kept] + rests[start : start + length]
+        if len(string) > MOST_U16:
+            raise Malformed(f"{what} are longer than {MOST_U16} bytes")
+        if (total := total + len(string)) > MOST_BODY_BYTES:
+            raise Malformed(f"{what} take more than {MOST_BODY_BYTES} bytes")
         strings.append(string)
         start += length
-    return strings, lengths, columns
+    return strings, columns
 
 
 def _encoded_strings(strings: Sequence[bytes], shared: I64, cut: int, *others: I64) -> bytes:
@@ -338,22 +332,20 @@ def read_files(body: Body, folder: str) -> list[tuple[str, str]]:
 
     Each path with the folder that paths in a node there are relative to.
     """
-    names, lengths, columns = _read_strings(body, body.varint(MOST_ENTRIES), b"", "paths", 3)
-    shared, _, bases = columns
-    # Where a path shares more than the base of its neighbour, it must have the same base.
-    if (bases > lengths).any() or (
-        (shared[1:] > np.minimum(bases[1:], bases[:-1])) & (bases[1:] != bases[:-1])
-    ).any():
-        raise Malformed("the lengths of base paths do not fit")
-    files = []
-    for name, cut in zip(names, bases.tolist(), strict=True):
+    names, columns = _read_strings(body, body.varint(MOST_ENTRIES), b"", "paths", 3)
+    files, last = [], 0
+    for name, shared, _, cut in zip(names, *columns, strict=True):
+        # Where a path shares more than the base of its neighbour, it must have the same base.
+        if cut > len(name) or (shared > min(cut, last) and cut != last):
+            raise Malformed("the lengths of base paths do not fit")
+        last = cut
         try:
             base = folder + name[:cut].decode()
             path = base + name[cut:].decode()
         except UnicodeDecodeError as error:
             raise Malformed(f"the path {name!r} is not UTF-8") from error
         # An empty path is the one of an empty tree, which nobody opens.
-        if path and any(part in ("", ".", "..") for part in path.split("/")):
+        if path and not {"", ".", ".."}.isdisjoint(path.split("/")):
             raise Malformed(f"the path {path!r} leads out of the database")
         if "\0" in path or path.endswith(".__lock"):
             raise Malformed(f"the path {path!r} cannot be that of a file")
@@ -379,17 +371,17 @@ def decode_node(record: bytes, ref: NodeRef) -> Node:
     if count == 0:
         raise Malformed("it has no entries")
     # Keys are whole: what the first has of the prefix, all have.
-    keys, lengths, columns = _read_strings(body, count, ref.prefix, "keys", 3 if height else 2)
+    keys, columns = _read_strings(body, count, ref.prefix, "keys", 3 if height else 2)
     if not all(map(operator.lt, keys, islice(keys, 1, None))):
         raise Malformed("its keys do not rise")
-    num_bytes = len(body.data) + int(lengths.sum()) + sum(map(len, paths))
+    num_bytes = len(body.data) + sum(map(len, keys)) + sum(map(len, paths))
     # Of each child there is a NodeRef.
     num_bytes += _OBJECT_BYTES * (count * (8 if height else 1) + len(files))
     inline: list[bytes] = []
     children: list[NodeRef] = []
     if height:
-        prefixes = columns[2] + len(ref.prefix)
-        if (prefixes > lengths).any():
+        prefixes = [len(ref.prefix) + more for more in columns[2]]
+        if any(map(operator.gt, prefixes, map(len, keys))):
             raise Malformed("the keys below a child share more than its lower bound")
         entries = body.varints(count, *[MOST_I64] * 4, MOST_U64, MOST_U64)
         extents = entries[:3].astype(np.int64)
@@ -432,7 +424,7 @@ def _read_values(body: Body, count: int, paths: Sequence[str]) -> tuple[I64, lis
 def _check_extents(extents: I64, paths: Sequence[str]) -> None:
     file, offset, length = extents
     _check_files(file, len(paths))
-    if not all(paths[number] for number in np.unique(file).tolist()):
+    if "" in paths and not all(paths[number] for number in file.tolist()):
         raise Malformed("a file without a path")
     if (offset > MOST_I64 - length).any():
         raise Malformed("a place behind the end of any file")
@@ -517,19 +509,19 @@ def _read_newest(body: Body, files: Sequence[tuple[str, str]], arity: int) -> No
     count = body.varint(1 << arity)
     if count == 0:
         raise Malformed("it has no version")
-    (generations,) = body.varints(count, MOST_I64)
+    generations = [body.varint(MOST_I64) for _ in range(count)]
     height = body.take(count)[-1]
-    entries = body.varints(count, MOST_I64, *[MOST_U64] * 5)
+    columns = [[body.varint(most) for _ in range(count)] for most in (MOST_I64, *[MOST_U64] * 5)]
     body.take(8 * count)  # the times of the commits
-    _check_files(entries[0], len(files))
-    same = generations - np.uint64(1) >> np.uint64(arity)
-    rise = generations[0] >= 1 and (generations[1:] > generations[:-1]).all()
-    if not rise or (same != same[-1]).any():
+    _check_files(np.array(columns[0]), len(files))
+    groups = {generation - 1 >> arity for generation in generations}
+    if min(groups) < 0 or len(groups) > 1 or generations != sorted({*generations}):
         raise Malformed("its versions are not in order")
-    file, *numbers = entries[:, -1].tolist()
-    root = NodeRef(*files[int(file)], height, *numbers)
+    file, offset, length, *below = (column[-1] for column in columns)
+    path, folder = files[file]
+    root = NodeRef(path, folder, height, offset, length, below[0], below[1], below[2])
     if (root.offset, root.length) == (MOST_U64, MOST_U64):
-        if root.path or height or any(numbers[2:]):
+        if root.path or height or any(below):
             raise Malformed("its empty tree is not empty")
         return None
     if not root.path or root.length > MOST_BODY_BYTES or root.offset + root.length > MOST_I64:

@@ -6,7 +6,10 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from os import PathLike
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -19,11 +22,17 @@ from dist_checkpointing.filesystem.ranged_reads import READ_WHOLE_BYTES
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor
-from dist_checkpointing.format.leftovers import noted_removal
+from dist_checkpointing.format.leftovers import (
+    PlannedRemoval,
+    end_removal,
+    note_removal,
+    noted_removal,
+)
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
+from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
 from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Extent,
@@ -33,11 +42,15 @@ from dist_checkpointing.strategies.chunk_reads import (
     read_extent,
     read_window,
 )
-from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, Tree, Values
-from dist_checkpointing.strategies.zarr_metadata import METADATA_NAME, chunk_name, parse
+from dist_checkpointing.strategies.zarr_metadata import (
+    METADATA_NAME,
+    chunk_name,
+    object_key,
+    parse,
+    row_keys,
+)
 from dist_checkpointing.threads import paused_collector
 
 
@@ -56,10 +69,6 @@ class NewestTree:
     def __reduce__(self) -> tuple[type[NewestTree], tuple[Location]]:
         # A copy in another process finds out for itself.
         return NewestTree, (self._folder,)
-
-    @property
-    def is_known(self) -> bool:
-        return self._tree is not None
 
     def __call__(self, *, keeps_nodes: bool) -> Tree:
         """The tree, which with ``keeps_nodes`` is remembered for the next call."""
@@ -88,12 +97,6 @@ class TensorStoreReader(StorageReader):
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size
         self._index = metadata
-        if not (metadata or metadata.objects):
-            return  # nothing was saved, so no database was made
-        path = self.checkpoint_dir / MANIFEST_NAME
-        if not (self._newest.is_known or store.is_file(path)):
-            finding = Finding("missing", path=str(path))
-            raise CorruptCheckpointError("the database is gone", [finding])
 
     def rebuild_index(self) -> Index:
         path = self.checkpoint_dir / MANIFEST_NAME
@@ -120,7 +123,7 @@ class TensorStoreReader(StorageReader):
         return [*names, MANIFEST_NAME] if has_database else names
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
-        name = database.object_key(key, cell, self._index.objects[key])
+        name = object_key(key, cell, self._index.objects[key])
         values = self._find([name])
         if values.extents[0, 0] == ABSENT:
             raise damaged(f"{self.checkpoint_dir}: {name.decode()}", key, "an object is missing")
@@ -182,14 +185,19 @@ class TensorStoreReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         table = plan.table
-        filler = Filler(plan, planner, self._index, self.files.limits)
+        if not (self._index or self._index.objects):
+            return done(None)  # nothing was saved, so no database was made
+        filler = Filler(plan, planner, self._index, self.files)
         with paused_collector():
-            row_keys = database.row_keys(table, self._index)
-            values = self._find(row_keys)
-            self._require_found(table, row_keys, values)
+            keys = row_keys(table, self._index)
+            values = self._find(keys)
+            self._require_found(table, keys, values)
         for row in np.flatnonzero(table.is_object).tolist():
             data = self._bytes(values, row, table.key(row))
-            where = f"{self.checkpoint_dir}: {row_keys[row].decode()}"
+            # Not at the top: most checkpoints have no objects among the tensors.
+            from dist_checkpointing.strategies.safe_pickle import deserialize  # noqa: PLC0415
+
+            where = f"{self.checkpoint_dir}: {keys[row].decode()}"
             filler.destinations.apply_bytes(row, deserialize(data, where, trusted=self.trusted))
         file, offset, length = values.extents
         for row in np.flatnonzero((file == INLINE) & ~table.is_object).tolist():
@@ -200,14 +208,14 @@ class TensorStoreReader(StorageReader):
         read_chunks(reads, filler, self.files, report=self.report)
         return done(None)
 
-    def _require_found(self, table: ReadTable, row_keys: Sequence[bytes], values: Values) -> None:
+    def _require_found(self, table: ReadTable, keys: Sequence[bytes], values: Values) -> None:
         """Make sure that all values are there, and the chunks as large as they must be."""
         (file, _, length), sizes = values.extents, stored_bytes(table, self._index)
         is_absent = file == ABSENT
         is_wrong = is_absent | ~table.is_object & (length != sizes)
         findings = []
         for row in np.flatnonzero(is_wrong).tolist():
-            key, path = table.key(row), f"{self.checkpoint_dir}: {row_keys[row].decode()}"
+            key, path = table.key(row), f"{self.checkpoint_dir}: {keys[row].decode()}"
             if is_absent[row]:
                 findings.append(Finding("a chunk is missing", key, path=path))
                 continue
@@ -221,11 +229,11 @@ class TensorStoreReader(StorageReader):
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
         objects = self._index.objects
         stored = reads_of([chunk for chunk in chunks if chunk.fqn in self._index], self._index)
-        names = iter(database.row_keys(stored, self._index))
+        names = iter(row_keys(stored, self._index))
         return [
             next(names)
             if chunk.fqn in self._index
-            else database.object_key(chunk.fqn, chunk.offset or (), objects[chunk.fqn])
+            else object_key(chunk.fqn, chunk.offset or (), objects[chunk.fqn])
             for chunk in chunks
         ]
 
@@ -241,3 +249,60 @@ class TensorStoreReader(StorageReader):
         return (
             values.inline[offset] if file == INLINE else read_extent(self._extent(values, row), key)
         )
+
+
+class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
+    """Loads ("tensorstore", 1), and the zarr formats as their own strategies do.
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", "tensorstore")
+        >>> loaded = load(state, "ckpt", TensorStoreLoadShardedStrategy())
+    """
+
+    reader_type: ClassVar[type[TensorStoreReader]] = TensorStoreReader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset(
+        {("tensorstore", 1), ("zarr", 1), ("zarr", 2)}
+    )
+    can_handle_sharded_objects = True
+
+    def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
+        if backend == "tensorstore":
+            return self
+        # Not at the top: the package zarr may be missing.
+        from dist_checkpointing.strategies import zarr  # noqa: PLC0415
+
+        kind = zarr.ZarrLoadShardedStrategy if version == 1 else zarr.Zarr3LoadShardedStrategy
+        strategy = kind(planner=self.planner, comm=self.comm, options=self.options)
+        strategy.trusted = self.trusted
+        return strategy
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
+        from dist_checkpointing.strategies.tensorstore import database  # noqa: PLC0415 - it writes
+
+        root = Path(checkpoint_dir)
+        gone, kept = _parted(root, key_prefix)
+        if not gone and not noted_removal(root):
+            return
+        note_removal(root, dict.fromkeys(gone, ()))
+        # Once the index does not name them they are unreachable; what follows frees their space.
+        local_folder.write_atomic(root / INDEX_NAME, kept.to_json())
+        database.drop_all_but(root, kept)
+        end_removal(root)
+
+    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+        from dist_checkpointing.strategies.tensorstore import database  # noqa: PLC0415 - it writes
+
+        root = Path(checkpoint_dir)
+        gone, kept = _parted(root, key_prefix)
+        is_unfinished = bool(noted_removal(root))
+        if not gone and not is_unfinished:
+            return PlannedRemoval((), ())
+        return replace(database.plan_removal(root, gone, kept), is_unfinished=is_unfinished)
+
+
+def _parted(root: Path, key_prefix: str) -> tuple[list[str], Index]:
+    """The tensors whose keys begin so, and the index without them."""
+    index = TensorStoreReader(root).read_metadata()
+    gone = [key for key in index if key.startswith(key_prefix)]
+    return gone, index.without(gone)

@@ -33,6 +33,7 @@ from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
+from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.data_files import (
     MOST_PENDING_BYTES,
     DataFiles,
@@ -45,7 +46,7 @@ from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.database import StoredValues
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Values
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
-from dist_checkpointing.strategies.zarr_metadata import padded_chunk
+from dist_checkpointing.strategies.zarr_metadata import padded_chunk, row_keys
 from dist_checkpointing.threads import paused_collector
 
 LARGE_BYTES: Final = 2**20
@@ -248,7 +249,7 @@ class TensorStoreWriter(StorageWriter):
             is_alone=self.world_size == 1,
         )
         with paused_collector():
-            keys = b"\0".join(database.row_keys(table, index))
+            keys = b"\0".join(row_keys(table, index))
             shares = list(self._shares(table, reused.rows, steady))
         most_pending = max(1, self.options.buffer_bytes // max(1, len(shares)))
         has_checksums = self.options.checksum is Checksum.XXH3
@@ -326,3 +327,16 @@ class TensorStoreWriter(StorageWriter):
                 location.fsync_folders([folder / name for name in values.files], folder)
             tree = database.write_tree(folder, keys, values, durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]
+
+
+class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
+    """Saves as ("tensorstore", 1).
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", TensorStoreSaveShardedStrategy())
+    """
+
+    writer_type: ClassVar[type[TensorStoreWriter]] = TensorStoreWriter
+    writes: ClassVar[tuple[str, int]] = ("tensorstore", 1)
+    can_handle_sharded_objects = True

@@ -163,7 +163,7 @@ class _RecordFiller(Filler):
     def __init__(self, reader: TorchDistReader, plan: LoadPlan, planner: LoadPlanner) -> None:
         index = reader.index
         table = _ending_at_the_edge(plan.table, index)
-        super().__init__(plan, planner, index, reader.files.limits, table=table)
+        super().__init__(plan, planner, index, reader.files, table=table)
         records = index.records(table)
         by_record: dict[int, list[int]] = {}
         for row, record in enumerate(records.tolist()):

@@ -378,7 +378,7 @@ class ZarrFolderReader(StorageReader):
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
         sizes = stored_bytes(table, self._index)
-        filler = Filler(plan, planner, self._index, self.files.limits)
+        filler = Filler(plan, planner, self._index, self.files)
         if codec is None:
             starts = np.zeros_like(files)
             rows = np.arange(len(table))
