@@ -198,10 +198,10 @@ class ReplicaComparison:
         """The copies of the ranks, and keep them while nothing but values changes. Collective."""
         comm, step = self._comm, "describing the shards"
         exchanged = exchange_tables(
-            comm, step, lambda: ({"shards": describe(self._shards, comm.rank)}, None)
+            comm, step, lambda: ({"tensors": describe(self._shards, comm.rank)}, None)
         )
         with comm.agreed("looking for replicas"):
-            copies = copies_of(exchanged.catalog("shards"), comm.rank)
+            copies = copies_of(exchanged.catalog("tensors"), comm.rank)
             self._cache.keep(self._inputs(), copies, exchanged.digests)
         return copies
 

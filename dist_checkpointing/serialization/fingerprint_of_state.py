@@ -79,9 +79,9 @@ def fingerprint(
         refuse_distributed(walk(parts.common), parts.tensors, {})
         check_data(parts)
         shards.extend(parts.tensors.values())
-        return {"shards": describe(shards, comm.rank)}, None
+        return {"tensors": describe(shards, comm.rank)}, None
 
-    catalog = exchange_tables(comm, "describing the shards", describe_local).catalog("shards")
+    catalog = exchange_tables(comm, "describing the shards", describe_local).catalog("tensors")
     with comm.agreed("checking the shards"):
         check_coverage(catalog)
     number = {name: position for position, name in enumerate(catalog.names)}
@@ -119,13 +119,13 @@ def verify_restored(
             kind = (tensor_memory.from_torch(shard.dtype).name, tuple(shard.global_shape))
             if stored is None or (stored.dtype.name, stored.global_shape) != kind:
                 differing.add(shard.key)
-        return {"shards": describe(shards, comm.rank)}, differing
+        return {"tensors": describe(shards, comm.rank)}, differing
 
     exchanged = exchange_tables(comm, "describing what was restored", describe_local)
     with comm.agreed("looking for what can be compared"):
-        copies = copies_of(exchanged.catalog("shards"), comm.rank)
+        copies = copies_of(exchanged.catalog("tensors"), comm.rank)
         parts = copies.parts
-        is_counted = _counted(copies, set().union(*exchanged.facts))
+        is_counted = _counted(copies, set().union(*(own.value for own in exchanged.facts)))
         numbers = np.unique(parts.keys[is_counted])
         counted = {parts.names[number] for number in numbers.tolist()}
 

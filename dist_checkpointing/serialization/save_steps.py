@@ -203,7 +203,7 @@ class SaveJob:
                 lambda: self._facts_of_rank(state_dict, folder, comm),
                 RankFacts.number,
             )
-            if len({facts.common for facts in exchanged.facts}) > 1:
+            if len({own.value.common for own in exchanged.facts}) > 1:
                 compare_common_state(lambda: self._common_digests, comm)
             planning = self._planning or self._start_planning(comm)
             tables = planning.exchange(comm, exchanged if self._planning else None)
@@ -215,7 +215,8 @@ class SaveJob:
 
             self._planned = Outcome.of(PLANNING, plan)
             if self._replicas is not None:
-                self._replicas.compare([facts.replicas for facts in exchanged.facts])
+                of_ranks = exchanged.facts_of_ranks()
+                self._replicas.compare([facts.replicas for facts in of_ranks])
             # They hold on to the caller's state.
             del self._planning, self._replicas
             vars(self).pop("_common_digests", None)

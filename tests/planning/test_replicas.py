@@ -323,13 +323,13 @@ def test_digests_ride_with_the_tables_once_the_copies_are_known(
 ) -> None:
     def run(comm: Comm) -> list[list[str]]:
         steps: list[list[str]] = []
-        exchange = comm.exchange
+        exchange = comm.exchange_bytes
 
         def noted(step: str, *others: Any) -> Any:
             steps[-1].append(step)
             return exchange(step, *others)
 
-        monkeypatch.setattr(comm, "exchange", noted)
+        monkeypatch.setattr(comm, "exchange_bytes", noted)
         own = grid(FULL.view(torch.float32), comm)
         for number in range(3):
             steps.append([])
@@ -368,9 +368,9 @@ def test_copies_by_comparison() -> None:
             leaf.key = f"k{number % 4}"
             leaves.append(leaf)
         exchanged = exchange_tables(
-            comm, "test", lambda: ({"shards": describe(leaves, comm.rank)}, None)
+            comm, "test", lambda: ({"tensors": describe(leaves, comm.rank)}, None)
         )
-        return leaves, copies_of(exchanged.catalog("shards"), comm.rank)
+        return leaves, copies_of(exchanged.catalog("tensors"), comm.rank)
 
     of_ranks = run_ranks(RANKS, look)
 
