@@ -270,6 +270,10 @@ class ReadTable(Columns, Sequence[ReadItem]):
         shape, *box = (tuple(own[row, :ndim].tolist()) for own in (shapes, boxes, self.lengths))
         return Window(int(starts[row]), shape, Box(*box))
 
+    def dest(self, row: int) -> Window:
+        """Where the box of a row lies in the shard."""
+        return self._window(row, self.dest_starts, self.dest_shapes, self.dest_boxes)
+
     def storage(self, row: int) -> Window:
         """Where the box of a row lies in the stored chunk."""
         return self._window(row, self.storage_starts, self.storage_shapes, self.storage_boxes)
@@ -289,11 +293,10 @@ class ReadTable(Columns, Sequence[ReadItem]):
             given: ReadItem = self.given[row]
             return given
         chunk = self.chunk(row)
-        dest = self._window(row, self.dest_starts, self.dest_shapes, self.dest_boxes)
         offset = tuple(self.dest_offsets[row, : self.ndim[row]].tolist())
         index = MetadataIndex(chunk.fqn, offset, int(self.sources[row]))
         kind = LoadItemType.BYTE_IO if self.is_object[row] else LoadItemType.TENSOR
-        return ReadItem(kind, index, dest, chunk, self.storage(row))
+        return ReadItem(kind, index, self.dest(row), chunk, self.storage(row))
 
     def items(self) -> tuple[ReadItem, ...]:
         """All rows as items."""

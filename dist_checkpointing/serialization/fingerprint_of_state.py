@@ -218,7 +218,7 @@ def _counted(copies: Copies, differing: set[str]) -> Bools:
     if not len(parts):
         return is_counted
     # Parts that differ may overlap: then those of main replicas may do.
-    is_main = np.logical_or.reduceat(copies.catalog.main[copies.rows], copies.begins[:-1])
+    is_main = copies.has_main
     unknown = {*parts.names} - differing
     for chosen in (np.ones_like(is_main), is_main):
         written = parts.take(np.flatnonzero(chosen & (parts.num_elements > 0)))

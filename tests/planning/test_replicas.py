@@ -224,6 +224,37 @@ def test_one_rank_may_hold_both_replicas(tmp_path: Path, num_ranks: int, wrong: 
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("kind", [grid, columns, uneven, flattened, layered])
+@pytest.mark.parametrize("num_ranks", [1, 5])
+def test_copies_that_are_cut_differently_are_compared(
+    tmp_path: Path, kind: Callable[[torch.Tensor, Comm], dc.ShardedTensor], num_ranks: int
+) -> None:
+    """One rank holds and writes the whole; the parts are other replicas, there or elsewhere."""
+
+    def state(wrong: int | None) -> Callable[[Comm], dict[str, Any]]:
+        def of_rank(comm: Comm) -> dict[str, Any]:
+            own: dict[str, Any] = {}
+            full = FULL.view(torch.float32)
+            for part in range(PARTS):
+                if num_ranks == 1 or part == comm.rank - 1:
+                    other: Any = SimpleNamespace(rank=part + PARTS)
+                    own[f"{part}"] = kind(full, other)
+                    if part == wrong:
+                        flip(own[f"{part}"].data, 9)
+            if comm.rank == 0:
+                own["whole"] = shard("w", full[::2].clone() if kind is layered else full)
+            return own
+
+        return of_rank
+
+    save_on(num_ranks, state(None), tmp_path / "same", replicas=dc.ReplicaCheck.ALL)
+    with pytest.raises(dc.InvalidShardingError, match="cut differently") as caught:
+        save_on(num_ranks, state(2), tmp_path / "c", replicas=dc.ReplicaCheck.ALL)
+    assert not (tmp_path / "c").exists()
+    (finding,) = caught.value.findings
+    assert (finding.key, finding.ranks) == ("w", (0,) if num_ranks == 1 else (3,))
+
+
 @pytest.mark.parametrize("capture", ["copy", "background"])
 def test_asynchronous_saves_raise_before_they_return(tmp_path: Path, capture: Any) -> None:
     state = with_one_flip(grid, torch.float32, 6, 31)
