@@ -167,21 +167,8 @@ class _Cache(AgreedCache[Copies]):
     num_samples = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaFacts:
-    """What a rank sends of its copies while the save is planned.
-
-    The hash of the copies that it knows of, number of the sample (None if everything is compared),
-    and the digests of the parts of which it is the lowest holder.
-    """
-
-    copies: int
-    sample: int | None
-    digests: Mapping[int, bytes]
-
-
 class ReplicaComparison:
-    """Compares the copies of the same parts: ``digests_of_rank``, exchange, ``compare``.
+    """Compares the copies of the same parts.
 
     Each rank digests its copies of parts that are held more than once. Of each part the lowest rank
     sends its digest, 16 bytes, and the others compare.
@@ -203,34 +190,20 @@ class ReplicaComparison:
         self._sample: int | None = None
         self._digests: list[tuple[int, bytes]] = []
 
-    def digests_of_rank(self) -> ReplicaFacts | None:
-        """What this rank can send before any exchange; None at the first save of a state."""
-        number, copies = self._cache.hash_if_cached(self._inputs()), self._cache.value
-        if number is None or copies is None:
-            return None
-        self._sample = self._cache.num_samples % SAMPLES if self._is_sampled else None
-        return ReplicaFacts(number, self._sample, self._digest(copies))
-
-    def compare(self, facts: Sequence[ReplicaFacts | None]) -> None:
-        """Compare what each rank has sent. Collective.
+    def compare(self) -> None:
+        """Compare the copies of all ranks. Collective.
 
         Raises:
             InvalidShardingError: naming each part whose copies differ, and which ranks agree.
         """
-        comm, cache = self._comm, self._cache
-        if None in facts:
-            facts = comm.exchange(_STEP, self.digests_of_rank)
-        known = [of_rank for of_rank in facts if of_rank is not None]
-        if len(known) == comm.world_size and len({(f.copies, f.sample) for f in known}) == 1:
-            assert cache.value is not None
-            copies, of_ranks = cache.value, [of_rank.digests for of_rank in known]
-        else:
+        comm, cache, copies = self._comm, self._cache, self._cache.value
+        is_known = comm.all_same(cache.hash_if_cached(self._inputs()))
+        if not is_known or copies is None:
             copies = self._find_copies()
-            if self._is_sampled:
-                cache.num_samples = comm.broadcast(cache.num_samples)
-                self._sample = cache.num_samples % SAMPLES
-            of_ranks = comm.exchange(_STEP, lambda: self._digest(copies))
-        cache.num_samples += self._is_sampled
+        if self._is_sampled:
+            number = comm.broadcast(cache.num_samples)
+            self._sample, cache.num_samples = number % SAMPLES, number + 1
+        of_ranks = comm.exchange(_STEP, lambda: self._digest(copies))
         lowest = {part: digest for digests in of_ranks for part, digest in digests.items()}
         held: dict[int, set[bytes]] = {}
         for part, digest in self._digests:

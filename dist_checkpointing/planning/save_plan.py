@@ -22,7 +22,6 @@ from dist_checkpointing.planning.chunking import Layout, whole_items
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage
 from dist_checkpointing.planning.items import Metadata
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.replica_check import ReplicaFacts
 from dist_checkpointing.planning.shard_table import Int32s, ShardTable, concatenate, describe
 from dist_checkpointing.planning.table_exchange import (
     AgreedCache,
@@ -68,14 +67,12 @@ class RankFacts(NamedTuple):
         rest: What its plan has besides the table, if there is anything.
         plan_number: Number of the plan that it would use again, if it sends no tables.
         common: Number that stands for its common state; None if that is not compared.
-        replicas: Digests of its replicas, if it sends tables and knows which have copies.
     """
 
     destination: tuple[str, str]
     rest: SavePlan | None = None
     plan_number: int | None = None
     common: int | None = None
-    replicas: ReplicaFacts | None = None
 
     def number(self) -> int | None:
         """Number that stands for all of it, see ``Comm.exchange``; None if there is a table."""

@@ -215,8 +215,7 @@ class SaveJob:
 
             self._planned = Outcome.of(PLANNING, plan)
             if self._replicas is not None:
-                of_ranks = exchanged.facts_of_ranks()
-                self._replicas.compare([facts.replicas for facts in of_ranks])
+                self._replicas.compare()
             # They hold on to the caller's state.
             del self._planning, self._replicas
             vars(self).pop("_common_digests", None)
@@ -243,14 +242,11 @@ class SaveJob:
         else:
             # Its tables depend on what the ranks have that share replicas.
             tables, facts = {}, RankFacts(self._destination, plan_number=0)
-        check, replicas = self._options.get("replicas", ReplicaCheck.OFF), None
+        check = self._options.get("replicas", ReplicaCheck.OFF)
         if check is not ReplicaCheck.OFF:
             on_mismatch = self._options.get("on_replica_mismatch", "raise")
             self._replicas = ReplicaComparison(self.leaves.values(), check, on_mismatch, comm)
-            # Without tables a number is exchanged, and the digests follow by themselves.
-            if facts.plan_number is None:
-                replicas = self._replicas.digests_of_rank()
-        return tables, facts._replace(common=common, replicas=replicas)
+        return tables, facts._replace(common=common)
 
     def _split(self, state_dict: ShardedStateDict, strategy: SaveShardedStrategy) -> None:
         """Take the state dict apart, and refuse what cannot be saved."""

@@ -207,7 +207,7 @@ def test_one_rank_may_hold_both_replicas(tmp_path: Path, num_ranks: int, wrong: 
             data = leaves[wrong].data
             assert data is not None
             flip(data, 3)
-        # The second save knows the copies, and sends the digests with the tables.
+        # The second save knows the copies.
         dc.save({"leaves": leaves}, tmp_path / "c", comm=comm, replicas=dc.ReplicaCheck.ALL)
 
     if wrong is None:
@@ -349,9 +349,7 @@ def test_what_has_no_main_replica_is_refused_as_ever(tmp_path: Path) -> None:
     assert "replicas hold different" not in str(caught.value)
 
 
-def test_digests_ride_with_the_tables_once_the_copies_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_holds_copies_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(comm: Comm) -> list[list[str]]:
         steps: list[list[str]] = []
         exchange = comm.exchange_bytes
@@ -374,9 +372,9 @@ def test_digests_ride_with_the_tables_once_the_copies_are_known(
         return steps
 
     for first, second, third in run_ranks(RANKS, run):
-        assert "comparing replicas" in first
-        assert "comparing replicas" not in second
-        assert set(third) == {"planning the save"}
+        assert "describing the shards" in first
+        assert "describing the shards" not in second
+        assert third == ["planning the save", "comparing replicas"]
 
 
 def test_replicas_without_data_take_no_part(tmp_path: Path) -> None:
