@@ -29,7 +29,14 @@ from dist_checkpointing.planning.items import (
     MetadataIndex,
     ReadItem,
 )
-from dist_checkpointing.planning.shard_table import Bools, Columns, EditablePlan, Int32s, Int64s
+from dist_checkpointing.planning.shard_table import (
+    Bools,
+    Columns,
+    EditablePlan,
+    Int32s,
+    Int64s,
+    positions_of,
+)
 
 _BLOCK_ROWS = 1024
 _SHAPE_FIELDS = ("local_shape", "global_shape", "global_offset")
@@ -301,14 +308,6 @@ class ReadTable(Columns, Sequence[ReadItem]):
     def items(self) -> tuple[ReadItem, ...]:
         """All rows as items."""
         return tuple(map(self.item, range(len(self))))
-
-
-def positions_of(offsets: Int64s, shapes: Int64s) -> Int64s:
-    """Position of each offset in the C order of an array of its shape."""
-    position = np.zeros(len(offsets), dtype=np.int64)
-    for axis in range(offsets.shape[1]):
-        position = position * shapes[:, axis] + offsets[:, axis]
-    return position
 
 
 def contiguous_ranges(

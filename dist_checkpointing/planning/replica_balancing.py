@@ -16,12 +16,10 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
-from dist_checkpointing.format.geometry import changes
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.items import SavePlan
-from dist_checkpointing.planning.load_plan import positions_of
 from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, Integers, ShardTable, counted
 
@@ -188,17 +186,7 @@ def find_replicas(catalog: ShardTable) -> Replicas:
     """
     rows = np.flatnonzero((catalog.num_elements > 0) & ~catalog.is_object)
     own = catalog.take(rows)
-    place = positions_of(own.offsets, own.global_shapes)
-    first, last = own.flat.T
-    others: list[Integers] = [last, own.dtypes, *own.shapes.T]
-    # Parts that begin at the same element are nearly always the same part.
-    order = np.lexsort((first, place, own.keys))
-    starts_here = changes([own.keys, place, first], order)
-    differs = changes(others, order)
-    if (differs & ~starts_here).any():
-        order = np.lexsort((*others, first, place, own.keys))
-        differs = changes(others, order)
-    begins = starts_here | differs
+    order, begins = own.by_part()
     part = np.cumsum(begins) - 1
     main = own.main[order]
     num_holders = np.array([*map(len, _holders(own))], dtype=np.int64)[own.ranks[order]]

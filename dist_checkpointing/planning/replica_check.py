@@ -16,7 +16,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.dtypes import from_name
-from dist_checkpointing.format.geometry import PieceColumns, Window, changes
+from dist_checkpointing.format.geometry import PieceColumns, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor, tensor_memory
 from dist_checkpointing.planning.load_plan import ReadTable
@@ -105,10 +105,7 @@ def copies_of(catalog: ShardTable, rank: int) -> Copies:
 
     The catalog is that of exchanged tables, in which each rank numbered its rows from 0.
     """
-    columns = [catalog.keys, catalog.dtypes]
-    columns += [axis for c in (catalog.offsets, catalog.shapes, catalog.flat) for axis in c.T]
-    rows = np.lexsort(columns[::-1])
-    is_new = changes(columns, rows)
+    rows, is_new = catalog.by_part()
     begins = np.append(np.flatnonzero(is_new), len(rows))
     part_of_row = np.empty(len(rows), dtype=np.int64)
     part_of_row[rows] = np.cumsum(is_new) - 1

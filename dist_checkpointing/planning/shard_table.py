@@ -176,6 +176,22 @@ class ShardTable(Columns):
         order = sorted_rows(self.offsets, self.shapes, self.flat, self.keys)
         return self.take(order) if (order[1:] < order[:-1]).any() else self
 
+    def by_part(self) -> tuple[Int64s, Bools]:
+        """The rows by key, place and range, so that those of one part are together, in their order;
+        and which of them, in that order, begin a part: one key, dtype, box and flattened range.
+        """
+        place = positions_of(self.offsets, self.global_shapes)
+        first, last = self.flat.T
+        others: list[Integers] = [last, self.dtypes, *self.offsets.T, *self.shapes.T]
+        # Parts that begin at the same element are nearly always the same part.
+        order = np.lexsort((first, place, self.keys))
+        starts_here = changes([self.keys, place, first], order)
+        differs = changes(others, order)
+        if (differs & ~starts_here).any():
+            order = np.lexsort((*others, first, place, self.keys))
+            differs = changes(others, order)
+        return order, starts_here | differs
+
     def rows_of(self, number: int) -> slice:
         """The rows of a key, in a table that is sorted by key."""
         return slice(*np.searchsorted(self.keys, np.array([number, number + 1], self.keys.dtype)))
@@ -314,6 +330,14 @@ class KeyGroups:
         self.fits &= table.shapes == np.minimum(chunk, table.global_shapes - table.offsets)
         is_other = counted & ~(self.fits.all(axis=1) & (table.flat[:, 0] < 0))
         self.is_grid: Bools = np.bincount(self.of_row[is_other], minlength=count) == 0
+
+
+def positions_of(offsets: Int64s, shapes: Int64s) -> Int64s:
+    """Position of each offset in the C order of an array of its shape."""
+    position = np.zeros(len(offsets), dtype=np.int64)
+    for axis in range(offsets.shape[1]):
+        position = position * shapes[:, axis] + offsets[:, axis]
+    return position
 
 
 COLUMNS = tuple(f.name for f in fields(ShardTable) if f.name not in ("names", "holders"))
