@@ -202,30 +202,30 @@ def find_replicas(catalog: ShardTable) -> Replicas:
 
 def share_out(
     ranks: Integers, starts: Int64s, parts: Int64s, sizes: Int64s, loads: Int64s
-) -> Int64s:
+) -> Int32s:
     """One holder for each unit of data, as ``distribute_shards_to_ranks`` would choose it.
 
     ``ranks`` are the holders of all parts (or sets of parts): those of one part ascend, from
     ``starts`` on. Each unit is (a piece of) one of the ``parts`` and has so many bytes; ``loads``
     are the bytes that each rank of the world has already, and are updated.
 
-    Returns the position in ``ranks`` of the holder of each unit.
+    Returns the rank of each unit.
     """
     counts = np.diff(starts)[parts]
-    chosen = starts[parts].astype(np.int64)
+    chosen = ranks[starts[parts]].astype(np.int32)
     alone = counts == 1
-    np.add.at(loads, ranks[chosen[alone]], sizes[alone])
+    np.add.at(loads, chosen[alone], sizes[alone])
     for count in np.unique(counts[~alone]).tolist():
         units = np.flatnonzero(counts == count)
         units = units[np.argsort(-sizes[units], kind="stable")]
         used, number = np.unique(parts[units], return_inverse=True)
         members = ranks[starts[used][:, None] + np.arange(count)]
-        chosen[units] += _least_loaded(members, number, sizes[units], loads)
+        chosen[units] = _least_loaded(members, number, sizes[units], loads)
     return chosen
 
 
-def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Int64s:
-    """Column of ``members`` for each unit in turn; each row of ``members`` is a set of ranks."""
+def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Integers:
+    """A rank for each unit in turn; each row of ``members`` is a set of ranks."""
     leaders = members[:, 0]
     representative = np.zeros(len(loads), dtype=np.int64)
     representative[leaders] = np.arange(len(leaders))
@@ -239,16 +239,12 @@ def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64
     given = loads.tolist()
     rows = [*map(tuple, members.tolist())]
     requests = zip([rows[row] for row in set_of.tolist()], sizes.tolist(), strict=True)
-    winners = np.fromiter(_assigned(requests, given), dtype=np.int64, count=len(sizes))
+    winners = np.fromiter(_assigned(requests, given), dtype=np.int32, count=len(sizes))
     loads[:] = given
-    # Sets ascend, and so do all ranks once they are numbered by set.
-    first = np.arange(len(members)) * len(loads)
-    places = np.searchsorted((members + first[:, None]).ravel(), winners + first[set_of])
-    columns: Int64s = places - set_of * members.shape[1]
-    return columns
+    return winners
 
 
-def _least_loaded_of_sets(sets: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Int64s:
+def _least_loaded_of_sets(sets: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Integers:
     """The same for sets of ranks that have none in common: all take their next unit at a time."""
     order = np.argsort(set_of, kind="stable")
     waiting = np.bincount(set_of, minlength=len(sets))
@@ -256,15 +252,15 @@ def _least_loaded_of_sets(sets: Integers, set_of: Int64s, sizes: Int64s, loads: 
     # Sets with more units first: those that still have one are the first so many.
     busiest = np.argsort(-waiting, kind="stable")
     still = np.searchsorted(-waiting[busiest], -np.arange(waiting.max(initial=0)), side="left")
-    own = loads[sets[busiest]]
-    columns = np.zeros(len(sizes), dtype=np.int64)
+    sets = sets[busiest]
+    own, winners = loads[sets], np.zeros(len(sizes), dtype=sets.dtype)
     for turn, count in enumerate(still.tolist()):
         units = order[firsts[busiest[:count]] + turn]
         best = own[:count].argmin(axis=1)
         own[np.arange(count), best] += sizes[units]
-        columns[units] = best
-    loads[sets[busiest]] = own
-    return columns
+        winners[units] = sets[np.arange(count), best]
+    loads[sets] = own
+    return winners
 
 
 def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
@@ -274,11 +270,11 @@ def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
     written.
     """
     shared = find_replicas(catalog)
-    sizes = catalog.num_bytes[shared.firsts]
-    loads = np.zeros(num_ranks, dtype=np.int64)
-    ranks = catalog.ranks[shared.rows]
-    chosen = share_out(ranks, shared.starts, np.arange(len(sizes)), sizes, loads)
-    return np.sort(np.concatenate([shared.rows[chosen], fixed_rows(catalog, shared)]))
+    sizes, loads = catalog.num_bytes[shared.firsts], np.zeros(num_ranks, dtype=np.int64)
+    ranks, parts = catalog.ranks[shared.rows], np.arange(len(shared.firsts))
+    writers = share_out(ranks, shared.starts, parts, sizes, loads)
+    rows = rows_of_ranks(catalog, shared, parts, writers)
+    return np.sort(np.concatenate([rows, fixed_rows(catalog, shared)]))
 
 
 def fixed_rows(catalog: ShardTable, shared: Replicas) -> Int64s:
@@ -386,10 +382,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
             loads = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(loads, fixed.ranks, fixed.num_bytes)
             own_sets = sets.of_part[parts]
-            chosen = sets.starts[own_sets]
+            writers = sets.ranks[sets.starts[own_sets]]
             if not self.save_to_minimum_rank:
-                chosen = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
-            writers = sets.ranks[chosen]
+                writers = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
             rows = rows_of_ranks(catalog, shared, parts, writers)
             main, sources = catalog.main[rows], catalog.sources[rows]
             cut = replace(cut, ranks=writers, sources=sources, main=main, holders=None)

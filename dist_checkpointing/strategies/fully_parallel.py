@@ -357,7 +357,7 @@ def _share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
     if not is_shared.any() or sizes[is_shared].sum() < max(least):
         return None
     loads = np.zeros(len(wants), dtype=np.int64)
-    readers = wanting[share_out(wanting, starts, np.arange(len(firsts)), sizes, loads)]
+    readers = share_out(wanting, starts, np.arange(len(firsts)), sizes, loads)
     mine = units[ranks == rank]
     _, first_rows = np.unique(mine, return_index=True)
     row_of = np.full(len(firsts), -1, dtype=np.int64)
