@@ -202,7 +202,7 @@ class SavePlanning:
             plan = replace(local, table=_with_leaves(table, self._leaf_numbers), index=index)
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
-            tables = exchanged.tables(*_KINDS)
+            tables = exchanged.tables_of_ranks(_KINDS[0])
             local_plans = LocalPlans(
                 # Ranks must not share what a planner may change.
                 replace(copy.deepcopy(facts.rest) or SavePlan(), table=table)

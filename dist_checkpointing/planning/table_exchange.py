@@ -157,27 +157,19 @@ class ExchangedTables(Generic[T]):
         of_ranks = {rank: own.value for own in self.facts for rank in own.ranks.tolist()}
         return [of_ranks[rank] for rank in range(len(of_ranks))]
 
-    def _of_kinds(self, kinds: Iterable[str]) -> list[Held[Any]]:
-        held = [own for kind in kinds for own in self.held.get(kind, ())]
-        return sorted(held, key=lambda own: int(own.ranks[0]))
+    def tables_of_ranks(self, kind: str) -> list[ShardTable]:
+        """The table of every rank: as many rows as all ranks have together."""
+        held = self.held.get(kind, ())
+        of_ranks = {rank: own.table(rank) for own in held for rank in own.ranks.tolist()}
+        tables = (of_ranks[rank] for rank in range(len(of_ranks)))
+        return [table.unpacked() if isinstance(table, PackedTable) else table for table in tables]
 
     def catalog(self, *kinds: str) -> ShardTable:
         """The distinct rows of all ranks, sorted by key, with the ranks that hold each."""
-        held = self._of_kinds(kinds)
+        held = [own for kind in kinds for own in self.held.get(kind, ())]
+        held.sort(key=lambda own: int(own.ranks[0]))
         tables = [own.table(number) for number, own in enumerate(held)]
         return concatenate(tables, [own.ranks for own in held])
-
-    def tables(self, *kinds: str) -> list[ShardTable]:
-        """The table of every rank: as many rows as all ranks have together."""
-        parts: dict[int, list[Any]] = {}
-        for own in self._of_kinds(kinds):
-            for rank in own.ranks.tolist():
-                parts.setdefault(rank, []).append(own.table(rank))
-        tables = []
-        for rank in range(len(parts)):
-            table = parts[rank][0] if len(parts[rank]) == 1 else concatenate(parts[rank])
-            tables.append(table.unpacked() if isinstance(table, PackedTable) else table)
-        return tables
 
 
 def packed_message(
