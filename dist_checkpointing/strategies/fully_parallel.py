@@ -48,6 +48,7 @@ from dist_checkpointing.planning.replica_balancing import (
 )
 from dist_checkpointing.planning.shard_table import Int64s, PackedTable, concatenate, describe, pack
 from dist_checkpointing.planning.table_exchange import AgreedCache
+from dist_checkpointing.planning.user_planner import overrides
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.async_calls import AsyncRequest
@@ -525,7 +526,11 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
         # Other groups must not wait for one in which something failed: all agree on every step.
         with comm.agreed(_SHARING):
             group = self._group.comm(comm)
-            alone = plan.table.is_object | (not _fills_leaves(planner))
+            # Only memory of leaves can be passed on.
+            methods = "acquire_tensor", "apply_tensor"
+            is_default = isinstance(planner, DefaultLoadPlanner)
+            is_own = not is_default or overrides(planner, DefaultLoadPlanner, *methods)
+            alone = plan.table.is_object | is_own
             table = plan.table.take(~alone)
             acquire = planner.destinations(replace(plan, table=table)).acquire
             sharing = self._share(table, acquire, group, reader.options.buffer_bytes)
@@ -535,11 +540,3 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
         with comm.agreed(_PASSING):
             if sharing is not None:
                 _pass_on(sharing, lambda row: acquire(row).detach(), group, reader.report)
-
-
-def _fills_leaves(planner: LoadPlanner) -> bool:
-    """Whether the destinations of a planner are the memory of leaves, which can be passed on."""
-    return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
-        for name in ("acquire_tensor", "apply_tensor")
-    )
