@@ -24,8 +24,6 @@ from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, Integers, ShardTable, counted
 
 ShardId = TypeVar("ShardId", bound=Hashable)
-_FEW_SETS = 8
-"""With fewer independent sets of ranks than this, a heap is faster than arrays."""
 
 
 def distribute_shards_to_ranks(
@@ -60,21 +58,25 @@ def distribute_shards_to_ranks(
         return shard in cross_parallelization_group_loads, ranks, -shard_to_size[shard], shard
 
     shards = sorted(shard_to_ranks, key=order)
-    requests = ((tuple(shard_to_ranks[shard]), shard_to_size[shard]) for shard in shards)
-    return dict(zip(shards, _assigned(requests, [0] * num_ranks), strict=True))
+    sets = [tuple(shard_to_ranks[shard]) for shard in shards]
+    sizes = (shard_to_size[shard] for shard in shards)
+    return dict(zip(shards, _assigned(sets, enumerate(sizes), [0] * num_ranks), strict=True))
 
 
-def _assigned(requests: Iterable[tuple[tuple[int, ...], int]], loads: list[int]) -> Iterator[int]:
-    """A rank for each (ranks, size) in turn; ``loads`` is kept up to date.
+def _assigned(
+    sets: Sequence[tuple[int, ...]], units: Iterable[tuple[int, int]], loads: list[int]
+) -> Iterator[int]:
+    """A rank for each unit (position of its ranks in ``sets``, size) in turn; updates ``loads``.
 
     The heap of a set of ranks may say too little of some, whose load grew through another set. As
     loads only grow, the top is the least loaded rank once what it says of that one is true.
     """
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for ranks, size in requests:
-        heap = heaps.get(ranks)
-        if heap is None:
-            heap = heaps[ranks] = [(loads[rank], rank) for rank in ranks]
+    of_set = [heaps.setdefault(ranks, []) for ranks in sets]
+    for number, size in units:
+        heap = of_set[number]
+        if not heap:
+            heap += [(loads[rank], rank) for rank in sets[number]]
             heapq.heapify(heap)
         load, rank = heap[0]
         while load != loads[rank]:
@@ -215,52 +217,17 @@ def share_out(
     chosen = ranks[starts[parts]].astype(np.int32)
     alone = counts == 1
     np.add.at(loads, chosen[alone], sizes[alone])
+    given: list[int] = loads.tolist()
     for count in np.unique(counts[~alone]).tolist():
         units = np.flatnonzero(counts == count)
         units = units[np.argsort(-sizes[units], kind="stable")]
         used, number = np.unique(parts[units], return_inverse=True)
-        members = ranks[starts[used][:, None] + np.arange(count)]
-        chosen[units] = _least_loaded(members, number, sizes[units], loads)
-    return chosen
-
-
-def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Integers:
-    """A rank for each unit in turn; each row of ``members`` is a set of ranks."""
-    leaders = members[:, 0]
-    representative = np.zeros(len(loads), dtype=np.int64)
-    representative[leaders] = np.arange(len(leaders))
-    distinct = np.unique(leaders)
-    sets = members[representative[distinct]]
-    are_disjoint = np.unique(sets).size == sets.size and bool(
-        (members == members[representative[leaders]]).all()
-    )
-    if are_disjoint and len(distinct) >= _FEW_SETS:
-        return _least_loaded_of_sets(sets, np.searchsorted(distinct, leaders)[set_of], sizes, loads)
-    given = loads.tolist()
-    rows = [*map(tuple, members.tolist())]
-    requests = zip([rows[row] for row in set_of.tolist()], sizes.tolist(), strict=True)
-    winners = np.fromiter(_assigned(requests, given), dtype=np.int32, count=len(sizes))
+        members = ranks[starts[used][:, None] + np.arange(count)].tolist()
+        unit_sizes = zip(number.tolist(), sizes[units].tolist(), strict=True)
+        winners = _assigned([*map(tuple, members)], unit_sizes, given)
+        chosen[units] = np.fromiter(winners, dtype=np.int32, count=len(units))
     loads[:] = given
-    return winners
-
-
-def _least_loaded_of_sets(sets: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Integers:
-    """The same for sets of ranks that have none in common: all take their next unit at a time."""
-    order = np.argsort(set_of, kind="stable")
-    waiting = np.bincount(set_of, minlength=len(sets))
-    firsts = np.cumsum(waiting) - waiting
-    # Sets with more units first: those that still have one are the first so many.
-    busiest = np.argsort(-waiting, kind="stable")
-    still = np.searchsorted(-waiting[busiest], -np.arange(waiting.max(initial=0)), side="left")
-    sets = sets[busiest]
-    own, winners = loads[sets], np.zeros(len(sizes), dtype=sets.dtype)
-    for turn, count in enumerate(still.tolist()):
-        units = order[firsts[busiest[:count]] + turn]
-        best = own[:count].argmin(axis=1)
-        own[np.arange(count), best] += sizes[units]
-        winners[units] = sets[np.arange(count), best]
-    loads[sets] = own
-    return winners
+    return chosen
 
 
 def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
