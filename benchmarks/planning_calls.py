@@ -6,7 +6,6 @@ real job does. Nothing is written. Seconds are those of the processor: planning 
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from dist_checkpointing.planning.save_plan import (
     SavePlanning,
     exchanged_parts,
 )
-from dist_checkpointing.planning.table_exchange import PackedPart, pack_tables
+from dist_checkpointing.planning.table_exchange import packed_message
 
 T = TypeVar("T")
 
@@ -44,19 +43,16 @@ class Message:
     """What a rank sends to plan a save.
 
     Attributes:
-        exchanged: What all ranks get of it, pickled.
-        data: Bytes of the parts of its table, by digest: what only the lowest rank sends that holds
-            the part.
+        exchanged: What all ranks get of it.
+        late: Tables by digest, of which only the lowest rank that holds one sends it.
     """
 
     exchanged: bytes
-    data: Mapping[bytes, bytes]
+    late: Mapping[bytes, bytes]
 
     def __len__(self) -> int:
-        """Bytes that the rank would send if it held all of its parts alone."""
-        parts: dict[str, PackedPart] = pickle.loads(self.exchanged)[0]  # noqa: S301 - our own
-        late = (part.num_bytes for part in parts.values() if part.data is None)
-        return len(self.exchanged) + sum(late)
+        """Bytes that the rank would send if it held all of its tables alone."""
+        return len(self.exchanged) + sum(map(len, self.late.values()))
 
 
 def message_of(leaves: Leaves, ranks: int) -> Message:
@@ -65,8 +61,7 @@ def message_of(leaves: Leaves, ranks: int) -> Message:
     planner.configure_planner(leaves, is_coordinator=False, rank=0, layout=RowBlockLayout())
     table = planner.build_local_plan().table
     parts, _ = exchanged_parts(table)
-    packed, data = pack_tables(parts, ranks)
-    return Message(pickle.dumps((packed, RankFacts(("", "")))), data)
+    return Message(*packed_message(parts, RankFacts(("", "")), ranks))
 
 
 class _OneOfMany(SingleProcess):
@@ -74,30 +69,22 @@ class _OneOfMany(SingleProcess):
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.world_size = len(messages)
-        self.seconds = 0.0
+        self.arrived: float | None = None
         self._messages = messages
         self._late: dict[int, list[bytes]] = {}
 
-    def exchange(
-        self,
-        step: str,
-        produce: Callable[[], T],
-        number_of: Callable[[T], int | None] | None = None,
-    ) -> list[T]:
-        del step, number_of
-        own = produce()
-        if self.world_size == 1:
-            return [own]  # a rank that is alone sends nothing, and packs nothing
-        begin = time.process_time()
-        values = [pickle.loads(message.exchanged) for message in self._messages]  # noqa: S301 - our own
-        self.seconds = time.process_time() - begin
+    def exchange_bytes(
+        self, step: str, produce: Callable[[], bytes], number: Callable[[], int | None]
+    ) -> list[bytes]:
+        del step, number
+        produce()
         seen: set[bytes] = set()
-        for rank, (parts, _) in enumerate(values):
-            for part in parts.values():
-                if part.digest not in seen and part.data is None:
-                    self._late.setdefault(rank, []).append(part.digest)
-                seen.add(part.digest)
-        return values
+        for rank, message in enumerate(self._messages):
+            if late := [digest for digest in message.late if digest not in seen]:
+                self._late[rank] = late
+                seen.update(late)
+        self.arrived = time.process_time()
+        return [message.exchanged for message in self._messages]
 
     def all_gather(self, value: T) -> list[T]:
         del value
@@ -108,8 +95,8 @@ class _OneOfMany(SingleProcess):
         tensor.numpy()[:] = np.frombuffer(self._stream(source), np.uint8)
 
     def _stream(self, rank: int) -> bytes:
-        data = self._messages[rank].data
-        return b"".join(data[digest] for digest in self._late.get(rank, ()))
+        late = self._messages[rank].late
+        return b"".join(late[digest] for digest in self._late.get(rank, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +105,7 @@ class Planned:
 
     Attributes:
         index: What the checkpoint will hold.
-        exchange_seconds: To make objects of what has arrived.
+        exchange_seconds: To make tables of what has arrived.
         seconds: In all.
     """
 
@@ -138,8 +125,12 @@ def plan_of_rank0(leaves: Leaves, messages: Sequence[Message]) -> Planned:
     """Plan a save with the messages of all ranks, of which the first is made again."""
     comm = _OneOfMany(messages)
     begin = time.process_time()
-    _, index = SavePlanning(leaves, DefaultSavePlanner(), RowBlockLayout(), comm).agree(comm)
-    return Planned(index, comm.seconds, time.process_time() - begin)
+    planning = SavePlanning(leaves, DefaultSavePlanner(), RowBlockLayout(), comm)
+    exchanged = planning.exchange(comm)
+    arrived = time.process_time()
+    _, index, _ = planning.plan_from_tables(exchanged)
+    done = time.process_time()
+    return Planned(index, arrived - (comm.arrived or arrived), done - begin)
 
 
 def load_plan(wanted: Leaves, stored: Index) -> tuple[LoadPlan, float]:

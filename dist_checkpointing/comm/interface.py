@@ -106,12 +106,19 @@ class Comm(ABC):
             number = number_of(value)
             return self._pack(value)
 
-        outcome = Outcome.of(step, packed)
-        failures, values = self._all_outcomes(outcome, number)
-        self._raise_any(step, failures, outcome.error)
-        if number is not None and all(value is outcome.result for value in values):
-            return [self._unpack(outcome.result)] * len(values)
+        values = self.exchange_bytes(step, packed, lambda: number)
+        if number is not None and all(value is values[0] for value in values):
+            return [self._unpack(values[0])] * len(values)
         return [self._unpack(value) for value in values]
+
+    def exchange_bytes(
+        self, step: str, produce: Callable[[], bytes], number: Callable[[], int | None]
+    ) -> list[bytes]:
+        """Like ``exchange``, for bytes, which are not packed; ``number`` is asked for theirs."""
+        outcome = Outcome.of(step, produce)
+        failures, values = self._all_outcomes(outcome, number())
+        self._raise_any(step, failures, outcome.error)
+        return values
 
     def to_rank0(self, step: str, produce: Callable[[], T]) -> list[T]:
         """Like ``exchange``, but only rank 0 gets the values; the other ranks get none."""

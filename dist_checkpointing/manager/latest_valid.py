@@ -100,7 +100,7 @@ def asks_for_all(
     def describe_template() -> tuple[dict[str, ShardTable], None]:
         parts = StateDictParts.of(asked_for)
         leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
-        return {"shards": describe(leaves, comm.rank)}, None
+        return {"tensors": describe(leaves, comm.rank)}, None
 
     try:
         exchanged = exchange_tables(comm, "describing the template", describe_template)
@@ -110,7 +110,7 @@ def asks_for_all(
     with comm.agreed("comparing the template with all of the checkpoint"):
         if comm.rank != 0:
             return False
-        catalog = exchanged.catalog("shards")
+        catalog = exchanged.catalog("tensors")
         asked = dict(zip(catalog.key_column, catalog.global_shape_column, strict=True))
         checkpoint = Checkpoint.open(folder)
         stored = {key: checkpoint.index[key].global_shape for key in checkpoint.index}

@@ -254,10 +254,6 @@ class SavePlan(EditablePlan[WriteItem, ShardTable]):
         rank = int(self._table.ranks[0]) if len(self._table) else 0
         return table_of_rows(rank, list(map(_row, items)))
 
-    def item(self, row: int) -> WriteItem:
-        """One row as an item, for when the others are not needed."""
-        return next(_items(self.table.take(slice(row, row + 1))))
-
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors in the plan."""

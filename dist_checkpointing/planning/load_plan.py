@@ -29,7 +29,14 @@ from dist_checkpointing.planning.items import (
     MetadataIndex,
     ReadItem,
 )
-from dist_checkpointing.planning.shard_table import Bools, Columns, EditablePlan, Int32s, Int64s
+from dist_checkpointing.planning.shard_table import (
+    Bools,
+    Columns,
+    EditablePlan,
+    Int32s,
+    Int64s,
+    positions_of,
+)
 
 _BLOCK_ROWS = 1024
 _SHAPE_FIELDS = ("local_shape", "global_shape", "global_offset")
@@ -270,6 +277,10 @@ class ReadTable(Columns, Sequence[ReadItem]):
         shape, *box = (tuple(own[row, :ndim].tolist()) for own in (shapes, boxes, self.lengths))
         return Window(int(starts[row]), shape, Box(*box))
 
+    def dest(self, row: int) -> Window:
+        """Where the box of a row lies in the shard."""
+        return self._window(row, self.dest_starts, self.dest_shapes, self.dest_boxes)
+
     def storage(self, row: int) -> Window:
         """Where the box of a row lies in the stored chunk."""
         return self._window(row, self.storage_starts, self.storage_shapes, self.storage_boxes)
@@ -289,23 +300,14 @@ class ReadTable(Columns, Sequence[ReadItem]):
             given: ReadItem = self.given[row]
             return given
         chunk = self.chunk(row)
-        dest = self._window(row, self.dest_starts, self.dest_shapes, self.dest_boxes)
         offset = tuple(self.dest_offsets[row, : self.ndim[row]].tolist())
         index = MetadataIndex(chunk.fqn, offset, int(self.sources[row]))
         kind = LoadItemType.BYTE_IO if self.is_object[row] else LoadItemType.TENSOR
-        return ReadItem(kind, index, dest, chunk, self.storage(row))
+        return ReadItem(kind, index, self.dest(row), chunk, self.storage(row))
 
     def items(self) -> tuple[ReadItem, ...]:
         """All rows as items."""
         return tuple(map(self.item, range(len(self))))
-
-
-def positions_of(offsets: Int64s, shapes: Int64s) -> Int64s:
-    """Position of each offset in the C order of an array of its shape."""
-    position = np.zeros(len(offsets), dtype=np.int64)
-    for axis in range(offsets.shape[1]):
-        position = position * shapes[:, axis] + offsets[:, axis]
-    return position
 
 
 def contiguous_ranges(

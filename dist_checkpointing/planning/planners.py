@@ -24,7 +24,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.format.geometry import Ints, ravel_offset
+from dist_checkpointing.format.geometry import Box, Ints, Window, ravel_offset
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path
@@ -34,7 +34,6 @@ from dist_checkpointing.planning.items import (
     LocalPlans,
     ReadItem,
     SavePlan,
-    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
@@ -378,7 +377,6 @@ class DefaultSavePlanner(SavePlanner):
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
         table, leaves = plan.table, self._leaves
-        rows = SavePlan(table)  # of a plan whose items were asked for, they are compared each time
         if overrides(self, DefaultSavePlanner, "get_data") or (table.sources < 0).any():
             return super().data_of(plan)
         sources, sizes = table.sources.tolist(), table.num_elements.tolist()
@@ -394,25 +392,17 @@ class DefaultSavePlanner(SavePlanner):
                 or leaf.data.numel() != sizes[row]
                 or (leaf.flattened_range is not None and not is_flat[row])
             ):
-                return self.get_data(rows.item(row))
+                return _values(leaf, table.box(row), table.flat_range(row))
             return whole
 
         return data
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         leaf, part = self._leaf_of(item), item.tensor_data
-        if not isinstance(leaf, ShardedTensor) or part is None:
-            value: object = leaf.data
-            return value
-        assert leaf.data is not None
-        if leaf.flattened_range is not None:
-            origin, (start, stop) = leaf.flattened_range.start, _range_of(part, leaf)
-            values = leaf.data[start - origin : stop - origin]
-            return values if part.flat_range is not None else values.view(part.chunk.shape)
-        whole = leaf.data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else leaf.data
-        if part.chunk.shape == whole.shape:
-            return whole
-        return whole[part.chunk.relative_to(leaf.box.offset).slices()]
+        if isinstance(leaf, ShardedTensor) and part is not None:
+            return _values(leaf, part.chunk, part.flat_range)
+        value: object = leaf.data
+        return value
 
     def _leaf_of(self, item: WriteItem) -> ShardedBase:
         """The leaf that an item is a part of."""
@@ -441,17 +431,40 @@ def _holds(leaf: ShardedBase, item: WriteItem) -> bool:
         return False
     if leaf.flat_range is None:
         return part.flat_range is None
-    (begin, end), (start, stop) = leaf.flat_range, _range_of(part, leaf)
+    (begin, end), (start, stop) = leaf.flat_range, _range_of(part.chunk, part.flat_range, leaf)
     return begin <= start and stop <= end
 
 
-def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
-    """Which elements of a flattened leaf's box an item is: a range, or a box that is one."""
-    if part.flat_range is not None:
-        return part.flat_range
-    box = part.chunk.relative_to(leaf.box.offset)
-    start = ravel_offset(box.offset, leaf.box.shape)
+def _range_of(box: Box, flat: tuple[int, int] | None, leaf: ShardedTensor) -> tuple[int, int]:
+    """Which elements of a flattened leaf's box a part is: a range, or a box that is one."""
+    if flat is not None:
+        return flat
+    start = ravel_offset(box.relative_to(leaf.box.offset).offset, leaf.box.shape)
     return start, start + box.num_elements
+
+
+def _values(leaf: ShardedTensor, box: Box, flat: tuple[int, int] | None) -> torch.Tensor:
+    """The values of a leaf in a box, or in a flattened range of it."""
+    whole = leaf.data
+    assert whole is not None
+    if leaf.flattened_range is not None:
+        start, stop = _range_of(box, flat, leaf)
+        values = whole[start - leaf.flattened_range.start : stop - leaf.flattened_range.start]
+        return values if flat is not None else values.view(box.shape)
+    if leaf.prepend_axis_num:
+        whole = whole[(None,) * leaf.prepend_axis_num]
+    return whole if box.shape == whole.shape else whole[box.relative_to(leaf.box.offset).slices()]
+
+
+def _memory(leaf: ShardedTensor, place: Window) -> torch.Tensor:
+    """The memory of a leaf in a window."""
+    assert leaf.data is not None
+    whole = leaf.data.detach() if leaf.data.requires_grad else leaf.data
+    if leaf.flattened_range is not None:
+        whole = whole[place.start : place.start + place.array_size].view(place.shape)
+    elif leaf.prepend_axis_num:
+        whole = whole[(None,) * leaf.prepend_axis_num]
+    return whole if place.box.shape == whole.shape else whole[place.box.slices()]
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -511,14 +524,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return _OwnMemory(self, plan, self._wanted)
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        leaf, dest = self._leaf(item), item.dest
-        data: torch.Tensor = leaf.data
-        whole = data.detach() if data.requires_grad else data
-        if leaf.flattened_range is not None:
-            whole = whole[dest.start : dest.start + dest.array_size].view(dest.shape)
-        elif leaf.prepend_axis_num:
-            whole = whole[(None,) * leaf.prepend_axis_num]
-        return whole if dest.box.shape == whole.shape else whole[dest.box.slices()]
+        return _memory(self._leaf(item), item.dest)
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         whole = self._leaf(item).data
@@ -550,7 +556,7 @@ class _OwnMemory(Destinations):
         # What has as many elements as the whole is the whole; a flattened one has another shape.
         is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
         if not is_whole or leaf.prepend_axis_num:
-            return self.planner.acquire_tensor(self._table.item(row))
+            return _memory(leaf, self._table.dest(row))
         return data.detach() if data.requires_grad else data
 
     def filled(self, row: int, destination: torch.Tensor) -> None:

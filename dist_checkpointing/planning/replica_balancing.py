@@ -16,18 +16,14 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
-from dist_checkpointing.format.geometry import changes
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.items import SavePlan
-from dist_checkpointing.planning.load_plan import positions_of
 from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, Integers, ShardTable, counted
 
 ShardId = TypeVar("ShardId", bound=Hashable)
-_FEW_SETS = 8
-"""With fewer independent sets of ranks than this, a heap is faster than arrays."""
 
 
 def distribute_shards_to_ranks(
@@ -62,21 +58,25 @@ def distribute_shards_to_ranks(
         return shard in cross_parallelization_group_loads, ranks, -shard_to_size[shard], shard
 
     shards = sorted(shard_to_ranks, key=order)
-    requests = ((tuple(shard_to_ranks[shard]), shard_to_size[shard]) for shard in shards)
-    return dict(zip(shards, _assigned(requests, [0] * num_ranks), strict=True))
+    sets = [tuple(shard_to_ranks[shard]) for shard in shards]
+    sizes = (shard_to_size[shard] for shard in shards)
+    return dict(zip(shards, _assigned(sets, enumerate(sizes), [0] * num_ranks), strict=True))
 
 
-def _assigned(requests: Iterable[tuple[tuple[int, ...], int]], loads: list[int]) -> Iterator[int]:
-    """A rank for each (ranks, size) in turn; ``loads`` is kept up to date.
+def _assigned(
+    sets: Sequence[tuple[int, ...]], units: Iterable[tuple[int, int]], loads: list[int]
+) -> Iterator[int]:
+    """A rank for each unit (position of its ranks in ``sets``, size) in turn; updates ``loads``.
 
     The heap of a set of ranks may say too little of some, whose load grew through another set. As
     loads only grow, the top is the least loaded rank once what it says of that one is true.
     """
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for ranks, size in requests:
-        heap = heaps.get(ranks)
-        if heap is None:
-            heap = heaps[ranks] = [(loads[rank], rank) for rank in ranks]
+    of_set = [heaps.setdefault(ranks, []) for ranks in sets]
+    for number, size in units:
+        heap = of_set[number]
+        if not heap:
+            heap += [(loads[rank], rank) for rank in sets[number]]
             heapq.heapify(heap)
         load, rank = heap[0]
         while load != loads[rank]:
@@ -188,17 +188,7 @@ def find_replicas(catalog: ShardTable) -> Replicas:
     """
     rows = np.flatnonzero((catalog.num_elements > 0) & ~catalog.is_object)
     own = catalog.take(rows)
-    place = positions_of(own.offsets, own.global_shapes)
-    first, last = own.flat.T
-    others: list[Integers] = [last, own.dtypes, *own.shapes.T]
-    # Parts that begin at the same element are nearly always the same part.
-    order = np.lexsort((first, place, own.keys))
-    starts_here = changes([own.keys, place, first], order)
-    differs = changes(others, order)
-    if (differs & ~starts_here).any():
-        order = np.lexsort((*others, first, place, own.keys))
-        differs = changes(others, order)
-    begins = starts_here | differs
+    order, begins = own.by_part()
     part = np.cumsum(begins) - 1
     main = own.main[order]
     num_holders = np.array([*map(len, _holders(own))], dtype=np.int64)[own.ranks[order]]
@@ -214,69 +204,30 @@ def find_replicas(catalog: ShardTable) -> Replicas:
 
 def share_out(
     ranks: Integers, starts: Int64s, parts: Int64s, sizes: Int64s, loads: Int64s
-) -> Int64s:
+) -> Int32s:
     """One holder for each unit of data, as ``distribute_shards_to_ranks`` would choose it.
 
     ``ranks`` are the holders of all parts (or sets of parts): those of one part ascend, from
     ``starts`` on. Each unit is (a piece of) one of the ``parts`` and has so many bytes; ``loads``
     are the bytes that each rank of the world has already, and are updated.
 
-    Returns the position in ``ranks`` of the holder of each unit.
+    Returns the rank of each unit.
     """
     counts = np.diff(starts)[parts]
-    chosen = starts[parts].astype(np.int64)
+    chosen = ranks[starts[parts]].astype(np.int32)
     alone = counts == 1
-    np.add.at(loads, ranks[chosen[alone]], sizes[alone])
+    np.add.at(loads, chosen[alone], sizes[alone])
+    given: list[int] = loads.tolist()
     for count in np.unique(counts[~alone]).tolist():
         units = np.flatnonzero(counts == count)
         units = units[np.argsort(-sizes[units], kind="stable")]
         used, number = np.unique(parts[units], return_inverse=True)
-        members = ranks[starts[used][:, None] + np.arange(count)]
-        chosen[units] += _least_loaded(members, number, sizes[units], loads)
-    return chosen
-
-
-def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Int64s:
-    """Column of ``members`` for each unit in turn; each row of ``members`` is a set of ranks."""
-    leaders = members[:, 0]
-    representative = np.zeros(len(loads), dtype=np.int64)
-    representative[leaders] = np.arange(len(leaders))
-    distinct = np.unique(leaders)
-    sets = members[representative[distinct]]
-    are_disjoint = np.unique(sets).size == sets.size and bool(
-        (members == members[representative[leaders]]).all()
-    )
-    if are_disjoint and len(distinct) >= _FEW_SETS:
-        return _least_loaded_of_sets(sets, np.searchsorted(distinct, leaders)[set_of], sizes, loads)
-    given = loads.tolist()
-    rows = [*map(tuple, members.tolist())]
-    requests = zip([rows[row] for row in set_of.tolist()], sizes.tolist(), strict=True)
-    winners = np.fromiter(_assigned(requests, given), dtype=np.int64, count=len(sizes))
+        members = ranks[starts[used][:, None] + np.arange(count)].tolist()
+        unit_sizes = zip(number.tolist(), sizes[units].tolist(), strict=True)
+        winners = _assigned([*map(tuple, members)], unit_sizes, given)
+        chosen[units] = np.fromiter(winners, dtype=np.int32, count=len(units))
     loads[:] = given
-    # Sets ascend, and so do all ranks once they are numbered by set.
-    first = np.arange(len(members)) * len(loads)
-    places = np.searchsorted((members + first[:, None]).ravel(), winners + first[set_of])
-    columns: Int64s = places - set_of * members.shape[1]
-    return columns
-
-
-def _least_loaded_of_sets(sets: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Int64s:
-    """The same for sets of ranks that have none in common: all take their next unit at a time."""
-    order = np.argsort(set_of, kind="stable")
-    waiting = np.bincount(set_of, minlength=len(sets))
-    firsts = np.cumsum(waiting) - waiting
-    # Sets with more units first: those that still have one are the first so many.
-    busiest = np.argsort(-waiting, kind="stable")
-    still = np.searchsorted(-waiting[busiest], -np.arange(waiting.max(initial=0)), side="left")
-    own = loads[sets[busiest]]
-    columns = np.zeros(len(sizes), dtype=np.int64)
-    for turn, count in enumerate(still.tolist()):
-        units = order[firsts[busiest[:count]] + turn]
-        best = own[:count].argmin(axis=1)
-        own[np.arange(count), best] += sizes[units]
-        columns[units] = best
-    loads[sets[busiest]] = own
-    return columns
+    return chosen
 
 
 def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
@@ -286,11 +237,11 @@ def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
     written.
     """
     shared = find_replicas(catalog)
-    sizes = catalog.num_bytes[shared.firsts]
-    loads = np.zeros(num_ranks, dtype=np.int64)
-    ranks = catalog.ranks[shared.rows]
-    chosen = share_out(ranks, shared.starts, np.arange(len(sizes)), sizes, loads)
-    return np.sort(np.concatenate([shared.rows[chosen], fixed_rows(catalog, shared)]))
+    sizes, loads = catalog.num_bytes[shared.firsts], np.zeros(num_ranks, dtype=np.int64)
+    ranks, parts = catalog.ranks[shared.rows], np.arange(len(shared.firsts))
+    writers = share_out(ranks, shared.starts, parts, sizes, loads)
+    rows = rows_of_ranks(catalog, shared, parts, writers)
+    return np.sort(np.concatenate([rows, fixed_rows(catalog, shared)]))
 
 
 def fixed_rows(catalog: ShardTable, shared: Replicas) -> Int64s:
@@ -398,10 +349,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
             loads = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(loads, fixed.ranks, fixed.num_bytes)
             own_sets = sets.of_part[parts]
-            chosen = sets.starts[own_sets]
+            writers = sets.ranks[sets.starts[own_sets]]
             if not self.save_to_minimum_rank:
-                chosen = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
-            writers = sets.ranks[chosen]
+                writers = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
             rows = rows_of_ranks(catalog, shared, parts, writers)
             main, sources = catalog.main[rows], catalog.sources[rows]
             cut = replace(cut, ranks=writers, sources=sources, main=main, holders=None)

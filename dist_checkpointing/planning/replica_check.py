@@ -15,8 +15,12 @@ import xxhash
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format.checksums import bytes_of
-from dist_checkpointing.format.geometry import changes
+from dist_checkpointing.format.dtypes import from_name
+from dist_checkpointing.format.geometry import PieceColumns, Window
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor, tensor_memory
+from dist_checkpointing.planning.load_plan import ReadTable
+from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, ShardTable, describe
 from dist_checkpointing.planning.table_exchange import AgreedCache, exchange_tables, plan_inputs
 
@@ -35,7 +39,7 @@ OnReplicaMismatch = Literal["raise", "warn"]
 
 
 class ReplicaCheck(Enum):
-    """How much of the replicas a save compares before it writes.
+    """How much of the replicas of tensors a save compares before it writes.
 
     Attributes:
         OFF: Nothing.
@@ -62,6 +66,10 @@ class Copies:
     those of the catalog of all ranks, part by part, from ``begins`` on; ``local`` is the part that
     each row of this rank is. But for ``local`` it is the same on all ranks. With ``D`` distinct
     rows of all ranks it takes ``O(D)`` memory, whatever the number of replicas.
+
+    ``cut``, ``[boxes, 2]``, has the boxes that a part without main replica shares with one that is
+    cut in another way, and written: these two parts. ``reads`` says where each box lies in the
+    memory of the one (``dest``) and of the other (``storage``). See ``with_boxes``.
     """
 
     parts: ShardTable
@@ -69,6 +77,14 @@ class Copies:
     begins: Int64s
     catalog: ShardTable
     local: Int64s
+    cut: Int64s
+    reads: ReadTable
+
+    @property
+    def has_main(self) -> Bools:
+        """``[parts]``, whether a main replica is among the copies of a part."""
+        mains = self.catalog.main[self.rows]
+        return np.logical_or.reduceat(mains, self.begins[:-1]) if len(mains) else mains
 
     @property
     def has_copies(self) -> Bools:
@@ -78,7 +94,9 @@ class Copies:
         return np.add.reduceat(sizes, self.begins[:-1]) > 1 if len(self.parts) else sizes > 1
 
     def holders(self, part: int) -> Int32s:
-        """All ranks that hold a part, ascending."""
+        """All ranks that hold a part, ascending; of a box, numbered on from the parts, one each."""
+        if part >= len(self.parts):
+            return np.unique(self.parts.ranks[self.cut[part - len(self.parts)]])
         return self.catalog.ranks_of(self.rows[self.begins[part] : self.begins[part + 1]])
 
 
@@ -87,10 +105,7 @@ def copies_of(catalog: ShardTable, rank: int) -> Copies:
 
     The catalog is that of exchanged tables, in which each rank numbered its rows from 0.
     """
-    columns = [catalog.keys, catalog.dtypes]
-    columns += [axis for c in (catalog.offsets, catalog.shapes, catalog.flat) for axis in c.T]
-    rows = np.lexsort(columns[::-1])
-    is_new = changes(columns, rows)
+    rows, is_new = catalog.by_part()
     begins = np.append(np.flatnonzero(is_new), len(rows))
     part_of_row = np.empty(len(rows), dtype=np.int64)
     part_of_row[rows] = np.cumsum(is_new) - 1
@@ -102,7 +117,45 @@ def copies_of(catalog: ShardTable, rank: int) -> Copies:
     if len(parts):
         first = np.array([held[0] for held in holders], dtype=np.int32)[catalog.ranks[rows]]
         parts = replace(parts, ranks=np.minimum.reduceat(first, begins[:-1]), holders=None)
-    return Copies(parts, rows, begins, catalog, local)
+    no_boxes = np.empty((0, 2), dtype=np.int64)
+    return Copies(parts, rows, begins, catalog, local, no_boxes, ReadTable.of(()))
+
+
+def with_boxes(copies: Copies) -> Copies:
+    """The same with what the parts have in common that are cut in different ways."""
+    parts = copies.parts
+    is_other = ~parts.is_object & (parts.num_elements > 0) & (parts.ndim > 0)
+    is_main = is_other & copies.has_main
+    is_other &= ~is_main & np.isin(parts.keys, parts.keys[is_main])
+    if not is_other.any():
+        return copies
+    others = np.flatnonzero(is_other)
+    mains = np.flatnonzero(is_main & np.isin(parts.keys, parts.keys[others]))
+    written = parts.take(mains)
+    firsts, starts = written.starts, np.append(written.starts, len(written))
+    names, ndim = [*map(written.key, firsts)], written.ndim[firsts].astype(np.int64)
+    boxes = written.offsets, written.shapes, written.flat
+    index = Index(
+        names,
+        [*map(written.dtype, firsts)],
+        [*map(written.global_shape, firsts)],
+        [None] * len(names),
+        PieceColumns(names, starts, ndim, *boxes),
+    )
+    reads, _ = plan_load(index, [_template(parts, part) for part in others.tolist()])
+    first = starts[index.rows_of(reads.names)][reads.keys]
+    cut = np.stack([others[reads.sources], mains[first + reads.pieces]], axis=1)
+    dtypes = parts.dtypes[cut]  # if they differ, the plan is refused
+    is_same = dtypes[:, 0] == dtypes[:, 1]
+    return replace(copies, cut=cut[is_same], reads=reads.take(is_same))
+
+
+def _template(parts: ShardTable, part: int) -> ShardedTensor:
+    """A tensor that wants a part."""
+    box, flat, dtype = parts.box(part), parts.flat_range(part), from_name(parts.dtype(part))
+    places = box.shape, parts.global_shape(part), box.offset, None
+    flattened = None if flat is None else slice(*flat)
+    return ShardedTensor(parts.key(part), None, dtype.torch, *places, flattened_range=flattened)
 
 
 class _Cache(AgreedCache[Copies]):
@@ -111,21 +164,8 @@ class _Cache(AgreedCache[Copies]):
     num_samples = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaFacts:
-    """What a rank sends of its copies while the save is planned.
-
-    The hash of the copies that it knows of, number of the sample (None if everything is compared),
-    and the digests of the parts of which it is the lowest holder.
-    """
-
-    copies: int
-    sample: int | None
-    digests: Mapping[int, bytes]
-
-
 class ReplicaComparison:
-    """Compares the copies of the same parts: ``digests_of_rank``, exchange, ``compare``.
+    """Compares the copies of the same parts.
 
     Each rank digests its copies of parts that are held more than once. Of each part the lowest rank
     sends its digest, 16 bytes, and the others compare.
@@ -147,34 +187,20 @@ class ReplicaComparison:
         self._sample: int | None = None
         self._digests: list[tuple[int, bytes]] = []
 
-    def digests_of_rank(self) -> ReplicaFacts | None:
-        """What this rank can send before any exchange; None at the first save of a state."""
-        number, copies = self._cache.hash_if_cached(self._inputs()), self._cache.value
-        if number is None or copies is None:
-            return None
-        self._sample = self._cache.num_samples % SAMPLES if self._is_sampled else None
-        return ReplicaFacts(number, self._sample, self._digest(copies))
-
-    def compare(self, facts: Sequence[ReplicaFacts | None]) -> None:
-        """Compare what each rank has sent. Collective.
+    def compare(self) -> None:
+        """Compare the copies of all ranks. Collective.
 
         Raises:
             InvalidShardingError: naming each part whose copies differ, and which ranks agree.
         """
-        comm, cache = self._comm, self._cache
-        if None in facts:
-            facts = comm.exchange(_STEP, self.digests_of_rank)
-        known = [of_rank for of_rank in facts if of_rank is not None]
-        if len(known) == comm.world_size and len({(f.copies, f.sample) for f in known}) == 1:
-            assert cache.value is not None
-            copies, of_ranks = cache.value, [of_rank.digests for of_rank in known]
-        else:
+        comm, cache, copies = self._comm, self._cache, self._cache.value
+        is_known = comm.all_same(cache.hash_if_cached(self._inputs()))
+        if not is_known or copies is None:
             copies = self._find_copies()
-            if self._is_sampled:
-                cache.num_samples = comm.broadcast(cache.num_samples)
-                self._sample = cache.num_samples % SAMPLES
-            of_ranks = comm.exchange(_STEP, lambda: self._digest(copies))
-        cache.num_samples += self._is_sampled
+        if self._is_sampled:
+            number = comm.broadcast(cache.num_samples)
+            self._sample, cache.num_samples = number % SAMPLES, number + 1
+        of_ranks = comm.exchange(_STEP, lambda: self._digest(copies))
         lowest = {part: digest for digests in of_ranks for part, digest in digests.items()}
         held: dict[int, set[bytes]] = {}
         for part, digest in self._digests:
@@ -198,24 +224,37 @@ class ReplicaComparison:
         """The copies of the ranks, and keep them while nothing but values changes. Collective."""
         comm, step = self._comm, "describing the shards"
         exchanged = exchange_tables(
-            comm, step, lambda: ({"shards": describe(self._shards, comm.rank)}, None)
+            comm, step, lambda: ({"tensors": describe(self._shards, comm.rank)}, None)
         )
         with comm.agreed("looking for replicas"):
-            copies = copies_of(exchanged.catalog("shards"), comm.rank)
+            copies = with_boxes(copies_of(exchanged.catalog("tensors"), comm.rank))
             self._cache.keep(self._inputs(), copies, exchanged.digests)
         return copies
 
     def _digest(self, copies: Copies) -> dict[int, bytes]:
         """Digest the copies of this rank. Returns those of which it is the lowest holder."""
-        has_copies, lowest = copies.has_copies.tolist(), copies.parts.ranks.tolist()
+        rank, ranks_of_boxes = self._comm.rank, copies.parts.ranks[copies.cut]
+        lowest = np.concatenate([copies.parts.ranks, ranks_of_boxes.min(axis=1)])
+        has_copies, boxes_of = copies.has_copies.tolist(), dict[int, list[tuple[int, Window]]]()
+        for box, side in np.argwhere(ranks_of_boxes == rank).tolist():
+            window = (copies.reads.storage if side else copies.reads.dest)(box)
+            boxes_of.setdefault(int(copies.cut[box, side]), []).append((box, window))
         self._digests = []
         for shard, part in zip(self._shards, copies.local.tolist(), strict=True):
-            if has_copies[part]:
-                assert shard.data is not None
-                values = _sampled(shard.data.detach().reshape(-1), part, self._sample)
-                if len(values):
-                    self._digests.append((part, digest_of_values(values)))
-        return {part: value for part, value in self._digests if lowest[part] == self._comm.rank}
+            if not has_copies[part] and part not in boxes_of:
+                continue
+            assert shard.data is not None
+            values = shard.data.detach().reshape(-1)
+            compared = [(part, values)] if has_copies[part] else []
+            for box, place in boxes_of.get(part, ()):
+                array = values[place.start : place.start + place.array_size].view(place.shape)
+                own = array[place.box.slices()].reshape(-1)
+                compared.append((len(has_copies) + box, own))
+            for number, own in compared:
+                sample = _sampled(own, number, self._sample)
+                if len(sample):
+                    self._digests.append((number, digest_of_values(sample)))
+        return {number: value for number, value in self._digests if lowest[number] == rank}
 
 
 def _sampled(values: torch.Tensor, part: int, sample: int | None) -> torch.Tensor:
@@ -252,11 +291,14 @@ def _finding(
     found = [f"other values on {ranks_text(ranks, _MAX_RANKS)}" for ranks in groups[1:]]
     if mixed:
         found.append(f"copies that differ on {ranks_text(mixed, _MAX_RANKS)}")
-    flat = copies.parts.flat_range(part)
-    where = str(copies.parts.box(part)) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
+    number, how = part, ""
+    if part >= len(copies.parts):
+        number, how = int(copies.cut[part - len(copies.parts), 0]), ", which are cut differently,"
+    flat = copies.parts.flat_range(number)
+    where = str(copies.parts.box(number)) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
     return Finding(
-        f"the copies of {where} are not the same",
-        copies.parts.key(part),
+        f"the copies of {where}{how} are not the same",
+        copies.parts.key(number),
         expected=f"as on {ranks_text(groups[0], _MAX_RANKS)}" if groups else None,
         found="; ".join(found),
         ranks=tuple(rank for ranks in (*groups[1:], mixed) for rank in ranks)[:_MAX_RANKS],

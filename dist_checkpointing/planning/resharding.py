@@ -23,8 +23,8 @@ from dist_checkpointing.format.geometry import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.planning.load_plan import ReadTable, WantedTable, positions_of
-from dist_checkpointing.planning.shard_table import Bools, Columns, counted
+from dist_checkpointing.planning.load_plan import ReadTable, WantedTable
+from dist_checkpointing.planning.shard_table import Bools, Columns, counted, positions_of
 
 _MOST_PAIRS = 1 << 20
 """Pairs of a wanted segment and a piece that are looked at together; each takes some 400 bytes."""

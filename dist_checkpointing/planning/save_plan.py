@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,6 @@ from dist_checkpointing.planning.chunking import Layout, whole_items
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage
 from dist_checkpointing.planning.items import Metadata
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.replica_check import ReplicaFacts
 from dist_checkpointing.planning.shard_table import Int32s, ShardTable, concatenate, describe
 from dist_checkpointing.planning.table_exchange import (
     AgreedCache,
@@ -67,14 +67,12 @@ class RankFacts(NamedTuple):
         rest: What its plan has besides the table, if there is anything.
         plan_number: Number of the plan that it would use again, if it sends no tables.
         common: Number that stands for its common state; None if that is not compared.
-        replicas: Digests of its replicas, if it sends tables and knows which have copies.
     """
 
     destination: tuple[str, str]
     rest: SavePlan | None = None
     plan_number: int | None = None
     common: int | None = None
-    replicas: ReplicaFacts | None = None
 
     def number(self) -> int | None:
         """Number that stands for all of it, see ``Comm.exchange``; None if there is a table."""
@@ -137,7 +135,7 @@ class SavePlanning:
         is_bare = type(plan) is SavePlan and plan.storage_data is plan.planner_data is None
         rest = None if is_bare else replace(plan, table=plan.table.take(slice(0, 0)))
         parts = {_KINDS[0]: plan.table}
-        if self._assigner is not None:
+        if self._assigner is not None and self._world_size > 1:
             parts, self._leaf_numbers = exchanged_parts(plan.table)
         if self._others:
             parts[_OTHERS] = describe(self._others, self._rank)
@@ -173,7 +171,7 @@ class SavePlanning:
         """
         if exchanged is None:
             exchanged = exchange_tables(comm, PLANNING, self.facts_of_rank, RankFacts.number)
-        if len({facts.plan_number for facts in exchanged.facts}) == 1:
+        if len({own.value.plan_number for own in exchanged.facts}) == 1:
             return exchanged
         return exchange_tables(comm, PLANNING, self._tables)
 
@@ -184,7 +182,8 @@ class SavePlanning:
         """What this rank writes, to the last chunk; what the checkpoint will hold; and the
         ``others`` of all ranks, sorted by key. Not collective.
         """
-        check_one_destination([facts.destination for facts in exchanged.facts])
+        if len({own.value.destination for own in exchanged.facts}) > 1:
+            check_one_destination([facts.destination for facts in exchanged.facts_of_ranks()])
         local, planner, cache = self._local_plan, self.planner, self._cache
         if local is None:
             assert cache is not None
@@ -203,10 +202,11 @@ class SavePlanning:
             plan = replace(local, table=_with_leaves(table, self._leaf_numbers), index=index)
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
-            tables = exchanged.tables(*_KINDS)
+            tables = exchanged.tables_of_ranks(_KINDS[0])
             local_plans = LocalPlans(
-                replace(facts.rest or SavePlan(), table=table)
-                for facts, table in zip(exchanged.facts, tables, strict=True)
+                # Ranks must not share what a planner may change.
+                replace(copy.deepcopy(facts.rest) or SavePlan(), table=table)
+                for facts, table in zip(exchanged.facts_of_ranks(), tables, strict=True)
             )
             plans, index = checked_plans(local_plans, planner)
             catalog, plan = local_plans.catalog, plans[self._rank]

@@ -79,8 +79,7 @@ class Columns:
             if isinstance(parts[0], np.ndarray):
                 if parts[0].ndim == 2:
                     width = max(part.shape[1] for part in parts)
-                    fill = int(field.name.endswith(("shapes", "lengths")))
-                    parts = [padded(part, width, fill) for part in parts]
+                    parts = [padded(part, width, _fill(field.name)) for part in parts]
                 columns[field.name] = np.concatenate(parts)
         return replace(self, **columns)  # type: ignore[type-var]
 
@@ -176,6 +175,22 @@ class ShardTable(Columns):
         """The rows by key, then box, then start of the range; itself if they are so already."""
         order = sorted_rows(self.offsets, self.shapes, self.flat, self.keys)
         return self.take(order) if (order[1:] < order[:-1]).any() else self
+
+    def by_part(self) -> tuple[Int64s, Bools]:
+        """The rows by key, place and range, so that those of one part are together, in their order;
+        and which of them, in that order, begin a part: one key, dtype, box and flattened range.
+        """
+        place = positions_of(self.offsets, self.global_shapes)
+        first, last = self.flat.T
+        others: list[Integers] = [last, self.dtypes, *self.offsets.T, *self.shapes.T]
+        # Parts that begin at the same element are nearly always the same part.
+        order = np.lexsort((first, place, self.keys))
+        starts_here = changes([self.keys, place, first], order)
+        differs = changes(others, order)
+        if (differs & ~starts_here).any():
+            order = np.lexsort((*others, first, place, self.keys))
+            differs = changes(others, order)
+        return order, starts_here | differs
 
     def rows_of(self, number: int) -> slice:
         """The rows of a key, in a table that is sorted by key."""
@@ -317,11 +332,24 @@ class KeyGroups:
         self.is_grid: Bools = np.bincount(self.of_row[is_other], minlength=count) == 0
 
 
+def positions_of(offsets: Int64s, shapes: Int64s) -> Int64s:
+    """Position of each offset in the C order of an array of its shape."""
+    position = np.zeros(len(offsets), dtype=np.int64)
+    for axis in range(offsets.shape[1]):
+        position = position * shapes[:, axis] + offsets[:, axis]
+    return position
+
+
 COLUMNS = tuple(f.name for f in fields(ShardTable) if f.name not in ("names", "holders"))
 """The arrays of a table."""
 
 _PACKED = tuple(name for name in COLUMNS if name != "ranks")
 _WIDE = ("global_shapes", "offsets", "shapes", "flat")
+
+
+def _fill(name: str) -> int:
+    """What stands for an axis that a row does not have."""
+    return int(name.endswith(("shapes", "lengths")))
 
 
 def table_of_rows(rank: int, rows: Sequence[tuple[Any, ...]]) -> ShardTable:
@@ -384,23 +412,41 @@ def concatenate(
     given = {id(table.names): table.names for table in tables}
     all_names = sorted(dict.fromkeys(itertools.chain.from_iterable(given.values())))
     position = {name: i for i, name in enumerate(all_names)}
-    numbers = {
-        number: np.fromiter(map(position.__getitem__, names), np.int32, len(names))
-        for number, names in given.items()
-    }
-    widths = {table.max_ndim for table in tables}
+    numbers = np.array([position[name] for names in given.values() for name in names], np.int32)
+    begins = np.cumsum([0, *map(len, given.values())])
+    begin_of = dict(zip(given, begins.tolist(), strict=False))
+    begin_of_row = np.repeat(
+        [begin_of[id(table.names)] for table in tables], [len(table) for table in tables]
+    )
+    first, *others = tables
+    joined = first.joined(*others) if isinstance(first, ShardTable) else None
     columns: dict[str, Any] = {}
     for name in COLUMNS:  # keys first
-        parts = [getattr(table, name) for table in tables]
+        column = _unpacked(tables, name) if joined is None else getattr(joined, name)
         if name in ("keys", "dtypes"):
-            parts = [numbers[id(t.names)][part] for t, part in zip(tables, parts, strict=True)]
-        elif name in ("global_shapes", "offsets", "shapes") and len(widths) > 1:
-            parts = [padded(part, max(widths), int(name != "offsets")) for part in parts]
-        column = np.concatenate(parts)
+            column = numbers[begin_of_row + column]
         if name == "keys":
             order = np.argsort(column, kind="stable").astype(np.int32)
         columns[name] = column[order]
     return ShardTable(tuple(all_names), holders=holders, **columns)
+
+
+def _unpacked(tables: Sequence[Any], name: str) -> Any:
+    """A column of packed tables, one below the other."""
+    counts = np.array([len(table) for table in tables])
+    if name == "ranks":
+        return np.repeat(np.array([table.rank for table in tables], dtype=np.int32), counts)
+    width = max(len(table.columns[name]) for table in tables)
+    column = np.empty((width, counts.sum()), dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    for axis, values in enumerate(column):
+        np.concatenate([table.steps(name, axis) for table in tables], out=values)
+        if len(values):  # where a table begins, the step is from the end of the one before
+            values[starts[1:]] -= np.add.reduceat(values, starts)[:-1]
+        values.cumsum(out=values)
+    if name in _WIDE:
+        return column.T
+    return column[0].astype(np.bool_ if name == "main" else np.int32)
 
 
 def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
@@ -484,33 +530,30 @@ def pack(table: ShardTable) -> bytes:
 
 
 class PackedTable:
-    """A ShardTable whose columns are unpacked when they are asked for.
-
-    ``rank`` may be the number of the set of ranks that hold it.
-    """
+    """A ShardTable of one rank as it travels; ``rank`` may be the number of a set of ranks."""
 
     def __init__(self, data: bytes, rank: int) -> None:
         names, self._rows, packed = pickle.loads(zlib.decompress(data))  # noqa: S301 - from a rank
         self.names: tuple[str, ...] = _names(names)
-        self._rank, self._columns = rank, dict(zip(_PACKED, packed, strict=True))
-        self.max_ndim = len(self._columns["shapes"])
+        self.rank = rank
+        self.columns: dict[str, Sequence[bytes]] = dict(zip(_PACKED, packed, strict=True))
 
     def __len__(self) -> int:
         return int(self._rows)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "ranks":
-            return np.full(self._rows, self._rank, dtype=np.int32)
-        if name not in _PACKED:
-            raise AttributeError(name)
-        columns = unpack_columns(self._columns[name], self._rows)
-        if name in _WIDE:
-            return columns.T
-        return columns[0].astype(np.bool_ if name == "main" else np.int32)
+    def steps(self, name: str, axis: int) -> Integers:
+        """The first value of a column, and the difference of each value to the one before."""
+        packed = self.columns[name]
+        if axis < len(packed):
+            return np.frombuffer(packed[axis], chr(packed[axis][0]), self._rows, 1)
+        steps = np.zeros(self._rows, dtype=np.int64)
+        steps[:1] = _fill(name)
+        return steps
 
     def unpacked(self) -> ShardTable:
         """All of it."""
-        return ShardTable(self.names, **{name: getattr(self, name) for name in COLUMNS})
+        columns = {name: _unpacked([self], name) for name in COLUMNS}
+        return ShardTable(self.names, **columns)
 
 
 @lru_cache(maxsize=64)

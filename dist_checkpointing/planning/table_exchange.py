@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.sharded_tensor import fields_of
 from dist_checkpointing.planning.shard_table import (
+    Int32s,
     PackedTable,
     ShardTable,
     concatenate,
@@ -65,12 +66,10 @@ class AgreedCache(Generic[T]):
         """
         return self._hash if self._inputs == inputs else None
 
-    def keep(self, inputs: object, value: T, of_ranks: Sequence[bytes]) -> None:
-        """Remember a value; ``of_ranks`` stands for what each rank has sent for it."""
-        digest = xxhash.xxh3_64()
-        for data in of_ranks:
-            digest.update(data)
-        self._inputs, self._hash, self.value = inputs, digest.intdigest() >> 2, value
+    def keep(self, inputs: object, value: T, of_ranks: bytes) -> None:
+        """Remember a value; ``of_ranks`` stands for what all ranks have sent for it."""
+        self._hash = xxhash.xxh3_64_intdigest(of_ranks) >> 2
+        self._inputs, self.value = inputs, value
 
     def work_out(
         self,
@@ -92,7 +91,7 @@ class AgreedCache(Generic[T]):
         with comm.agreed(step):
             value = make(of_ranks)
         if self._keeps:
-            self.keep(inputs, value, of_ranks)
+            self.keep(inputs, value, b"".join(of_ranks))
         return value
 
 
@@ -110,78 +109,84 @@ def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
         yield row
 
 
-_INLINE_BYTES = 1 << 24
-"""What all ranks together may send with their digests, so that few ranks need one step only."""
-_RANKS_A_SENDER = 8
+_KINDS: Final = ("tensors", "flattened", "objects", "others")
+"""The kinds of tables; a rank sends at most one of each."""
+_HEAD: Final = np.dtype([("digests", "V16", 1 + len(_KINDS)), ("sizes", "<i8", 1 + len(_KINDS))])
+"""A message begins with the digests and sizes of its parts, which are the facts and a table of each
+kind, of size 0 if there is none. The facts follow, and those tables that are small."""
+_INLINE_BYTES: Final = 1 << 24
+"""What all ranks together may send of a kind in messages, so that few ranks need one step only."""
+_RANKS_A_SENDER: Final = 8
 """If fewer ranks than one in so many have something to send, they send in turn; else all at once,
 which takes as much room for every rank as for the one with most."""
+_FACTS: Final = "facts"
+_ALONE: Final = np.zeros(1, dtype=np.int32)
 
 
-class PackedPart(NamedTuple):
-    """A part of a rank's table as it is sent: digest of its kind and bytes, and these if few."""
+@dataclass(frozen=True, slots=True)
+class Held(Generic[T]):
+    """What some ranks, which ascend, hold alike; a table is packed unless a rank is alone."""
 
-    digest: bytes
-    num_bytes: int
-    data: bytes | None
+    value: T
+    ranks: Int32s
+
+    def table(self, rank: int) -> Any:
+        """The value as a table of a rank, or of a set of ranks with this number."""
+        value: Any = self.value
+        if isinstance(value, bytes):
+            return PackedTable(value, rank)
+        return replace(value, ranks=np.full(len(value), rank, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangedTables(Generic[T]):
-    """The facts and tables of all ranks, each distinct part once.
+    """The facts and tables of all ranks, each distinct one once.
 
     Attributes:
-        facts: Of each rank.
-        parts: Digest of each part of a rank's table, by its kind.
-        data: The parts by digest; those of a rank that is alone are not packed.
+        facts: The distinct facts, in order of the lowest ranks that have them.
+        held: The distinct tables by their kind, in the same order.
+        digests: What stands for all tables.
     """
 
-    facts: Sequence[T]
-    parts: Sequence[Mapping[str, bytes]]
-    data: Mapping[bytes, bytes | ShardTable]
+    facts: Sequence[Held[T]]
+    held: Mapping[str, Sequence[Held[Any]]]
+    digests: bytes
+
+    def facts_of_ranks(self) -> list[T]:
+        """The facts of every rank."""
+        of_ranks = {rank: own.value for own in self.facts for rank in own.ranks.tolist()}
+        return [of_ranks[rank] for rank in range(len(of_ranks))]
+
+    def tables_of_ranks(self, kind: str) -> list[ShardTable]:
+        """The table of every rank: as many rows as all ranks have together."""
+        held = self.held.get(kind, ())
+        of_ranks = {rank: own.table(rank) for own in held for rank in own.ranks.tolist()}
+        tables = (of_ranks[rank] for rank in range(len(of_ranks)))
+        return [table.unpacked() if isinstance(table, PackedTable) else table for table in tables]
 
     def catalog(self, *kinds: str) -> ShardTable:
         """The distinct rows of all ranks, sorted by key, with the ranks that hold each."""
-        holders: dict[bytes, list[int]] = {}
-        for rank, digests in enumerate(self.parts):
-            for kind in kinds:
-                if kind in digests:
-                    holders.setdefault(digests[kind], []).append(rank)
-        tables = [self._table(digest, number) for number, digest in enumerate(holders)]
-        return concatenate(tables, [np.array(held, dtype=np.int32) for held in holders.values()])
-
-    def tables(self, *kinds: str) -> list[ShardTable]:
-        """The table of every rank: as many rows as all ranks have together."""
-        tables = []
-        for rank, digests in enumerate(self.parts):
-            parts = [self._table(digests[kind], rank) for kind in kinds if kind in digests]
-            table = parts[0] if len(parts) == 1 else concatenate(parts)
-            tables.append(table.unpacked() if isinstance(table, PackedTable) else table)
-        return tables
-
-    def _table(self, digest: bytes, rank: int) -> PackedTable | ShardTable:
-        data = self.data[digest]
-        if isinstance(data, bytes):
-            return PackedTable(data, rank)
-        return replace(data, ranks=np.full(len(data), rank, dtype=np.int32))
-
-    @property
-    def digests(self) -> list[bytes]:
-        """What stands for the table of each rank."""
-        return [b"".join(digests.values()) for digests in self.parts]
+        held = [own for kind in kinds for own in self.held.get(kind, ())]
+        held.sort(key=lambda own: int(own.ranks[0]))
+        tables = [own.table(number) for number, own in enumerate(held)]
+        return concatenate(tables, [own.ranks for own in held])
 
 
-def pack_tables(
-    tables: Mapping[str, ShardTable], num_ranks: int
-) -> tuple[dict[str, PackedPart], dict[bytes, bytes]]:
-    """The tables of one of so many ranks, as it sends them; and their bytes by digest."""
-    parts, bytes_of = {}, {}
-    for kind, table in tables.items():
-        data = pack(table)
-        digest = xxhash.xxh3_128_digest(kind.encode() + b"\0" + data)
-        is_small = len(data) * num_ranks <= _INLINE_BYTES
-        parts[kind] = PackedPart(digest, len(data), data if is_small else None)
-        bytes_of[digest] = data
-    return parts, bytes_of
+def packed_message(
+    tables: Mapping[str, ShardTable], facts: object, num_ranks: int
+) -> tuple[bytes, dict[bytes, bytes]]:
+    """The message of one of so many ranks, and what it may have to send later, by digest."""
+    parts = [pickle.dumps(facts)]
+    parts += [pack(tables[kind]) if kind in tables else b"" for kind in _KINDS]
+    digests = [xxhash.xxh3_128_digest(part, slot) for slot, part in enumerate(parts)]
+    head = b"".join([*digests, np.array([*map(len, parts)], dtype="<i8").tobytes()])
+    late = {
+        digest: part
+        for digest, part in zip(digests[1:], parts[1:], strict=True)
+        if len(part) * num_ranks > _INLINE_BYTES
+    }
+    now = zip(digests, parts, strict=True)
+    return head + b"".join(part for digest, part in now if digest not in late), late
 
 
 def exchange_tables(
@@ -198,57 +203,74 @@ def exchange_tables(
     produce = paused_collector()(produce)
     if comm.world_size == 1:
         tables, facts = comm.exchange(step, produce)[0]
-        digests = {kind: kind.encode() for kind in tables}
-        data_of = dict(zip(digests.values(), tables.values(), strict=True))
-        return ExchangedTables([facts], [digests], data_of)
+        alone = {kind: [Held(table, _ALONE)] for kind, table in tables.items()}
+        return ExchangedTables([Held(facts, _ALONE)], alone, b"")
     local: dict[bytes, bytes] = {}
+    number: int | None = None
 
-    def parts_of_rank() -> tuple[dict[str, PackedPart], T]:
+    def message_of_rank() -> bytes:
+        nonlocal number
         tables, facts = produce()
-        parts, bytes_of = pack_tables(tables, comm.world_size)
-        local.update(bytes_of)
-        return parts, facts
+        number = None if tables else number_of(facts)
+        message, late = packed_message(tables, facts, comm.world_size)
+        local.update(late)
+        return message
 
-    of_ranks = comm.exchange(
-        step, parts_of_rank, lambda sent: None if sent[0] else number_of(sent[1])
-    )
-    data: dict[bytes, bytes] = {}
-    senders: dict[int, list[PackedPart]] = {}
-    for rank, (sent, _) in enumerate(of_ranks):
-        for part in sent.values():
-            if part.digest not in data:
-                data[part.digest] = part.data or b""
-                if part.data is None:
-                    senders.setdefault(rank, []).append(part)
-    if senders:
-        _receive(comm, senders, local, data)
-    parts = [{kind: part.digest for kind, part in sent.items()} for sent, _ in of_ranks]
-    return ExchangedTables([facts for _, facts in of_ranks], parts, data)
+    messages = comm.exchange_bytes(step, message_of_rank, lambda: number)
+    heads = np.frombuffer(b"".join([message[: _HEAD.itemsize] for message in messages]), _HEAD)
+    digests, sizes = heads["digests"], heads["sizes"]
+    parts = [(slot, *part) for slot in range(len(sizes.T)) for part in _distinct(digests.T[slot])]
+    is_late = sizes * len(messages) > _INLINE_BYTES
+    is_late[:, 0] = False
+    senders: dict[int, list[tuple[bytes, int]]] = {}
+    for slot, first, digest, _ in parts if is_late.any() else ():
+        if is_late[first, slot]:
+            senders.setdefault(first, []).append((digest, int(sizes[first, slot])))
+    late = _received(comm, senders, local) if senders else {}
+    begins = _HEAD.itemsize + np.where(is_late, 0, sizes).cumsum(axis=1) - sizes
+    held: dict[str, list[Held[Any]]] = {}
+    with paused_collector():
+        for slot, first, digest, ranks in parts:
+            begin, size = int(begins[first, slot]), int(sizes[first, slot])
+            data = late.get(digest) or messages[first][begin : begin + size]
+            if slot == 0:
+                held.setdefault(_FACTS, []).append(Held(pickle.loads(data), ranks))  # noqa: S301
+            elif data:
+                held.setdefault(_KINDS[slot - 1], []).append(Held(data, ranks))
+    return ExchangedTables(held.pop(_FACTS), held, digests[:, 1:].tobytes())
 
 
-def _receive(
-    comm: Comm,
-    senders: Mapping[int, Sequence[PackedPart]],
-    local: Mapping[bytes, bytes],
-    data: dict[bytes, bytes],
-) -> None:
-    """Put what these ranks have to send to all into ``data``, by digest. Collective."""
-    mine = b"".join(local[part.digest] for part in senders.get(comm.rank, ()))
+def _distinct(digests: Any) -> Iterator[tuple[int, bytes, Int32s]]:
+    """The lowest rank with each distinct digest, in order; the digest; all ranks that have it."""
+    _, firsts, numbers = np.unique(digests, return_index=True, return_inverse=True)
+    ranks = np.argsort(numbers, kind="stable").astype(np.int32)
+    ranks_of = np.split(ranks, np.bincount(numbers).cumsum()[:-1])
+    for number in np.argsort(firsts).tolist():
+        yield int(firsts[number]), digests[firsts[number]].tobytes(), ranks_of[number]
+
+
+def _received(
+    comm: Comm, senders: Mapping[int, Sequence[tuple[bytes, int]]], local: Mapping[bytes, bytes]
+) -> dict[bytes, bytes]:
+    """What these ranks have to send to all, given as digests and sizes; by digest. Collective."""
+    mine = b"".join(local[digest] for digest, _ in senders.get(comm.rank, ()))
     at_once = comm.all_gather(mine) if len(senders) * _RANKS_A_SENDER > comm.world_size else None
+    received = {}
     for sender, parts in senders.items():
         if at_once is not None:
             stream = at_once[sender]
         else:
-            tensor = torch.empty(sum(part.num_bytes for part in parts), dtype=torch.uint8)
+            tensor = torch.empty(sum(size for _, size in parts), dtype=torch.uint8)
             if sender == comm.rank:
                 tensor.numpy()[:] = np.frombuffer(mine, np.uint8)
             tensor = tensor.to(comm.tensor_device)
             comm.broadcast_tensor(tensor, sender)
             stream = tensor.cpu().numpy().tobytes()
         begin = 0
-        for part in parts:
-            data[part.digest] = stream[begin : begin + part.num_bytes]
-            begin += part.num_bytes
+        for digest, size in parts:
+            received[digest] = stream[begin : begin + size]
+            begin += size
+    return received
 
 
 _KEYS_A_BLOCK = 256

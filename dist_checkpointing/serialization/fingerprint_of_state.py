@@ -80,9 +80,9 @@ def fingerprint(
         refuse_distributed(walk(parts.common), parts.tensors, {})
         check_data(parts)
         shards.extend(parts.tensors.values())
-        return {"shards": describe(shards, comm.rank)}, None
+        return {"tensors": describe(shards, comm.rank)}, None
 
-    catalog = exchange_tables(comm, "describing the shards", describe_local).catalog("shards")
+    catalog = exchange_tables(comm, "describing the shards", describe_local).catalog("tensors")
     with comm.agreed("checking the shards"):
         check_coverage(catalog)
     number = {name: position for position, name in enumerate(catalog.names)}
@@ -121,13 +121,13 @@ def verify_restored(
             kind = (tensor_memory.from_torch(shard.dtype).name, tuple(shard.global_shape))
             if stored is None or (stored.dtype.name, stored.global_shape) != kind:
                 differing.add(shard.key)
-        return {"shards": describe(shards, comm.rank)}, differing
+        return {"tensors": describe(shards, comm.rank)}, differing
 
     exchanged = exchange_tables(comm, "describing what was restored", describe_local)
     with comm.agreed("looking for what can be compared"):
-        copies = copies_of(exchanged.catalog("shards"), comm.rank)
+        copies = copies_of(exchanged.catalog("tensors"), comm.rank)
         parts = copies.parts
-        is_counted = _counted(copies, set().union(*exchanged.facts))
+        is_counted = _counted(copies, set().union(*(own.value for own in exchanged.facts)))
         numbers = np.unique(parts.keys[is_counted])
         counted = {parts.names[number] for number in numbers.tolist()}
 
@@ -223,7 +223,7 @@ def _counted(copies: Copies, differing: set[str]) -> Bools:
     if not len(parts):
         return is_counted
     # Parts that differ may overlap: then those of main replicas may do.
-    is_main = np.logical_or.reduceat(copies.catalog.main[copies.rows], copies.begins[:-1])
+    is_main = copies.has_main
     unknown = {*parts.names} - differing
     for chosen in (np.ones_like(is_main), is_main):
         written = parts.take(np.flatnonzero(chosen & (parts.num_elements > 0)))

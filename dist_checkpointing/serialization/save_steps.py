@@ -201,7 +201,7 @@ class SaveJob:
                 lambda: self._facts_of_rank(state_dict, folder, comm),
                 RankFacts.number,
             )
-            if len({facts.common for facts in exchanged.facts}) > 1:
+            if len({own.value.common for own in exchanged.facts}) > 1:
                 compare_common_state(lambda: self._common_digests, comm)
             planning = self._planning or self._start_planning(comm)
             tables = planning.exchange(comm, exchanged if self._planning else None)
@@ -213,7 +213,7 @@ class SaveJob:
 
             self._planned = Outcome.of(PLANNING, plan)
             if self._replicas is not None:
-                self._replicas.compare([facts.replicas for facts in exchanged.facts])
+                self._replicas.compare()
             # They hold on to the caller's state.
             del self._planning, self._replicas
             vars(self).pop("_common_digests", None)
@@ -241,14 +241,11 @@ class SaveJob:
         else:
             # Its tables depend on what the ranks have that share replicas.
             tables, facts = {}, RankFacts(self._destination, plan_number=0)
-        check, replicas = self._options.get("replicas", ReplicaCheck.OFF), None
+        check = self._options.get("replicas", ReplicaCheck.OFF)
         if check is not ReplicaCheck.OFF:
             on_mismatch = self._options.get("on_replica_mismatch", "raise")
             self._replicas = ReplicaComparison(self.leaves.values(), check, on_mismatch, comm)
-            # Without tables a number is exchanged, and the digests follow by themselves.
-            if facts.plan_number is None:
-                replicas = self._replicas.digests_of_rank()
-        return tables, facts._replace(common=common, replicas=replicas)
+        return tables, facts._replace(common=common)
 
     def _split(self, state_dict: ShardedStateDict, strategy: SaveShardedStrategy) -> None:
         """Take the state dict apart, and refuse what cannot be saved."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -27,8 +26,8 @@ import xxhash
 
 from dist_checkpointing.comm import Comm, default_comm, group_comm
 from dist_checkpointing.comm.rank_failures import Outcome
-from dist_checkpointing.errors import CheckpointingException, RankFailedError
-from dist_checkpointing.format.geometry import Box, changes, row_bytes, split_flat_range
+from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.format.geometry import Box, row_bytes, split_flat_range
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
@@ -49,6 +48,7 @@ from dist_checkpointing.planning.replica_balancing import (
 )
 from dist_checkpointing.planning.shard_table import Int64s, PackedTable, concatenate, describe, pack
 from dist_checkpointing.planning.table_exchange import AgreedCache
+from dist_checkpointing.planning.user_planner import overrides
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.async_calls import AsyncRequest
@@ -84,49 +84,25 @@ class _Group(Generic[T]):
         self.cache: AgreedCache[T] = AgreedCache(keeps=keeps)
         self._everybody: Comm | None = None
         self._comm: Comm
-        self._members: list[int]
         self._numbers: list[int] | None = None
 
-    @contextmanager
-    def comm(self, everybody: Comm) -> Iterator[Comm]:
-        """The group, for a body that is collective over it; all of ``everybody`` if none was given.
+    def comm(self, everybody: Comm) -> Comm:
+        """The group; all of ``everybody`` if none was given.
 
-        Collective over ``everybody`` on first use. Errors name the ranks as they are numbered
-        among ``everybody``.
+        Collective over ``everybody`` on first use.
         """
         if self._everybody is not everybody:
             self._comm, self._numbers = group_comm(self._given, everybody), None
-            self._members = self._comm.all_gather(everybody.rank)
             self._everybody = everybody
-        try:
-            yield self._comm
-        except CheckpointingException as error:
-            raise _renumbered(error, self._members) from error
+        return self._comm
 
     def numbers(self, everybody: Comm) -> list[int]:
         """The lowest rank in the group of each rank. Collective over ``everybody``."""
         if not self._keeps or self._numbers is None or self._everybody is not everybody:
-            with everybody.agreed("finding out who shares"), self.comm(everybody):
-                lowest = min(self._members)
+            with everybody.agreed("finding out who shares"):
+                lowest = min(self.comm(everybody).all_gather(everybody.rank))
             self._numbers = everybody.all_gather(lowest)
         return self._numbers
-
-
-def _renumbered(error: CheckpointingException, members: Sequence[int]) -> CheckpointingException:
-    """The error of a group with the numbers that its ranks have outside of the group."""
-    # Members with one number have no numbers elsewhere.
-    has_numbers = len(set(members)) == len(members) and members != [*range(len(members))]
-    if error.names_global_ranks or not has_numbers:
-        return error
-
-    def number(rank: int) -> int:
-        return members[rank] if rank < len(members) else rank
-
-    findings = [replace(f, ranks=tuple(sorted(map(number, f.ranks)))) for f in error.findings]
-    if not isinstance(error, RankFailedError):
-        return type(error)(error.message, findings)
-    tracebacks = {number(rank): text for rank, text in error.tracebacks.items()}
-    return RankFailedError(error.message, findings, tracebacks)
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
@@ -192,26 +168,24 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         Raises:
             CheckpointingException: if the wrapped strategy cannot save asynchronously.
         """
-        if isinstance(strategy := self.resolved(), PlannedSaveStrategy):
-            return strategy.async_save(sharded_state_dict, checkpoint_dir)
-        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+        strategy, own = self._sharing(sharded_state_dict)
+        if not isinstance(strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(
-                f"Cannot apply async_save to non-async strategy {self.base_strategy}"
+                f"Cannot apply async_save to non-async strategy {strategy}"
             )
-        return self.base_strategy.async_save(
-            self._marked_nested(sharded_state_dict), checkpoint_dir
-        )
+        return strategy.async_save(own, checkpoint_dir)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
-        if isinstance(strategy := self.resolved(), PlannedSaveStrategy):
-            strategy.save(sharded_state_dict, checkpoint_dir)
-        else:
-            self.base_strategy.save(self._marked_nested(sharded_state_dict), checkpoint_dir)
+        strategy, own = self._sharing(sharded_state_dict)
+        strategy.save(own, checkpoint_dir)
 
-    def _marked_nested(self, state_dict: ShardedStateDict) -> ShardedStateDict:
-        leaves, skeleton = flatten(state_dict)
-        marked: ShardedStateDict = unflatten(skeleton, self._marked(leaves, default_comm()))
-        return marked
+    def _sharing(self, state: ShardedStateDict) -> tuple[SaveShardedStrategy, ShardedStateDict]:
+        """What saves, and what of. Collective if the wrapped strategy does not plan by itself."""
+        strategy = self.resolved()
+        if isinstance(strategy, PlannedSaveStrategy):
+            return strategy, state
+        leaves, skeleton = flatten(state)
+        return self.base_strategy, unflatten(skeleton, self._marked(leaves, default_comm()))
 
     def _shared(
         self, planner: SavePlanner | None, leaves: Leaves, comm: Comm
@@ -242,12 +216,12 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             written = catalog.take(choose_writers(catalog, len(packed)))
             return frozenset(zip(written.ranks.tolist(), written.sources.tolist(), strict=True))
 
-        with self._group.comm(everybody) as comm:
-            if comm.world_size == 1:
-                return leaves
-            writers = self._group.cache.work_out(
-                comm, "sharing out the replicas", describe_own, writers_of
-            )
+        comm = self._group.comm(everybody)
+        if comm.world_size == 1:
+            return leaves
+        writers = self._group.cache.work_out(
+            comm, "sharing out the replicas", describe_own, writers_of
+        )
         marked: dict[Any, ShardedBase] = {}
         for source, (path, leaf) in enumerate(leaves.items()):
             marked[path] = copy.copy(leaf)
@@ -260,7 +234,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 _ALIGNMENT_BYTES = 16
 """Tensors of any dtype may begin at such a position in a message."""
 _HEAD = struct.Struct("<QQ")
-_ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsize", "<i8")])
+_ROW = np.dtype([("digest", "V16"), ("num_bytes", "<i8"), ("itemsize", "<i8")])
 
 
 def _wants(table: ReadTable, arrays: Arrays) -> npt.NDArray[np.void]:
@@ -278,7 +252,7 @@ def _wants(table: ReadTable, arrays: Arrays) -> npt.NDArray[np.void]:
     axes = (table.chunk_offsets, table.storage_shapes, table.storage_boxes, table.lengths)
     digests = b"".join(map(xxhash.xxh3_128_digest, row_bytes(scalars, axes, ndims)))
     rows = np.empty(len(table), dtype=_ROW)
-    rows["high"], rows["low"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2).T
+    rows["digest"] = np.frombuffer(digests, dtype="V16")
     rows["itemsize"] = [dtype.itemsize for dtype in dtypes]
     rows["num_bytes"] = table.num_elements * rows["itemsize"]
     return rows
@@ -306,12 +280,8 @@ class _Run:
         return self.start + self.num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """What one rank sends to all others at a time."""
-
-    source: int
-    runs: tuple[_Run, ...]
+_Message = tuple[int, list[_Run]]
+"""What one rank, the source, sends to all others at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,17 +297,6 @@ class Sharing:
     messages: Sequence[_Message]
 
 
-def _numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
-    """Number of the unit of each row, and the first row of each unit; equal rows are one unit."""
-    order = np.lexsort((low, high))
-    begins = changes([high, low], order)
-    firsts = order[begins]  # Sorting is stable.
-    by_appearance = np.argsort(firsts)
-    units = np.empty(len(order), dtype=np.int64)
-    units[order] = np.argsort(by_appearance)[np.cumsum(begins) - 1]
-    return units, firsts[by_appearance]
-
-
 def _share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
     """How ranks share the reads; None if it is not worth it.
 
@@ -348,7 +307,7 @@ def _share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
     memories, least = zip(*map(_HEAD.unpack_from, packed), strict=True)
     rows = np.concatenate(wants)
     ranks = np.repeat(np.arange(len(wants)), list(map(len, wants)))
-    units, firsts = _numbered(rows["high"], rows["low"])
+    _, firsts, units = np.unique(rows["digest"], return_index=True, return_inverse=True)
     # A rank that wants something twice counts once.
     wanted, wanting = np.divmod(np.unique(units * len(wants) + ranks), len(wants))
     starts = np.searchsorted(wanted, np.arange(len(firsts) + 1))
@@ -357,13 +316,14 @@ def _share_reads(packed: Sequence[bytes], rank: int) -> Sharing | None:
     if not is_shared.any() or sizes[is_shared].sum() < max(least):
         return None
     loads = np.zeros(len(wants), dtype=np.int64)
-    readers = wanting[share_out(wanting, starts, np.arange(len(firsts)), sizes, loads)]
+    readers = share_out(wanting, starts, np.arange(len(firsts)), sizes, loads)
     mine = units[ranks == rank]
     _, first_rows = np.unique(mine, return_index=True)
     row_of = np.full(len(firsts), -1, dtype=np.int64)
     row_of[mine[first_rows]] = first_rows
     copies = np.flatnonzero(row_of[mine] != np.arange(len(mine)))
-    traveling = np.flatnonzero(is_shared)
+    in_order = np.argsort(firsts)
+    traveling = in_order[is_shared[in_order]]
     columns = (readers, row_of, sizes, rows["itemsize"][firsts])
     sent = zip(*(column[traveling].tolist() for column in columns), strict=True)
     return Sharing(
@@ -381,18 +341,17 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
     waiting: dict[int, list[_Run]] = {}
     for reader, row, size, itemsize in units:
         step = max(1, most_bytes // itemsize)
-        runs = waiting.setdefault(reader, [])
+        runs = waiting.pop(reader, [])
         for first in range(0, size // itemsize, step):
             last = min(first + step, size // itemsize)
             num_bytes = (last - first) * itemsize
             start = -(-(runs[-1].stop if runs else 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             if runs and start + num_bytes > most_bytes:
-                yield _Message(reader, tuple(runs))
-                runs.clear()
-                start = 0
+                yield reader, runs
+                runs, start = [], 0
             runs.append(_Run(row, first, last, start, num_bytes))
-    for reader, runs in sorted(waiting.items()):
-        yield _Message(reader, tuple(runs))
+        waiting[reader] = runs
+    yield from sorted((reader, runs) for reader, runs in waiting.items() if runs)
 
 
 def _pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int], None]) -> None:
@@ -401,22 +360,22 @@ def _pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int
     A message that is one run of memory is sent from, or received into, the array itself. All others
     go through one buffer, as large as the largest of them.
     """
-    messages, device, error = sharing.messages, comm.tensor_device, None
+    device, error = comm.tensor_device, None
     with comm.agreed("preparing to pass on what was read"):
-        pairs = [(message, _memory_of(message, arrays, device)) for message in messages]
-        longest = max((own.runs[-1].stop for own, memory in pairs if memory is None), default=0)
+        messages = [(*own, _memory_of(own[1], arrays, device)) for own in sharing.messages]
+        longest = max((runs[-1].stop for _, runs, memory in messages if memory is None), default=0)
         buffer = torch.empty(longest, dtype=torch.uint8, device=device)
-    for message, memory in pairs:
-        is_sent = message.source == comm.rank
-        data = buffer[: message.runs[-1].stop] if memory is None else memory
-        copied = partial(_copy, message, arrays, data, packs=is_sent)
+    for source, runs, memory in messages:
+        is_sent = source == comm.rank
+        data = buffer[: runs[-1].stop] if memory is None else memory
+        copied = partial(_copy, runs, arrays, data, packs=is_sent)
         if is_sent and memory is None:
             error = error or Outcome.of(_PASSING, copied).error
-        comm.broadcast_tensor(data, message.source)
+        comm.broadcast_tensor(data, source)
         if not is_sent and memory is None:
             error = error or Outcome.of(_PASSING, copied).error
         if not is_sent:
-            report(sum(run.num_bytes for run in message.runs if run.row >= 0))
+            report(sum(run.num_bytes for run in runs if run.row >= 0))
     with comm.agreed(_PASSING):
         if error is not None:
             raise error
@@ -424,9 +383,9 @@ def _pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int
             arrays(other).copy_(arrays(row))
 
 
-def _copy(message: _Message, arrays: Arrays, data: torch.Tensor, *, packs: bool) -> None:
+def _copy(runs: Sequence[_Run], arrays: Arrays, data: torch.Tensor, *, packs: bool) -> None:
     """Copy what this rank sends into a message, or what it wants out of it."""
-    for run in message.runs:
+    for run in runs:
         if run.row < 0:
             continue
         array = arrays(run.row)
@@ -440,9 +399,9 @@ def _copy(message: _Message, arrays: Arrays, data: torch.Tensor, *, packs: bool)
             values = values[box.num_elements :]
 
 
-def _memory_of(message: _Message, arrays: Arrays, device: torch.device) -> torch.Tensor | None:
+def _memory_of(runs: Sequence[_Run], arrays: Arrays, device: torch.device) -> torch.Tensor | None:
     """The memory of this rank that is the whole message; None if there is none."""
-    (run, *others) = message.runs
+    run, *others = runs
     if others or run.row < 0:
         return None
     array = arrays(run.row)
@@ -565,22 +524,19 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
         The arguments are those of ``read_plan``.
         """
         # Other groups must not wait for one in which something failed: all agree on every step.
-        with comm.agreed(_SHARING), self._group.comm(comm) as group:
-            alone = plan.table.is_object | (not _fills_leaves(planner))
+        with comm.agreed(_SHARING):
+            group = self._group.comm(comm)
+            # Only memory of leaves can be passed on.
+            methods = "acquire_tensor", "apply_tensor"
+            is_default = isinstance(planner, DefaultLoadPlanner)
+            is_own = not is_default or overrides(planner, DefaultLoadPlanner, *methods)
+            alone = plan.table.is_object | is_own
             table = plan.table.take(~alone)
             acquire = planner.destinations(replace(plan, table=table)).acquire
             sharing = self._share(table, acquire, group, reader.options.buffer_bytes)
             own = table if sharing is None else table.take(sharing.own)
             plan = replace(plan, table=own.followed_by(plan.table.take(alone)))
         read_plan(plan, planner, reader, index, comm)
-        with comm.agreed(_PASSING), self._group.comm(comm) as group:
+        with comm.agreed(_PASSING):
             if sharing is not None:
                 _pass_on(sharing, lambda row: acquire(row).detach(), group, reader.report)
-
-
-def _fills_leaves(planner: LoadPlanner) -> bool:
-    """Whether the destinations of a planner are the memory of leaves, which can be passed on."""
-    return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
-        for name in ("acquire_tensor", "apply_tensor")
-    )

@@ -481,10 +481,10 @@ def check_access(parts: StateDictParts, comm: Comm) -> None:
     """Check that the templates of all ranks ask for each tensor exactly once. Collective."""
     leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
     exchanged = exchange_tables(
-        comm, "describing the template", lambda: ({"shards": describe(leaves, comm.rank)}, None)
+        comm, "describing the template", lambda: ({"tensors": describe(leaves, comm.rank)}, None)
     )
     with comm.agreed("checking the template"):
-        catalog = exchanged.catalog("shards")
+        catalog = exchanged.catalog("tensors")
         check_coverage(catalog)
 
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,53 @@ def test_what_copies_hold_is_written_once(
     assert sum(written) == 2 * 3 * 48 * 4
     if copies == 4 and planner is BalancedSavePlanner:  # three matrices of 96 bytes on four ranks
         assert max(written) - min(written) <= 96
+
+
+class Facts:
+    """What a rank tells all others; counts how often it is unpacked."""
+
+    unpacked = 0
+
+    def __setstate__(self, state: Any) -> None:
+        Facts.unpacked += 1
+
+
+def test_what_ranks_say_alike_is_unpacked_once() -> None:
+    """However many they are: at 65,536 ranks that was most of the time of planning."""
+    Facts.unpacked = 0
+
+    def one(comm: Comm) -> list[list[int]]:
+        facts = Facts()
+        facts.number = comm.rank % 2  # type: ignore[attr-defined]
+        exchanged = table_exchange.exchange_tables(comm, "test", lambda: ({}, facts))
+        return [own.ranks.tolist() for own in exchanged.facts]
+
+    assert run_ranks(32, one) == [[[*range(0, 32, 2)], [*range(1, 32, 2)]]] * 32
+    assert Facts.unpacked == 32 * 2
+
+
+class NotesRanks(DefaultSavePlanner):
+    """Notes in the plan of each rank whose it is."""
+
+    def build_local_plan(self) -> SavePlan:
+        return replace(super().build_local_plan(), planner_data=[])
+
+    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> Any:
+        self.seen: list[Any] = [plan.planner_data for plan in all_plans]
+        for rank, notes in enumerate(self.seen):
+            notes.append(rank)
+        return super().build_global_plan(all_plans)
+
+
+def test_plans_of_ranks_that_say_the_same_can_be_changed_one_by_one(tmp_path: Path) -> None:
+    def one(comm: Comm) -> Any:
+        planner = NotesRanks()
+        state = {"w": shard("w", torch.ones(4), replica_id=comm.rank)}
+        strategy = TensorStoreSaveShardedStrategy(planner=planner)
+        dc.save(state, tmp_path / "c", strategy, comm=comm)
+        return planner.seen
+
+    assert run_ranks(3, one) == [[[0], [1], [2]]] * 3
 
 
 def test_a_mistake_of_all_copies_names_them(tmp_path: Path) -> None:

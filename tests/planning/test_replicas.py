@@ -207,7 +207,7 @@ def test_one_rank_may_hold_both_replicas(tmp_path: Path, num_ranks: int, wrong: 
             data = leaves[wrong].data
             assert data is not None
             flip(data, 3)
-        # The second save knows the copies, and sends the digests with the tables.
+        # The second save knows the copies.
         dc.save({"leaves": leaves}, tmp_path / "c", comm=comm, replicas=dc.ReplicaCheck.ALL)
 
     if wrong is None:
@@ -222,6 +222,37 @@ def test_one_rank_may_hold_both_replicas(tmp_path: Path, num_ranks: int, wrong: 
     assert finding.found == f"copies that differ on rank {num_ranks - 1}"
     assert "(0,) .. (4,)" in finding.problem
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("kind", [grid, columns, uneven, flattened, layered])
+@pytest.mark.parametrize("num_ranks", [1, 5])
+def test_copies_that_are_cut_differently_are_compared(
+    tmp_path: Path, kind: Callable[[torch.Tensor, Comm], dc.ShardedTensor], num_ranks: int
+) -> None:
+    """One rank holds and writes the whole; the parts are other replicas, there or elsewhere."""
+
+    def state(wrong: int | None) -> Callable[[Comm], dict[str, Any]]:
+        def of_rank(comm: Comm) -> dict[str, Any]:
+            own: dict[str, Any] = {}
+            full = FULL.view(torch.float32)
+            for part in range(PARTS):
+                if num_ranks == 1 or part == comm.rank - 1:
+                    other: Any = SimpleNamespace(rank=part + PARTS)
+                    own[f"{part}"] = kind(full, other)
+                    if part == wrong:
+                        flip(own[f"{part}"].data, 9)
+            if comm.rank == 0:
+                own["whole"] = shard("w", full[::2].clone() if kind is layered else full)
+            return own
+
+        return of_rank
+
+    save_on(num_ranks, state(None), tmp_path / "same", replicas=dc.ReplicaCheck.ALL)
+    with pytest.raises(dc.InvalidShardingError, match="cut differently") as caught:
+        save_on(num_ranks, state(2), tmp_path / "c", replicas=dc.ReplicaCheck.ALL)
+    assert not (tmp_path / "c").exists()
+    (finding,) = caught.value.findings
+    assert (finding.key, finding.ranks) == ("w", (0,) if num_ranks == 1 else (3,))
 
 
 @pytest.mark.parametrize("capture", ["copy", "background"])
@@ -318,18 +349,16 @@ def test_what_has_no_main_replica_is_refused_as_ever(tmp_path: Path) -> None:
     assert "replicas hold different" not in str(caught.value)
 
 
-def test_digests_ride_with_the_tables_once_the_copies_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_holds_copies_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(comm: Comm) -> list[list[str]]:
         steps: list[list[str]] = []
-        exchange = comm.exchange
+        exchange = comm.exchange_bytes
 
         def noted(step: str, *others: Any) -> Any:
             steps[-1].append(step)
             return exchange(step, *others)
 
-        monkeypatch.setattr(comm, "exchange", noted)
+        monkeypatch.setattr(comm, "exchange_bytes", noted)
         own = grid(FULL.view(torch.float32), comm)
         for number in range(3):
             steps.append([])
@@ -343,9 +372,9 @@ def test_digests_ride_with_the_tables_once_the_copies_are_known(
         return steps
 
     for first, second, third in run_ranks(RANKS, run):
-        assert "comparing replicas" in first
-        assert "comparing replicas" not in second
-        assert set(third) == {"planning the save"}
+        assert "describing the shards" in first
+        assert "describing the shards" not in second
+        assert third == ["planning the save", "comparing replicas"]
 
 
 def test_replicas_without_data_take_no_part(tmp_path: Path) -> None:
@@ -368,9 +397,9 @@ def test_copies_by_comparison() -> None:
             leaf.key = f"k{number % 4}"
             leaves.append(leaf)
         exchanged = exchange_tables(
-            comm, "test", lambda: ({"shards": describe(leaves, comm.rank)}, None)
+            comm, "test", lambda: ({"tensors": describe(leaves, comm.rank)}, None)
         )
-        return leaves, copies_of(exchanged.catalog("shards"), comm.rank)
+        return leaves, copies_of(exchanged.catalog("tensors"), comm.rank)
 
     of_ranks = run_ranks(RANKS, look)
 

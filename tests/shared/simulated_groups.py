@@ -42,7 +42,7 @@ def each_rank(groups: Sequence[Sequence[int]], step: Callable[[Comm, Comm], T]) 
         group = groups[number]
         own: Comm = SingleProcess()
         if len(group) > 1:
-            own = ThreadComm(rendezvous_points[number], group.index(comm.rank))
+            own = ThreadComm(rendezvous_points[number], group.index(comm.rank), group)
         return step(comm, own)
 
     return run_ranks(len(number_of), one, timeout_seconds=SECONDS)
