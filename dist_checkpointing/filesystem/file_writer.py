@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ MOST_PARTS: Final = os.sysconf("SC_IOV_MAX")
 _MAKING_ROOM: Final = frozenset({"ext4", "xfs"})
 """File systems on which to make room for a large value first takes less time than to find it block
 by block: the write itself then costs two thirds."""
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OBJECT_BYTES: Final = 2**27
 """Objects of this size are put and got at full speed, and two of them can be under way at a time
 without much memory."""
@@ -64,9 +67,15 @@ class _LocalFile:
     block_bytes = 2**26
     hashed_bytes = 2**21
 
-    def __init__(self, path: str | Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o666)
+    def __init__(self, folder: Path, name: str) -> None:
+        path = f"{folder}/{name}"
+        try:
+            self._descriptor = os.open(path, _NEW, 0o666)
+        except FileNotFoundError:
+            for above in itertools.accumulate(name.split("/")[:-1], "{}/{}".format):
+                with suppress(FileExistsError):
+                    os.mkdir(f"{folder}/{above}")
+            self._descriptor = os.open(path, _NEW, 0o666)
         self.position = 0
 
     def write(self, parts: Sequence[Any], num_bytes: int, *, stays: bool = False) -> None:
@@ -219,23 +228,20 @@ NewFile = _LocalFile | _Upload
 """A file that is written from its beginning to its end, by one thread."""
 
 
-def create(path: Location) -> NewFile:
-    """Begin a file that does not exist, in a folder that does."""
-    return _LocalFile(path) if isinstance(path, Path) else _Upload(path)
+def create(folder: Location, name: str) -> NewFile:
+    """Begin a file that does not exist, in a folder that does; those in its name are made."""
+    return _LocalFile(folder, name) if isinstance(folder, Path) else _Upload(folder / name)
 
 
 def put(
     folder: Location, name: str, data: Any, durability: Durability = Durability.PAGE_CACHE
 ) -> str | None:
-    """Write a file at once, in a folder that exists; its ETag if it is an object.
+    """Write a file at once, see ``create``; its ETag if it is an object.
 
     It must not exist, where that is known at no cost. A power cut takes it until its folder is
     synced. What an error leaves stays: its name may be that of another save's file by then.
     """
-    if isinstance(folder, ObjectPath):
-        file: NewFile = _Upload(folder / name)
-    else:
-        file = _LocalFile(f"{folder}/{name}")
+    file = create(folder, name)
     try:
         file.write([data], len(data), stays=True)
         return file.close(is_durable=durability is Durability.FSYNC)

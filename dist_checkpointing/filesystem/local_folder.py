@@ -9,7 +9,6 @@ import re
 import shutil
 import stat
 import struct
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -104,20 +103,21 @@ def write_atomic(path: Location, data: bytes, durability: Durability = Durabilit
 
 def write_content(folder: Location, name: str, data: bytes, durability: Durability) -> None:
     """Like ``write_atomic``, but a power cut takes the file until its folder is synced."""
-    path = folder / name
-    if isinstance(path, ObjectPath):
-        path.store.put(path.key, data)
+    if isinstance(folder, ObjectPath):
+        folder.store.put((folder / name).key, data)
         return
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    path = f"{folder}/{name}"
+    temporary = f"{path}.{os.urandom(4).hex()}.tmp"
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             if durability is Durability.FSYNC:
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
 
 
@@ -135,10 +135,10 @@ def rename_new(source: Path, target: Path) -> None:
     source.unlink(missing_ok=True)
 
 
-def fsync_folder(*paths: Location) -> None:
+def fsync_folder(*paths: Location | str) -> None:
     """Make the names in folders durable, in this order; an object already is."""
     for path in paths:
-        if isinstance(path, Path):
+        if not isinstance(path, ObjectPath):
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -302,7 +302,7 @@ def share_file(source: Path, target: Path) -> int | None:
 
 def _copy(source: Path, target: Path) -> bool:
     """Let the kernel make a copy, which shares blocks if the file system can; whether it did."""
-    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
     try:
         read = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

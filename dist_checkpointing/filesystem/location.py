@@ -7,6 +7,7 @@ objects, and what it has answered is durable.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
@@ -63,7 +64,7 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     elif _URL.match(text) is not None:
         return ObjectPath.of(text)
     else:
-        plain = Path(os.path.expanduser(text))  # noqa: PTH111 - of "./~" a Path keeps only "~"
+        plain = Path(os.path.expanduser(text))  # of "./~" a Path keeps only "~"
         # TensorStore refuses paths with "..", and a relative "~" would be expanded the next time.
         return plain.resolve() if ".." in plain.parts or str(plain)[0] == "~" else plain
     raise CheckpointingException("not a path of a checkpoint", [finding])
@@ -177,7 +178,7 @@ def read_regular(path: Location, max_bytes: int, *, is_start: bool = False) -> b
             if is_start:
                 return bytes(path.store.get_range(path.key, 0, max_bytes)[0])
             return path.store.get(path.key, max_bytes)
-        with open(path, "rb", opener=_open_no_link) as file:
+        with open(path, "rb", 0, opener=_open_no_link) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 return None
@@ -255,7 +256,7 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
                 finally:
                     os.close(descriptor)
             else:
-                status = os.stat(path)  # noqa: PTH116 - for each slice
+                status = os.stat(path)
             marks += (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     except OSError:
         return None
@@ -292,7 +293,7 @@ def names_in(folder: Location) -> list[str]:
     if isinstance(folder, ObjectPath):
         return sorted({name for names in folders_and_files(folder) for name in names})
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - for each checkpoint that is opened
+        return sorted(os.listdir(folder))
     except OSError as error:
         raise_unless_gone(error)
         return []
@@ -337,9 +338,9 @@ def files_below(folder: Location, names: Iterable[str] = ("",)) -> dict[str, int
     sizes: dict[str, int | None] = {}
     folders: list[str] = []
     for name in names:
-        path = str(folder / name)
+        path = f"{folder}/{name}"
         try:
-            status = os.stat(path)  # noqa: PTH116 - for each array of a checkpoint
+            status = os.stat(path)
         except OSError as error:
             if error.errno not in NOT_THERE:
                 raise
@@ -350,7 +351,7 @@ def files_below(folder: Location, names: Iterable[str] = ("",)) -> dict[str, int
             folders.append(path)
     for path, status in _statuses_below(folders, raise_unless_gone).items():
         size = status.st_size if stat.S_ISREG(status.st_mode) else None
-        sizes[os.path.relpath(path, folder)] = size
+        sizes[path.removeprefix(f"{folder}/")] = size
     return sizes
 
 
@@ -455,7 +456,7 @@ def temporaries(names: Iterable[str], root: Location) -> list[Path]:
     return paths
 
 
-def fsync_folders(files: Iterable[Location], root: Location) -> None:
+def fsync_folders(names: Iterable[str], root: Location) -> None:
     """Make the names of files durable in every folder from them up to ``root``, but not there.
 
     The names in ``root`` are made durable by the commit, once. Folders that only other machines
@@ -463,14 +464,15 @@ def fsync_folders(files: Iterable[Location], root: Location) -> None:
     """
     if isinstance(root, ObjectPath):
         return
-    folders: set[Any] = {root}
-    for file in files:
-        folder = file.parent
+    folders = {""}
+    for name in names:
+        folder = name.rpartition("/")[0]
         while folder not in folders:
             folders.add(folder)
-            folder = folder.parent
-    below = [folder for folder in folders - {root} if folder.is_dir()]
-    fsync_folder(*sorted(below, key=lambda folder: len(folder.parts), reverse=True))
+            folder = folder.rpartition("/")[0]
+    for folder in sorted(folders - {""}, key=lambda name: name.count("/"), reverse=True):
+        with suppress(FileNotFoundError):
+            fsync_folder(f"{root}/{folder}")
 
 
 def check_room(folder: Location, num_bytes: int) -> None:
@@ -481,9 +483,10 @@ def check_room(folder: Location, num_bytes: int) -> None:
     """
     if isinstance(folder, ObjectPath):
         return
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    findings = []
-    if not above.is_dir():
+    paths = itertools.chain([folder], folder.parents)
+    above, status = next((p, found) for p in paths if (found := local_folder.status_of(p)))
+    findings, is_folder = [], stat.S_ISDIR(status.st_mode)
+    if not is_folder:
         findings.append(Finding("a file is in the way", path=str(above)))
     elif not os.access(above, os.W_OK | os.X_OK):
         problem = "this process may not write here"
@@ -496,5 +499,5 @@ def check_room(folder: Location, num_bytes: int) -> None:
         sizes = (f"{num_bytes} bytes", f"{free} bytes")
         findings.append(Finding(problem, None, *sizes, path=str(above), remedy=remedy))
     if findings:
-        kind = CheckpointingException if above.is_dir() else CheckpointExistsError
+        kind = CheckpointingException if is_folder else CheckpointExistsError
         raise kind(f"cannot save into {folder}", findings)

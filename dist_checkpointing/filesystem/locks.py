@@ -17,14 +17,12 @@ import logging
 import os
 import re
 import socket
-import uuid
 import weakref
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem import local_folder
@@ -51,8 +49,7 @@ class Kind(StrEnum):
     FILE = "file"
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """The content of a lock file: who holds the lock.
 
     ``token`` is the random name of this one holding of the lock, ``boot`` the id of the last start
@@ -71,7 +68,7 @@ class Holder:
     @classmethod
     def current(cls, kind: Kind) -> Holder:
         pid = os.getpid()
-        return cls(uuid.uuid4().hex, kind, *_machine(), pid, _start_of(pid) or 0)
+        return cls(os.urandom(16).hex(), kind, *_machine(), pid, _own_start(pid))
 
     @property
     def is_gone(self) -> bool:
@@ -92,17 +89,19 @@ class Holder:
         return (self.host, self.boot, self.pid_space) == _machine()
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self._asdict()).encode()
 
     @classmethod
     def parsed(cls, data: bytes) -> Holder | None:
         """The holder that a lock file names; None if it names none."""
+        if not data:
+            return None
         try:
             content = local_folder.parse_json(data)
             holder = cls(**{**content, "kind": Kind(content["kind"])})
         except (ValueError, KeyError, TypeError):
             return None
-        if [*map(type, astuple(holder))] != [str, Kind, str, str, str, int, int]:
+        if [*map(type, holder)] != [str, Kind, str, str, str, int, int]:
             return None
         # Any other number would mean a group of processes to the kernel.
         return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None
@@ -111,7 +110,7 @@ class Holder:
 def _machine() -> tuple[str, str, str]:
     """Host, boot and namespace of process ids of this process."""
     boot = _boot()
-    return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid") if boot else ""  # noqa: PTH115 - for each save
+    return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid") if boot else ""
 
 
 @cache
@@ -129,6 +128,12 @@ def _start_of(pid: int) -> int | None:
     # The name of the program, in parentheses, may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+@cache
+def _own_start(pid: int) -> int:
+    """When this process started, which is asked for at each save; a forked one asks again."""
+    return _start_of(pid) or 0
 
 
 class FolderLock:
@@ -311,7 +316,7 @@ def _claimed(at: int, name: str, holder: Holder, folder: Path) -> bool:
     if other is None or not other.is_gone:
         raise _held(folder, other, name=name)
     claim = f"{name}.{other.token}"
-    if not _claimed(at, claim, replace(holder, token=uuid.uuid4().hex), folder):
+    if not _claimed(at, claim, holder._replace(token=os.urandom(16).hex()), folder):
         return False
     try:
         if not _names(at, name, other):
@@ -383,8 +388,7 @@ def _read(at: int, name: str) -> Holder | None:
 def _names(at: int, name: str, holder: Holder) -> bool:
     """Whether a lock file is there, and is of this one holding of the lock."""
     with suppress(FileNotFoundError):
-        other = _read(at, name)
-        return other is not None and other.token == holder.token
+        return _read(at, name) == holder
     return False
 
 

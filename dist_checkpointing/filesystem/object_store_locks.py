@@ -16,7 +16,7 @@ import time
 import uuid
 import weakref
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from threading import Event, Thread
 from typing import Any, Final
 
@@ -195,7 +195,7 @@ class Claim:
         return self.folder / f"{BEATS}/{self.attempt}"
 
     def to_json(self) -> bytes:
-        holder = asdict(self.holder)
+        holder = self.holder._asdict()
         content = {"attempt": self.attempt, "period": self.period, "holder": holder}
         return json.dumps(content).encode()
 

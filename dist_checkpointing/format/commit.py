@@ -17,11 +17,10 @@ import json
 import logging
 import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -87,6 +86,11 @@ class CheckpointingConfig:
         """The config of these fields; others are passed over."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in known})
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Its fields by name."""
+        return {name: getattr(self, name) for name in self.__match_args__}
 
 
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
@@ -259,11 +263,11 @@ class Attempt:
         lock, made = _locked(folder)
         try:
             # Another save may have ended between the first look and the lock.
-            refuse_committed(folder, overwrite=overwrite)
+            there = refuse_committed(folder, overwrite=overwrite)
             is_new = make_dckpt_folder(folder)
             left = frozenset[str]() if is_new else leftovers(folder)
-            refuse_foreign(folder, names, left, is_new=is_new)
-            attempt = cls(name or uuid.uuid4().hex, folder, names, lock, durability, made)
+            refuse_foreign(folder, names, left, there, is_new=is_new)
+            attempt = cls(name or os.urandom(16).hex(), folder, names, lock, durability, made)
             if not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
@@ -295,7 +299,7 @@ class Attempt:
         if not is_in_attempt(self.folder, self.id):
             finding = Finding("another save has taken over", path=str(self.folder / ATTEMPT_NAME))
             raise CheckpointExistsError(f"{self.folder} is not committed", [finding])
-        content = json.dumps(asdict(config)).encode()
+        content = json.dumps(config.content).encode()
         if self._durability is Durability.FSYNC:
             local_folder.fsync_folder(self.folder / DCKPT_FOLDER, self.folder)
         self._may_be_committed = True
@@ -347,10 +351,14 @@ def check_distinct(names: Sequence[str]) -> None:
         raise InvalidShardingError("keys of the state dict clash", findings)
 
 
-def refuse_committed(folder: Location, *, overwrite: bool) -> None:
-    """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours."""
-    if not is_committed(folder):
-        return
+def refuse_committed(folder: Location, *, overwrite: bool) -> set[str]:
+    """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours.
+
+    Returns the names of what is there.
+    """
+    there = {*location.names_in(folder)}
+    if there.isdisjoint((CONFIG_FNAME, DCP_METADATA_NAME)) or not is_committed(folder):
+        return there
     if not overwrite:
         message = f"{folder} already holds a checkpoint"
         problem = "a committed checkpoint already exists here"
@@ -362,7 +370,7 @@ def refuse_committed(folder: Location, *, overwrite: bool) -> None:
         )
         remedy = "Delete it by hand, or save to another place."
     else:
-        return
+        return there
     raise CheckpointExistsError(message, [Finding(problem, path=str(folder), remedy=remedy)])
 
 
@@ -477,9 +485,7 @@ class StoreAttempt:
         """
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         require_conditions(root)
-        there = {*location.names_in(root)}
-        if there & {CONFIG_FNAME, DCP_METADATA_NAME}:
-            refuse_committed(root, overwrite=overwrite)
+        there = refuse_committed(root, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.names_in(root / DATA) if DATA in there else []
         claim = HeldClaim.acquire(root, period)
@@ -515,7 +521,7 @@ class StoreAttempt:
         seal = self.folder / DCKPT_FOLDER / "seal.json"
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
-        outcome = {"attempt": self.id, "config": asdict(config), "seal": checksum}
+        outcome = {"attempt": self.id, "config": config.content, "seal": checksum}
         if object_store_locks.decide(root, self._claim.number, outcome) != outcome:
             raise self._claim.lost()
         _publish(root, self.id, config)
@@ -587,7 +593,7 @@ def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
 def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
     # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
     for folder in (root / DATA / attempt, root):
-        location.write(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
+        location.write(folder / CONFIG_FNAME, json.dumps(config.content).encode())
 
 
 def clear_saves(root: ObjectPath, attempts: Iterable[str]) -> None:

@@ -334,6 +334,13 @@ class Index(Mapping[str, StoredTensor]):
         numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
         return numbers, [None if name is None else dtypes.from_name(name) for name in number]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        sizes = {name: dtypes.from_name(name).itemsize for name in {*self.dtype_column}}
+        columns = zip(self.global_shape_column, self.dtype_column, strict=True)
+        return sum(math.prod(shape) * sizes[dtype] for shape, dtype in columns)
+
     def itemsizes_of(self, keys: Iterable[str]) -> Int64s:
         """Bytes of an element of each tensor; 0 for a key that is not there."""
         numbers, types = self.dtypes_of(keys)
@@ -461,7 +468,6 @@ def write_index(
     durability: local_folder.Durability = local_folder.Durability.FSYNC,
 ) -> SealedFile:
     """Write a new index file; a power cut takes it until ``.dckpt`` is synced."""
-    location.make_folder((folder / INDEX_NAME).parent)
     data = index.to_json()
     file_writer.put(folder, INDEX_NAME, data, durability)
     return SealedFile.of_bytes(INDEX_NAME, data)

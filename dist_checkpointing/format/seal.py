@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -238,7 +238,7 @@ def write_seal(
     if durability is local_folder.Durability.FSYNC:
         parents = [*{path.parent for path, _ in renamed}]
         in_threads(local_folder.fsync_folder, parents, _THREADS)
-    content = Seal(attempt, asdict(config), files, tables).to_json()
+    content = Seal(attempt, config.content, files, tables).to_json()
     file_writer.put(folder, SEAL_NAME, content, durability)
 
 
@@ -308,7 +308,7 @@ def check_config(seal: Seal, folder: Location) -> list[Finding]:
     said: list[tuple[str, Any, Any]] = []
     if not is_in_attempt(folder, seal.attempt):
         said.append((ATTEMPT_NAME, seal.attempt, attempt_of(folder)))
-    said.append((CONFIG_FNAME, dict(seal.config), asdict(read_config(folder))))
+    said.append((CONFIG_FNAME, dict(seal.config), read_config(folder).content))
     problem = "the file does not say what the seal says of the save"
     return [
         Finding(problem, expected=sealed, found=found, path=str(folder / name))

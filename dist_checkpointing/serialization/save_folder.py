@@ -210,8 +210,7 @@ class SaveFolder:
             # Rank 0 cannot make the names on other disks durable.
             with comm.agreed("securing every disk"):
                 if attempt is not None and comm.rank and is_durable:
-                    paths = [self.path / name for name in files_below(self.path)]
-                    fsync_folders(paths, self.path)
+                    fsync_folders(files_below(self.path), self.path)
                     fsync_folder(self.path)
         with comm.agreed("committing"):
             files, tables = describe()

@@ -389,8 +389,7 @@ class SaveJob:
         # Nobody knows what else a writer of others makes of the values, or where.
         is_all &= self.writer.shares_files
         if isinstance(folder, Path) and is_all and not is_there(folder):
-            counts = index.global_shapes.astype(float).prod(axis=1)
-            check_room(folder, int(counts @ index.itemsizes_of(index.keys_column)))
+            check_room(folder, index.num_bytes)
 
     def _prepare_write(self, comm: Comm) -> None:
         """Get ready to write. The first thing in the body of an agreement."""

@@ -148,7 +148,7 @@ def finish(
             files, _ = finish_all(index, of_ranks, writer)
             if writer.options.durability is Durability.FSYNC:
                 folder = writer.checkpoint_dir
-                location.fsync_folders([folder / file.name for file in files], folder)
+                location.fsync_folders([file.name for file in files], folder)
                 location.fsync_folder(folder)
 
 
@@ -180,7 +180,6 @@ def _write_tables(
         checksums[rows],
     )
     folder, durability = writer.checkpoint_dir, writer.options.durability
-    location.make_folder(folder / CHECKSUMS_NAME)
     tables = {}
     uppers = high[rows] if len(high) == len(checksums) else None
     for contents, keys in make_tables(columns, uppers):

@@ -141,12 +141,11 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         for leaf in leaves.values():
             if is_main_replica(leaf.replica_id):
                 name = f"{leaf.unique_key}.pt"
-                location.make_folder((root / name).parent)
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
                 file_writer.put(root, name, data, self.durability)
                 sealed.append(SealedFile.of_bytes(name, data))
         if self.durability is local_folder.Durability.FSYNC:
-            location.fsync_folders([root / file.name for file in sealed], root)
+            location.fsync_folders([file.name for file in sealed], root)
             location.fsync_folder(root)
         return sealed
 

@@ -147,7 +147,7 @@ class DataFiles:
             self.finish()
         if self._open_file is None:
             self.names.append(self.next_name())
-            self._open_file = file_writer.create(self._root / self.names[-1])
+            self._open_file = file_writer.create(self._root, self.names[-1])
             self.end = 0
         return self._open_file
 

@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -98,7 +97,7 @@ def write_tree(
     folder, durably. What is not in a file yet is written before the nodes, once, whatever the
     number of its keys: in the tree it would be there once a key.
     """
-    name = f"{NODES_FOLDER}/{uuid.uuid4().hex}"
+    name = f"{NODES_FOLDER}/{os.urandom(16).hex()}"
     sizes = np.fromiter(map(len, values.inline), dtype=np.int64)
     extents = values.extents.copy()
     is_inline = extents[0] == INLINE
@@ -107,9 +106,10 @@ def write_tree(
     extents[0] += 1
     extents[1:, is_inline] = (np.cumsum(sizes) - sizes)[number], sizes[number]
     nodes, root = encode_tree(keys, [name, *values.files], extents, name, int(sizes.sum()))
-    location.make_folder(folder / NODES_FOLDER)
     tree, top = b"".join([*values.inline, *nodes]), ocdbt_nodes.encode_manifest(root)
-    location.write(folder / name, tree, durability)
+    file_writer.put(folder, name, tree, durability)
+    if durability is Durability.FSYNC:
+        location.fsync_folder(folder / NODES_FOLDER)
     write(folder, MANIFEST_NAME, top, durability)
     return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(MANIFEST_NAME, top)]
 
@@ -218,7 +218,7 @@ def keep_shared(
             continue
         rows = np.flatnonzero(file == number)
         rows = rows[np.argsort(offset[rows], kind="stable")]
-        files[number] = fresh = f"{name.rpartition('/')[0]}/used-{uuid.uuid4().hex}"
+        files[number] = fresh = f"{name.rpartition('/')[0]}/used-{os.urandom(16).hex()}"
         _copy(folder / name, folder / fresh, offset[rows], length[rows], is_durable=is_durable)
         (folder / name).unlink()
         offset[rows] = np.cumsum(length[rows]) - length[rows]

@@ -8,8 +8,8 @@ follow each other in a record are read and written together, as rows of one arra
 from __future__ import annotations
 
 import operator
+import os
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -485,7 +485,7 @@ def encode_manifest(root: NodeRef | None) -> bytes:
     """The manifest of a database with one version, whose root lies in a file without base path."""
     root = root or NodeRef("", "", 0, MOST_U64, MOST_U64, 0, 0, 0)
     numbers = (0, root.offset, root.length, root.num_keys, root.num_tree_bytes)
-    config = uuid.uuid4().bytes + bytes([_SINGLE]) + encoded([_INLINE_BYTES, NODE_BYTES])
+    config = os.urandom(16) + bytes([_SINGLE]) + encoded([_INLINE_BYTES, NODE_BYTES])
     config += bytes([_ARITY_LOG2, _ZSTD]) + bytes(_LEVEL_BYTES)
     version = b"\x01\x01" + bytes([root.height]) + encoded([*numbers, root.num_value_bytes])
     version += time.time_ns().to_bytes(8, "little")

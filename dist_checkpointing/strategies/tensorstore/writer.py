@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -255,7 +255,6 @@ class TensorStoreWriter(StorageWriter):
         rows = RowWriter(plan, planner, known, has_checksums=has_checksums)
 
         def open_files(share: tuple[str, Int64s], report: Callable[[int], None]) -> DataFiles:
-            location.make_folder(self.checkpoint_dir / share[0].rpartition("/")[0])
             return DataFiles(self.checkpoint_dir, share[0], self.options, most_pending, report)
 
         written = write_shares(
@@ -309,7 +308,7 @@ class TensorStoreWriter(StorageWriter):
             for number, rows in enumerate(balanced(large, sizes, count)):
                 # Large values first: these begin at the beginning of a page more often.
                 folder = f"{database.DATA_FOLDER}/{'optimizer' if is_optimizer else 'model'}"
-                stem = f"{folder}/{self.rank}.{number}-{uuid.uuid4().hex[:8]}"
+                stem = f"{folder}/{self.rank}.{number}-{os.urandom(4).hex()}"
                 yield stem, rows if number else np.concatenate([rows, small])
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> list[SealedFile]:
@@ -323,6 +322,6 @@ class TensorStoreWriter(StorageWriter):
                 shared = {file.name: file for part in parts for file in part.shared}
                 values, files_of_base = database.keep_shared(folder, values, shared, self.options)
             if durability is Durability.FSYNC:
-                location.fsync_folders([folder / name for name in values.files], folder)
+                location.fsync_folders(values.files, folder)
             tree = database.write_tree(folder, keys, values, durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]

@@ -309,7 +309,7 @@ class ZarrFolderWriter(StorageWriter):
         if options.durability is Durability.FSYNC:
             made = [self.checkpoint_dir / file.name for file in files]
             in_threads(location.fsync_file, made, options.threads)
-            location.fsync_folders(made, self.checkpoint_dir)
+            location.fsync_folders([file.name for file in files], self.checkpoint_dir)
             if self.rank:  # rank 0 commits, which makes its own names durable
                 location.fsync_folder(self.checkpoint_dir)
         uppers, checksums = digests.columns.T if with_checksums else (None, None)
