@@ -24,7 +24,7 @@ import xxhash
 
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.geometry import Box, FlatRange, Int64s, Ints
+from dist_checkpointing.format.geometry import Box, FlatRange, Int64s, Ints, renumbered
 from dist_checkpointing.format.seal import known_files
 
 CHECKSUMS_NAME = ".dckpt/checksums"
@@ -188,8 +188,8 @@ def make_tables(
     """
     for number, start in enumerate(range(0, len(columns.keys), _ROWS_A_TABLE)):
         rows = slice(start, start + _ROWS_A_TABLE)
-        used, keys = np.unique(columns.keys[rows], return_inverse=True)
-        names = [columns.names[position] for position in used.tolist()]
+        used, (keys,) = renumbered(len(columns.names), columns.keys[rows])
+        names = [columns.names[position] for position in used]
         name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
         files = {name: columns.renamed(rows, names, keys).to_bytes()}
         if uppers is not None:

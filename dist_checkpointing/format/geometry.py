@@ -447,6 +447,17 @@ def padded_rows(rows: Sequence[Sequence[int]], fill: int, width: int = 1) -> Int
     return table
 
 
+def renumbered(count: int, *columns: Integers) -> tuple[list[int], list[Int64s]]:
+    """Those of so many numbers that occur in columns, ascending, and the columns as positions among
+    these.
+    """
+    is_used = np.zeros(count, dtype=np.bool_)
+    for column in columns:
+        is_used[column] = True
+    positions = np.cumsum(is_used) - 1
+    return np.flatnonzero(is_used).tolist(), [positions[column] for column in columns]
+
+
 def row_bytes(
     columns: Sequence[Integers], by_axis: Sequence[Int64s], ndim: Int64s
 ) -> Iterator[memoryview]:

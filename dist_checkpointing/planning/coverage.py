@@ -145,7 +145,9 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable | None = Non
     wanted = catalog.keys[catalog.starts]
     is_missing = catalog.global_shapes[catalog.starts].all(axis=1)
     if written.names is catalog.names:
-        is_missing &= ~np.isin(wanted, numbers, assume_unique=True)
+        is_written = np.zeros(len(catalog.names), dtype=np.bool_)
+        is_written[numbers] = True
+        is_missing &= ~is_written[wanted]
     if is_missing.any():
         broken = broken.union(written.names[number] for number in numbers.tolist())
     for number in wanted[is_missing].tolist():

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,29 +60,28 @@ class Columns:
     with 0.
     """
 
+    __match_args__: ClassVar[tuple[str, ...]]
+
     def take(self, rows: Any) -> Self:
         """The table of some rows, by mask or positions; itself if the mask is all true."""
         if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
             return self
-        columns = {}
-        for field in fields(self):  # type: ignore[arg-type]
-            column = getattr(self, field.name)
-            if isinstance(column, np.ndarray):
-                columns[field.name] = column[rows]
-        return replace(self, **columns)  # type: ignore[type-var]
+        given = [getattr(self, name) for name in self.__match_args__]
+        return type(self)(*(v[rows] if isinstance(v, np.ndarray) else v for v in given))
 
     def joined(self, *others: Any) -> Self:
         """This table and the rows of others with the same other fields."""
-        columns = {}
-        for field in fields(self) if others else ():  # type: ignore[arg-type]
-            parts = [getattr(table, field.name) for table in (self, *others)]
+        values = []
+        for name in self.__match_args__:
+            parts = [getattr(table, name) for table in (self, *others)]
             if isinstance(parts[0], np.ndarray):
                 if parts[0].ndim == 2:
                     width = max(part.shape[1] for part in parts)
-                    fill = int(field.name.endswith(("shapes", "lengths")))
+                    fill = int(name.endswith(("shapes", "lengths")))
                     parts = [padded(part, width, fill) for part in parts]
-                columns[field.name] = np.concatenate(parts)
-        return replace(self, **columns)  # type: ignore[type-var]
+                parts = [np.concatenate(parts)]
+            values.append(parts[0])
+        return type(self)(*values)
 
 
 Item = TypeVar("Item")

@@ -265,7 +265,7 @@ class SaveJob:
         if not getattr(planner, "makes_data", False):
             check_storable(parts.tensors)
         values = values if self.rank == 0 else []  # only rank 0 writes them
-        objects = parts.objects.items() if parts.objects else ()
+        objects = parts.objects.items()
         written = {path: leaf for path, leaf in objects if is_main_replica(leaf.replica_id)}
         check_plain(values, written, trusted=self._options.get("trusted", False))
         warn_of_large_tensors(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ from dist_checkpointing.format.checksums import Digest, bytes_of
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import Durability, StorageOptions
+from dist_checkpointing.threads import in_threads
 
 MOST_PENDING_BYTES: Final = 2**22
 
@@ -200,11 +200,11 @@ def write_shares(
 
     ``open_files`` makes the files of a share, which report what is written.
     """
-    is_cancelled = False
+    failures: list[BaseException] = []
 
     def report_or_stop(num_bytes: int) -> None:
-        if is_cancelled:
-            raise InterruptedError("the save was cancelled")
+        if failures:
+            raise failures[0]  # the others stop at what they write next
         report(num_bytes)
 
     def write(share: Share) -> Files:
@@ -212,15 +212,10 @@ def write_shares(
         try:
             fill(share, files)
             files.finish()
-        except BaseException:
+        except BaseException as error:
+            failures.append(error)
             files.give_up()
             raise
         return files
 
-    with ThreadPoolExecutor(threads, "data-files") as pool:
-        try:
-            # A thread costs more than a small share.
-            return list((pool.map if len(shares) > 1 else map)(write, shares))
-        except BaseException:
-            is_cancelled = True  # the others stop at what they write next
-            raise
+    return in_threads(write, shares, threads)

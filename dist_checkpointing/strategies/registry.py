@@ -12,6 +12,7 @@ import importlib
 from collections import UserDict, defaultdict
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
@@ -58,12 +59,16 @@ _REFUSED = {
 }
 
 
+@cache
 def kind_of(action: StrategyAction) -> type[Any]:
     """The class that all strategies for an action derive from."""
     # At the time of the call: that module imports this one.
     name = "".join(word.capitalize() for word in action.value.split("_"))
     kind: type[Any] = getattr(importlib.import_module(f"{_PACKAGE}.base"), f"{name}Strategy")
     return kind
+
+
+_loaded = cache(EntryPoint.load)
 
 
 class _OfAction(UserDict[tuple[str, int], Any]):
@@ -175,11 +180,11 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         return registered
     wanted = (action.value, backend, version)
     name = f"{action.value}.{backend}.{version}"
-    own = (_BUILT_IN | _REFUSED).get(name)
+    own = _BUILT_IN.get(name) or _REFUSED.get(name)
     entries = [] if own is None else [EntryPoint(name, own, ENTRY_POINT_GROUP)]
     for entry in entries or entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
-            make = entry.load()
+            make = _loaded(entry)
         except (ImportError, AttributeError) as error:
             raise CheckpointingException(
                 f"Cannot import a default strategy for: {wanted}. Error: {error}. "

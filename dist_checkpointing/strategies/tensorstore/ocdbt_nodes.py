@@ -19,6 +19,8 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from dist_checkpointing.format.geometry import renumbered
+
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 MOST_U16: Final = (1 << 16) - 1
@@ -459,7 +461,7 @@ def encode_node(
     position in ``files``, first byte and number of bytes; of a child also what a NodeRef says is
     below it, and ``prefixes`` has with how many bytes of its lower bound all keys there begin.
     """
-    used, file = np.unique(entries[0], return_inverse=True)
+    used, (file,) = renumbered(len(files), entries[0])
     others = [np.subtract(prefixes, cut)] if height else []
     strings = _encoded_strings(keys, shared, cut, *others)
     if height:
@@ -467,7 +469,7 @@ def encode_node(
     else:
         columns = [encoded(entries[2]), bytes([_OUTSIDE]) * len(keys)]
         columns.append(encoded(np.stack([file, entries[1]])))
-    table = files_table([files[number] for number in used.tolist()])
+    table = files_table([files[number] for number in used])
     body = b"".join([bytes([height]), table, strings, *columns])
     return sealed(NODE, body, compressed=True)
 

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import chain, groupby, product
+from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, Final
 
@@ -289,20 +289,18 @@ class TensorStoreWriter(StorageWriter):
 
         Each is work for a thread: a data group, or several parts of it of about the same bytes.
         """
-        # What has not changed may stay so: in files of its own it can be shared the next time.
-        age = np.zeros(len(table), dtype=np.int64)
-        age[steady], age[reused] = 1, 2
         # To drop an optimizer's tensors deletes their files; to delete keys would free nothing.
         # A removal keeps objects: they must not hold on to such files.
         of_optimizer = np.array([is_of_optimizer(name) for name in table.names])[table.keys]
-        of_optimizer &= ~table.is_object
+        # What has not changed may stay so: in files of its own it can be shared the next time.
+        group = np.where(table.is_object, 0, 2 * of_optimizer)
+        group[steady] += 1
+        group[reused] = -1
         sizes = table.num_bytes
-        for is_optimizer, own_age in product((False, True), (0, 1)):
-            own = (of_optimizer == is_optimizer) & (age == own_age)
-            if not own.any():
-                continue
-            small = np.flatnonzero(own & (sizes < LARGE_BYTES))
-            large = np.flatnonzero(own & (sizes >= LARGE_BYTES))
+        is_large = sizes >= LARGE_BYTES
+        for kind in sorted({*group.tolist()} - {-1}):
+            own, is_optimizer = group == kind, kind > 1
+            small, large = np.flatnonzero(own & ~is_large), np.flatnonzero(own & is_large)
             count = min(_MOST_THREADS, self.options.threads // 2)
             count = max(1, min(count, int(sizes[large].sum()) // _LEAST_BYTES_A_THREAD))
             for number, rows in enumerate(balanced(large, sizes, count)):
