@@ -91,10 +91,10 @@ class _LocalFile:
 
     def write_memory(self, addresses: Int64s, lengths: Int64s) -> None:
         """Write what lies at some addresses, one behind the other."""
-        parts = np.stack([addresses, lengths], axis=1).astype(np.uintp)
+        parts = np.array([addresses, lengths], dtype=np.uintp).T.copy()
         for first in range(0, len(parts), MOST_PARTS):
             batch = parts[first : first + MOST_PARTS]
-            written = _writev(self._descriptor, batch.ctypes.data, len(batch))
+            written = _writev(self._descriptor, batch.__array_interface__["data"][0], len(batch))
             code = ctypes.get_errno() if written < 0 else 0
             if code not in (0, errno.EINTR):
                 raise OSError(code, os.strerror(code))

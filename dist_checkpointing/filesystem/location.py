@@ -64,7 +64,8 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     elif _URL.match(text) is not None:
         return ObjectPath.of(text)
     else:
-        plain = Path(os.path.expanduser(text))  # of "./~" a Path keeps only "~"
+        # Of "./~" a Path keeps only "~".
+        plain = Path(os.path.expanduser(text) if text[0] == "~" else path)
         # TensorStore refuses paths with "..", and a relative "~" would be expanded the next time.
         return plain.resolve() if ".." in plain.parts or str(plain)[0] == "~" else plain
     raise CheckpointingException("not a path of a checkpoint", [finding])
@@ -313,7 +314,7 @@ def relative(path: Location, root: Location) -> str:
     """Name of a file relative to a folder that it is in, with ``/``."""
     if isinstance(path, Path):
         assert isinstance(root, Path)
-        return path.relative_to(root).as_posix()
+        return "." if path is root else path.relative_to(root).as_posix()
     return path.key.removeprefix(root.prefix) if isinstance(root, ObjectPath) else path.key
 
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial, wraps
-from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
@@ -372,7 +371,7 @@ def _last_answer(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True, order=False)
-class ObjectPath(PathLike[str]):
+class ObjectPath:
     """A key of a bucket, wherever a path of a checkpoint is taken.
 
     What can only use files of a file system is refused by ``__fspath__``.

@@ -454,8 +454,8 @@ def renumbered(count: int, *columns: Integers) -> tuple[list[int], list[Int64s]]
     is_used = np.zeros(count, dtype=np.bool_)
     for column in columns:
         is_used[column] = True
-    positions = np.cumsum(is_used) - 1
-    return np.flatnonzero(is_used).tolist(), [positions[column] for column in columns]
+    positions = is_used.cumsum() - 1
+    return is_used.nonzero()[0].tolist(), [positions[column] for column in columns]
 
 
 def row_bytes(

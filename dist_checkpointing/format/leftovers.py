@@ -124,11 +124,6 @@ def number_of_save(folder: Location) -> int:
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 
-def number_of_attempt(attempt: str) -> int:
-    """The ``number_of_save`` of the save that has this name."""
-    return xxhash.xxh3_64_intdigest(_START % attempt.encode()) >> 2
-
-
 def is_in_attempt(folder: Location, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
     start = _START % attempt.encode()

@@ -249,14 +249,12 @@ def _require_reported(
         (file, None) for file in files.values() if found.get(file.name) != file.num_bytes
     ]
 
-    def look() -> None:
+    def are_seen() -> bool:
         sizes = [(file, location.size_of(folder / file.name)) for file, _ in late]
         late[:] = [(file, size) for file, size in sizes if size != file.num_bytes]
-        if late:
-            raise FileNotFoundError
+        return not late
 
-    with suppress(FileNotFoundError):
-        when_visible(look)
+    is_seen(are_seen)
     findings = [
         Finding(
             "a rank wrote this file, and rank 0 does not see it as it was written",

@@ -168,12 +168,12 @@ def _is_covered_grid(table: ShardTable) -> Bools:
     chunk = np.zeros(len(table), dtype=np.int64)
     for axis in range(table.max_ndim):
         chunk = chunk * counts[of_row, axis] + index[:, axis]
-    stops = np.cumsum(num_chunks)
+    stops = num_chunks.cumsum()
     place = chunk + (stops - num_chunks)[of_row]
     place = place[groups.is_counted & groups.is_grid[of_row]]
     is_ascending = (place[1:] > place[:-1]).all()
     unique = place if is_ascending else np.unique(place)
-    owner = np.searchsorted(stops, unique, side="right")
+    owner = stops.searchsorted(unique, side="right")
     distinct = np.bincount(owner, minlength=len(stops))[: len(stops)]
     is_covered: Bools = (groups.num_counted == num_chunks) & (distinct == num_chunks)
     return is_covered & groups.is_grid

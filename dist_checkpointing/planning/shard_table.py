@@ -67,7 +67,7 @@ class Columns:
         if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
             return self
         given = [getattr(self, name) for name in self.__match_args__]
-        return type(self)(*(v[rows] if isinstance(v, np.ndarray) else v for v in given))
+        return type(self)(*[v[rows] if isinstance(v, np.ndarray) else v for v in given])
 
     def joined(self, *others: Any) -> Self:
         """This table and the rows of others with the same other fields."""
@@ -200,7 +200,7 @@ class ShardTable(Columns):
             sizes = np.minimum(sizes, _MOST_HOLDERS)
         held = zip(self.holders, sizes.tolist(), strict=True)
         members = np.concatenate([np.empty(0, np.int32), *(ranks[:size] for ranks, size in held)])
-        begins = np.cumsum(sizes) - sizes
+        begins = sizes.cumsum() - sizes
         rows, place = counted(sizes[self.ranks])
         is_same = len(rows) == len(self)
         table = self if is_same else self.take(rows)
@@ -298,8 +298,9 @@ class KeyGroups:
 
     def __init__(self, table: ShardTable) -> None:
         starts, counted = table.starts, table.num_elements > 0
-        count = len(starts)
-        self.of_row = np.repeat(np.arange(count), np.diff(starts, append=len(table)))
+        count, is_start = len(starts), np.zeros(len(table), dtype=np.int64)
+        is_start[starts] = 1
+        self.of_row = is_start.cumsum() - 1
         self.is_counted: Bools = counted
         self.num_counted = np.bincount(self.of_row[counted], minlength=count)
         self.global_shapes = chunks = table.global_shapes[starts]

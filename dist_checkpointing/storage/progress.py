@@ -127,8 +127,9 @@ class Meter:
 
     def log(self) -> None:
         """Log the time of every phase."""
-        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self._seconds.items())
-        logger.info("%s on rank %d: %s", self._operation, self._rank, phases)
+        if logger.isEnabledFor(logging.INFO):
+            phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self._seconds.items())
+            logger.info("%s on rank %d: %s", self._operation, self._rank, phases)
 
     def _report(self, callback: ProgressCallback) -> None:
         try:

@@ -104,7 +104,7 @@ def write_tree(
     number = extents[1, is_inline]
     # The first of the files is the one with the nodes.
     extents[0] += 1
-    extents[1:, is_inline] = (np.cumsum(sizes) - sizes)[number], sizes[number]
+    extents[1:, is_inline] = (sizes.cumsum() - sizes)[number], sizes[number]
     nodes, root = encode_tree(keys, [name, *values.files], extents, name, int(sizes.sum()))
     tree, top = b"".join([*values.inline, *nodes]), ocdbt_nodes.encode_manifest(root)
     file_writer.put(folder, name, tree, durability)
@@ -129,7 +129,7 @@ def merged_values(parts: Sequence[StoredValues], index: Index) -> tuple[list[byt
         # Ranks may share the same file of a base.
         files = [number_of.setdefault(name, len(number_of)) for name in part.values.files]
         file, *places = part.values.extents
-        columns.append(np.stack([np.array(files, dtype=np.int64)[file], *places]))
+        columns.append(np.array([np.array(files, dtype=np.int64)[file], *places]))
     order = sorted(range(len(names)), key=names.__getitem__)
     keys = [names[row] for row in order]
     for twice in compress(keys, map(eq, keys, islice(keys, 1, None))):

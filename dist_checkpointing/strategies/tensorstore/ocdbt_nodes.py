@@ -140,7 +140,7 @@ def shared_lengths(strings: Sequence[bytes]) -> I64:
     joined = b"".join(strings) + bytes(8)
     # Eight bytes from each place on, as one number: most neighbours differ within a few of these.
     words = np.ndarray((len(joined) - 7,), dtype="<u8", buffer=joined, strides=(1,))
-    starts = np.cumsum(lengths) - lengths
+    starts = lengths.cumsum() - lengths
     both = np.minimum(lengths[1:], lengths[:-1])
     rows = np.arange(count - 1)
     place = 0
@@ -465,10 +465,10 @@ def encode_node(
     others = [np.subtract(prefixes, cut)] if height else []
     strings = _encoded_strings(keys, shared, cut, *others)
     if height:
-        columns = [encoded(np.stack([file, *entries[1:]]))]
+        columns = [encoded(np.concatenate([file, *entries[1:]]))]
     else:
         columns = [encoded(entries[2]), bytes([_OUTSIDE]) * len(keys)]
-        columns.append(encoded(np.stack([file, entries[1]])))
+        columns.append(encoded(np.concatenate([file, entries[1]])))
     table = files_table([files[number] for number in used])
     body = b"".join([bytes([height]), table, strings, *columns])
     return sealed(NODE, body, compressed=True)

@@ -98,14 +98,14 @@ class RowWriter:
     def _batches(self, rows: Int64s, most_bytes: int) -> Iterator[tuple[int, int, bool]]:
         """Runs of rows that may be written together, and of those that may not be."""
         is_simple = self._is_simple[rows]
-        ends = np.cumsum(self._sizes[rows])
+        ends = self._sizes[rows].cumsum()
         begin = 0
         for change in [*(np.flatnonzero(np.diff(is_simple)) + 1).tolist(), len(rows)]:
             while begin < change:
                 end = change
                 if is_simple[begin]:
                     limit = most_bytes + (int(ends[begin - 1]) if begin else 0)
-                    room = int(np.searchsorted(ends, limit, side="right"))
+                    room = int(ends.searchsorted(limit, side="right"))
                     end = min(change, begin + _MOST_TOGETHER, max(begin + 1, room))
                 yield begin, end, bool(is_simple[begin])
                 begin = end
