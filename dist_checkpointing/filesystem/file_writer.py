@@ -34,6 +34,7 @@ _writev = ctypes.CDLL(None, use_errno=True).writev
 _writev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _writev.restype = ctypes.c_ssize_t
 _MEMORY: Final = memoryview((ctypes.c_char * (2**63 - 1)).from_address(0)).cast("B")
+"""All memory of this process, of which only what belongs to a tensor may be read."""
 
 
 def makes_room(folder: Location) -> bool:
@@ -99,7 +100,7 @@ class _LocalFile:
             if code not in (0, errno.EINTR):
                 raise OSError(code, os.strerror(code))
             if written < int(batch[:, 1].sum()):
-                _write_rest(self._descriptor, _memory_at(batch), max(0, written))
+                _write_rest(self._descriptor, memory_at(*batch.T), max(0, written))
         self.position += int(lengths.sum())
 
     def make_room(self, offset: int, num_bytes: int) -> None:
@@ -135,8 +136,10 @@ def _write_rest(descriptor: int, parts: Iterable[Any], written: int) -> None:
             rest = rest[os.write(descriptor, rest) :]
 
 
-def _memory_at(parts: npt.NDArray[Any]) -> list[memoryview]:
-    return [_MEMORY[address : address + length] for address, length in parts.tolist()]
+def memory_at(addresses: npt.NDArray[Any], num_bytes: npt.NDArray[Any]) -> list[memoryview]:
+    """Runs of memory, which must stay for as long as they are used."""
+    runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
+    return [_MEMORY[start:stop] for start, stop in runs]
 
 
 class _Upload:
@@ -169,12 +172,12 @@ class _Upload:
     def write_memory(self, addresses: Int64s, lengths: Int64s) -> None:
         # Small ones: to send them one by one costs more than to copy them.
         self.position += int(lengths.sum())
-        parts, ends = np.stack([addresses, lengths], axis=1), np.cumsum(lengths)
-        first = 0
-        while first < len(parts):
+        ends, first = np.cumsum(lengths), 0
+        while first < len(ends):
             limit = self.block_bytes + (int(ends[first - 1]) if first else 0)
             last = max(first + 1, int(np.searchsorted(ends, limit, side="right")))
-            self._add(memoryview(b"".join(_memory_at(parts[first:last]))))
+            runs = memory_at(addresses[first:last], lengths[first:last])
+            self._add(memoryview(b"".join(runs)))
             first = last
 
     def make_room(self, offset: int, num_bytes: int) -> None:

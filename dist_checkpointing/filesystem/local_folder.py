@@ -26,17 +26,16 @@ TEMPORARY_NAME = re.compile(
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 
 
-def status_of(path: Path) -> os.stat_result | None:
-    """The status of a file or folder; None if nothing has this path.
+def status_of(path: Path | str, *, follows: bool = True) -> os.stat_result | None:
+    """The status of a file or folder, or of a link to it; None if nothing has this path.
 
     ``Path.is_file`` and its like say no where the file system cannot tell, on some Pythons.
     """
     try:
-        return path.stat()
+        return os.stat(path, follow_symlinks=follows)
     except OSError as error:
-        if error.errno in NOT_THERE:
-            return None
-        raise
+        raise_unless_gone(error)
+        return None
 
 
 def is_folder(path: Path) -> bool:

@@ -30,6 +30,7 @@ from dist_checkpointing.filesystem.local_folder import (
     TEMPORARY_NAME,
     parse_json,
     raise_unless_gone,
+    status_of,
 )
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, check_size
 
@@ -204,13 +205,7 @@ def is_there(path: Location) -> bool:
     """
     if isinstance(path, ObjectPath):
         return is_file(path) or is_folder(path)
-    try:
-        path.lstat()
-    except OSError as error:
-        if error.errno in NOT_THERE:
-            return False
-        raise
-    return True
+    return status_of(path, follows=False) is not None
 
 
 def is_file(path: Location) -> bool:
@@ -230,13 +225,8 @@ def size_of(path: Location) -> int | None:
     if isinstance(path, ObjectPath):
         info = path.store.head(path.key) if path.key else None
         return None if info is None else info.num_bytes
-    try:
-        status = path.stat()
-    except OSError as error:
-        if error.errno in NOT_THERE:
-            return None
-        raise
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    status = status_of(path)
+    return None if status is None or not stat.S_ISREG(status.st_mode) else status.st_size
 
 
 def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
@@ -340,15 +330,10 @@ def files_below(folder: Location, names: Iterable[str] = ("",)) -> dict[str, int
     folders: list[str] = []
     for name in names:
         path = f"{folder}/{name}"
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            if error.errno not in NOT_THERE:
-                raise
-            continue
-        if stat.S_ISREG(status.st_mode):
+        status = status_of(path)
+        if status is not None and stat.S_ISREG(status.st_mode):
             sizes[name] = status.st_size
-        else:
+        elif status is not None:
             folders.append(path)
     for path, status in _statuses_below(folders, raise_unless_gone).items():
         size = status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -485,7 +470,7 @@ def check_room(folder: Location, num_bytes: int) -> None:
     if isinstance(folder, ObjectPath):
         return
     paths = itertools.chain([folder], folder.parents)
-    above, status = next((p, found) for p in paths if (found := local_folder.status_of(p)))
+    above, status = next((p, found) for p in paths if (found := status_of(p)))
     findings, is_folder = [], stat.S_ISDIR(status.st_mode)
     if not is_folder:
         findings.append(Finding("a file is in the way", path=str(above)))

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
-from ctypes import c_char
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, FlatRange, Int64s, Ints, renumbered
 from dist_checkpointing.format.seal import known_files
@@ -53,8 +51,6 @@ _DIGESTS_MAGIC: Final = b"DCKPTUPR"
 _DIGESTS_HEAD: Final = struct.Struct("<8sI16s")
 """Magic, version, xxh3_128 of the table of checksums."""
 _DIGESTS_VERSION: Final = 1
-_MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
-"""All memory of this process, of which only what belongs to a tensor may be read."""
 
 
 def checksum(array: Array) -> int:
@@ -83,9 +79,8 @@ def checksum_of_bytes(data: bytes) -> int:
 
 def checksums_at(addresses: Int64s, num_bytes: Int64s) -> Uint64s:
     """xxh3_64 of small runs of memory, which must stay for as long as this takes."""
-    runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
-    found = [xxhash.xxh3_64_intdigest(_MEMORY[start:stop]) for start, stop in runs]
-    return np.array(found, dtype=np.uint64)
+    runs = file_writer.memory_at(addresses, num_bytes)
+    return np.array([*map(xxhash.xxh3_64_intdigest, runs)], dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +287,8 @@ def digest_of_array(array: Array) -> bytes:
 
 def digests_at(addresses: Int64s, num_bytes: Int64s) -> Uint64s:
     """``[runs, 2]``: the digests of small runs of memory, which must stay while this works."""
-    runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
-    columns = columns_of([xxhash.xxh3_128_digest(_MEMORY[start:stop]) for start, stop in runs])
+    runs = file_writer.memory_at(addresses, num_bytes)
+    columns = columns_of([*map(xxhash.xxh3_128_digest, runs)])
     short = num_bytes <= _SHORT_BYTES
     columns[short, 1] = checksums_at(addresses[short], num_bytes[short])
     return columns
