@@ -44,15 +44,6 @@ def is_folder(path: Path) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def walked(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Each folder from ``root`` down with the names of its files; links are not followed.
-
-    OSError if a folder cannot be read; ``os.walk`` and ``Path.rglob`` skip it.
-    """
-    for folder, _, names in os.walk(root, onerror=raise_unless_gone):
-        yield Path(folder), names
-
-
 def raise_unless_gone(error: OSError) -> None:
     """Raise an error, unless it says that a file or folder is not there."""
     if error.errno not in NOT_THERE:
@@ -218,13 +209,6 @@ def _descended(parts: Sequence[str], root: Path) -> Iterator[list[int]]:
     finally:
         for descriptor in folders:
             os.close(descriptor)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Make everything below a folder durable, files first."""
-    for path, names in reversed(list(walked(folder))):
-        fsync_file(*(path / name for name in names))
-        fsync_folder(path)
 
 
 def file_system_type(path: Path) -> str:

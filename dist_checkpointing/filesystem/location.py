@@ -461,6 +461,14 @@ def fsync_folders(names: Iterable[str], root: Location) -> None:
             fsync_folder(f"{root}/{folder}")
 
 
+def fsync_tree(folder: Path) -> None:
+    """Make all files below a folder durable, then their names."""
+    names = files_below(folder)
+    fsync_file(*(f"{folder}/{name}" for name in names))
+    fsync_folders(names, folder)
+    fsync_folder(folder)
+
+
 def check_room(folder: Location, num_bytes: int) -> None:
     """Check before a save that ``num_bytes`` can be written below a folder, where that is known.
 

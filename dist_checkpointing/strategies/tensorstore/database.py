@@ -199,11 +199,9 @@ def keep_shared(
     elsewhere now, and the shared files that stay and the new ones.
     """
     files, (file, offset, length) = list(values.files), values.extents
-    for path, names in local_folder.walked(folder / DATA_FOLDER):
-        for name in names:
-            # A rank shared it, and then found that it could not use it.
-            if (path / name).relative_to(folder).as_posix() not in files:
-                (path / name).unlink()
+    for name in location.files_below(folder, [DATA_FOLDER]).keys() - {*files}:
+        # A rank shared it, and then found that it could not use it.
+        (folder / name).unlink()
     is_outside, is_durable = file >= 0, options.durability is Durability.FSYNC
     used = np.bincount(file[is_outside], length[is_outside], len(files)).astype(np.int64)
     kept, copied, num_bytes = [], [], 0
@@ -301,7 +299,9 @@ def _split(
     sizes = np.bincount(file, length, len(values.files)).astype(np.int64).tolist()
     sizes_of = zip(values.files, sizes, strict=True)
     shared = {name: size for name, size in sizes_of if size and name in in_use}
-    return rest, tuple(name for name in _files(root) if name not in in_use), shared
+    # All files in which the database may keep something.
+    files = sorted(location.files_below(root, (NODES_FOLDER, DATA_FOLDER)))
+    return rest, tuple(name for name in files if name not in in_use), shared
 
 
 def _with_texts(root: Path, values: Values) -> Values:
@@ -321,13 +321,3 @@ def _with_texts(root: Path, values: Values) -> Values:
         text = content(*extents[:, row].tolist())
         extents[:2, row] = INLINE, texts.setdefault(text, len(texts))
     return Values(values.files, extents, list(texts))
-
-
-def _files(root: Path) -> list[str]:
-    """All files in which the database may keep something."""
-    return sorted(
-        (path / name).relative_to(root).as_posix()
-        for folder in (NODES_FOLDER, DATA_FOLDER)
-        for path, names in local_folder.walked(root / folder)
-        for name in names
-    )

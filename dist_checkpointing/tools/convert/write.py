@@ -246,7 +246,7 @@ class FileTarget(Target):
                 yield new
                 self._require_free()
                 if new.is_dir():
-                    local_folder.fsync_tree(new)
+                    location.fsync_tree(new)
                     if destination.is_dir():
                         destination.rename(hidden / "old")
                 else:
