@@ -186,7 +186,7 @@ def _find_disagreements(table: ShardTable) -> tuple[list[Finding], set[str]]:
     compared = (table.dtypes, table.ndim, *table.global_shapes.T)
     differ = ((is_same & (column[1:] != column[:-1])).any() for column in compared)
     # Nearly always each row is as the one before of its key, which takes little time to see.
-    if not outside.any() and not any(differ):
+    if not outside.any() and not (is_same.any() and any(differ)):
         return [], set()
     first = np.repeat(table.starts, np.diff(table.starts, append=len(table)))
     columns = {

@@ -138,7 +138,7 @@ class SavePlanning:
         is_bare = type(plan) is SavePlan and plan.storage_data is plan.planner_data is None
         rest = None if is_bare else replace(plan, table=plan.table.take(slice(0, 0)))
         parts = {_KINDS[0]: plan.table}
-        if self._assigner is not None:
+        if self._assigner is not None and self._world_size > 1:
             parts, self._leaf_numbers = exchanged_parts(plan.table)
         if self._others:
             parts[_OTHERS] = describe(self._others, self._rank)
