@@ -404,15 +404,16 @@ def use_below(folder: Location) -> dict[str, FileUse]:
 def sizes_in(
     root: Location, names: Collection[str] | None, reported: Mapping[str, int]
 ) -> dict[str, int]:
-    """Size of each regular file in some files and folders, by name relative to ``root``.
+    """Size of each regular file that is ``reported``, or in files and folders of which nothing is,
+    by name relative to ``root``.
 
     None stands for all that is there. In an object store ``reported`` is all that is in ``names``:
     it has answered for each, and is not asked again.
     """
     if isinstance(root, ObjectPath) and names is not None:
         return dict(reported)
-    sizes = files_below(root) if names is None else files_below(root, names)
-    return {name: size for name, size in sizes.items() if size is not None}
+    wanted = {""} if names is None else {*reported, *names} - folders_of(reported)
+    return {name: size for name, size in files_below(root, wanted).items() if size is not None}
 
 
 def make_folder(path: Location) -> None:
@@ -442,6 +443,17 @@ def temporaries(names: Iterable[str], root: Location) -> list[Path]:
     return paths
 
 
+def folders_of(names: Iterable[str]) -> set[str]:
+    """The folders that files with these relative names lie in, and those that these are in."""
+    folders = {""}
+    for name in names:
+        folder = name.rpartition("/")[0]
+        while folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    return folders - {""}
+
+
 def fsync_folders(names: Iterable[str], root: Location) -> None:
     """Make the names of files durable in every folder from them up to ``root``, but not there.
 
@@ -450,13 +462,7 @@ def fsync_folders(names: Iterable[str], root: Location) -> None:
     """
     if isinstance(root, ObjectPath):
         return
-    folders = {""}
-    for name in names:
-        folder = name.rpartition("/")[0]
-        while folder not in folders:
-            folders.add(folder)
-            folder = folder.rpartition("/")[0]
-    for folder in sorted(folders - {""}, key=lambda name: name.count("/"), reverse=True):
+    for folder in sorted(folders_of(names), key=lambda name: name.count("/"), reverse=True):
         with suppress(FileNotFoundError):
             fsync_folder(f"{root}/{folder}")
 

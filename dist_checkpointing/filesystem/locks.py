@@ -310,7 +310,7 @@ def _claimed(at: int, name: str, holder: Holder, folder: Path) -> bool:
     if _created(at, name, holder):
         return True
     try:
-        other = _read(at, name)
+        other = Holder.parsed(_read(at, name))
     except FileNotFoundError:
         return False
     if other is None or not other.is_gone:
@@ -376,11 +376,11 @@ def _write_new(at: int, name: str, holder: Holder) -> None:
         raise
 
 
-def _read(at: int, name: str) -> Holder | None:
-    """The holder that a lock file names; None if it names none."""
+def _read(at: int, name: str) -> bytes:
+    """The content of a lock file."""
     file = os.open(name, _READ, dir_fd=at)
     try:
-        return Holder.parsed(os.read(file, _MAX_BYTES))
+        return os.read(file, _MAX_BYTES)
     finally:
         os.close(file)
 
@@ -388,7 +388,7 @@ def _read(at: int, name: str) -> Holder | None:
 def _names(at: int, name: str, holder: Holder) -> bool:
     """Whether a lock file is there, and is of this one holding of the lock."""
     with suppress(FileNotFoundError):
-        return _read(at, name) == holder
+        return holder.token.encode() in _read(at, name)
     return False
 
 

@@ -222,10 +222,8 @@ def write_seal(
     if not is_all_here:
         found = sizes | found
     _require_reported(folder, files, found)
-    folders = {name.rpartition("/")[0] for name in files} if created is not None else set()
     for name in found.keys() - files.keys():
-        is_beside = name.rpartition("/")[0] in folders and name not in (created or ())
-        if is_beside or _is_unsealed(name):
+        if _is_unsealed(name):
             continue
         is_large, digested = found[name] > _MAX_DIGESTED_BYTES, partial(_digested, folder, name)
         files[name] = SealedFile(name, found[name]) if is_large else when_visible(digested)

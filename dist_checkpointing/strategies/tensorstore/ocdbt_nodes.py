@@ -125,9 +125,9 @@ def encoded(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
     rest = column >> np.arange(0, most.bit_length(), 7, dtype=np.uint64)
     is_used = rest != 0
     is_used[:, 0] = True
-    more = (rest > 0x7F).astype(np.uint8) << 7
-    data: bytes = ((rest & np.uint64(0x7F)).astype(np.uint8) | more)[is_used].tobytes()
-    return data
+    # All but the last one have the highest bit.
+    digits: npt.NDArray[np.uint8] = np.where(rest > 0x7F, rest | 0x80, rest).astype(np.uint8)
+    return digits[is_used].tobytes()
 
 
 def shared_lengths(strings: Sequence[bytes]) -> I64:
