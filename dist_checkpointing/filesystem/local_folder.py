@@ -34,8 +34,9 @@ def status_of(path: Path | str, *, follows: bool = True) -> os.stat_result | Non
     try:
         return os.stat(path, follow_symlinks=follows)
     except OSError as error:
-        raise_unless_gone(error)
-        return None
+        if error.errno in NOT_THERE:
+            return None
+        raise
 
 
 def is_folder(path: Path) -> bool:

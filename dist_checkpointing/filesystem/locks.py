@@ -67,8 +67,7 @@ class Holder(NamedTuple):
 
     @classmethod
     def current(cls, kind: Kind) -> Holder:
-        pid = os.getpid()
-        return cls(os.urandom(16).hex(), kind, *_machine(), pid, _own_start(pid))
+        return cls(os.urandom(16).hex(), kind, *_process(os.getpid()))
 
     @property
     def is_gone(self) -> bool:
@@ -86,7 +85,7 @@ class Holder(NamedTuple):
     @property
     def is_here(self) -> bool:
         """Whether the process runs, or ran, where this one can see it."""
-        return (self.host, self.boot, self.pid_space) == _machine()
+        return (self.host, self.boot, self.pid_space) == _process(os.getpid())[:3]
 
     def to_json(self) -> bytes:
         return json.dumps(self._asdict()).encode()
@@ -107,16 +106,13 @@ class Holder(NamedTuple):
         return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None
 
 
-def _machine() -> tuple[str, str, str]:
-    """Host, boot and namespace of process ids of this process."""
-    boot = _boot()
-    return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid") if boot else ""
-
-
 @cache
-def _boot() -> str:
+def _process(pid: int) -> tuple[str, str, str, int, int]:
+    """Host, boot, namespace of ids, id and start of this process; a fork has another id."""
     path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+    boot = path.read_text().strip() if path.exists() else ""
+    space = os.readlink("/proc/self/ns/pid") if boot else ""
+    return socket.gethostname(), boot, space, pid, _start_of(pid) or 0
 
 
 def _start_of(pid: int) -> int | None:
@@ -128,12 +124,6 @@ def _start_of(pid: int) -> int | None:
     # The name of the program, in parentheses, may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-@cache
-def _own_start(pid: int) -> int:
-    """When this process started, which is asked for at each save; a forked one asks again."""
-    return _start_of(pid) or 0
 
 
 class FolderLock:

@@ -72,11 +72,6 @@ def checksum_of(blocks: Iterable[Array]) -> int:
     return digest.intdigest()
 
 
-def checksum_of_bytes(data: bytes) -> int:
-    """xxh3_64 of bytes."""
-    return checksum_of([np.frombuffer(data, np.uint8)])
-
-
 def checksums_at(addresses: Int64s, num_bytes: Int64s) -> Uint64s:
     """xxh3_64 of small runs of memory, which must stay for as long as this takes."""
     runs = file_writer.memory_at(addresses, num_bytes)

@@ -69,7 +69,7 @@ _ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
 _SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckpointingConfig:
     """The content of ``metadata.json``: which strategies read this checkpoint.
 
@@ -86,11 +86,6 @@ class CheckpointingConfig:
         """The config of these fields; others are passed over."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in known})
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """Its fields by name."""
-        return {name: getattr(self, name) for name in self.__match_args__}
 
 
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
@@ -299,7 +294,7 @@ class Attempt:
         if not is_in_attempt(self.folder, self.id):
             finding = Finding("another save has taken over", path=str(self.folder / ATTEMPT_NAME))
             raise CheckpointExistsError(f"{self.folder} is not committed", [finding])
-        content = json.dumps(config.content).encode()
+        content = json.dumps(vars(config)).encode()
         if self._durability is Durability.FSYNC:
             local_folder.fsync_folder(self.folder / DCKPT_FOLDER, self.folder)
         self._may_be_committed = True
@@ -521,7 +516,7 @@ class StoreAttempt:
         seal = self.folder / DCKPT_FOLDER / "seal.json"
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
-        outcome = {"attempt": self.id, "config": config.content, "seal": checksum}
+        outcome = {"attempt": self.id, "config": vars(config), "seal": checksum}
         if object_store_locks.decide(root, self._claim.number, outcome) != outcome:
             raise self._claim.lost()
         _publish(root, self.id, config)
@@ -593,7 +588,7 @@ def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
 def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
     # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
     for folder in (root / DATA / attempt, root):
-        location.write(folder / CONFIG_FNAME, json.dumps(config.content).encode())
+        location.write(folder / CONFIG_FNAME, json.dumps(vars(config)).encode())
 
 
 def clear_saves(root: ObjectPath, attempts: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import file_writer, local_folder, location
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import (
@@ -468,9 +468,7 @@ def write_index(
     durability: local_folder.Durability = local_folder.Durability.FSYNC,
 ) -> SealedFile:
     """Write a new index file; a power cut takes it until ``.dckpt`` is synced."""
-    data = index.to_json()
-    file_writer.put(folder, INDEX_NAME, data, durability)
-    return SealedFile.of_bytes(INDEX_NAME, data)
+    return SealedFile.put(folder, INDEX_NAME, index.to_json(), durability)
 
 
 def read_index(folder: Location) -> Index | None:

@@ -23,6 +23,7 @@ import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import file_writer, local_folder, location
+from dist_checkpointing.filesystem.local_folder import Durability
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
@@ -70,6 +71,12 @@ class SealedFile:
     @classmethod
     def of_bytes(cls, name: str, data: bytes) -> SealedFile:
         return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
+
+    @classmethod
+    def put(cls, folder: Location, name: str, data: bytes, durability: Durability) -> SealedFile:
+        """Write a small file, see ``file_writer.put``."""
+        file_writer.put(folder, name, data, durability)
+        return cls.of_bytes(name, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +208,7 @@ def write_seal(
     attempt: str,
     tables: Mapping[str, tuple[str, str]],
     created: Collection[str] | None,
-    durability: local_folder.Durability,
+    durability: Durability,
     is_all_here: bool = True,
 ) -> None:
     """Check that all files of an attempt are there, and seal it. Called on rank 0, at the end.
@@ -233,10 +240,10 @@ def write_seal(
         files[own] = replace(files.pop(name), name=own)
     renamed = [(root / name, root / own) for name, own in shared.items()]
     in_threads(lambda p: when_visible(lambda: local_folder.rename_new(*p)), renamed, _THREADS)
-    if durability is local_folder.Durability.FSYNC:
+    if durability is Durability.FSYNC:
         parents = [*{path.parent for path, _ in renamed}]
         in_threads(local_folder.fsync_folder, parents, _THREADS)
-    content = Seal(attempt, config.content, files, tables).to_json()
+    content = Seal(attempt, vars(config), files, tables).to_json()
     file_writer.put(folder, SEAL_NAME, content, durability)
 
 
@@ -304,7 +311,7 @@ def check_config(seal: Seal, folder: Location) -> list[Finding]:
     said: list[tuple[str, Any, Any]] = []
     if not is_in_attempt(folder, seal.attempt):
         said.append((ATTEMPT_NAME, seal.attempt, attempt_of(folder)))
-    said.append((CONFIG_FNAME, dict(seal.config), read_config(folder).content))
+    said.append((CONFIG_FNAME, dict(seal.config), vars(read_config(folder))))
     problem = "the file does not say what the seal says of the save"
     return [
         Finding(problem, expected=sealed, found=found, path=str(folder / name))

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import file_writer, location
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumColumns,
@@ -184,8 +184,7 @@ def _write_tables(
     uppers = high[rows] if len(high) == len(checksums) else None
     for contents, keys in make_tables(columns, uppers):
         for name, data in contents.items():
-            file_writer.put(folder, name, data, durability)
-            files.append(SealedFile.of_bytes(name, data))
+            files.append(SealedFile.put(folder, name, data, durability))
         tables[next(iter(contents))] = keys
     if durability is Durability.FSYNC:
         location.fsync_folder(folder / CHECKSUMS_NAME)

@@ -107,11 +107,11 @@ def write_tree(
     extents[1:, is_inline] = (sizes.cumsum() - sizes)[number], sizes[number]
     nodes, root = encode_tree(keys, [name, *values.files], extents, name, int(sizes.sum()))
     tree, top = b"".join([*values.inline, *nodes]), ocdbt_nodes.encode_manifest(root)
-    file_writer.put(folder, name, tree, durability)
+    nodes_file = SealedFile.put(folder, name, tree, durability)
     if durability is Durability.FSYNC:
         location.fsync_folder(folder / NODES_FOLDER)
     write(folder, MANIFEST_NAME, top, durability)
-    return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(MANIFEST_NAME, top)]
+    return [nodes_file, SealedFile.of_bytes(MANIFEST_NAME, top)]
 
 
 def merged_values(parts: Sequence[StoredValues], index: Index) -> tuple[list[bytes], Values]:

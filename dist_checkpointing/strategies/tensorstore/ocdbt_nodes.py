@@ -126,8 +126,9 @@ def encoded(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
     is_used = rest != 0
     is_used[:, 0] = True
     # All but the last one have the highest bit.
-    digits: npt.NDArray[np.uint8] = np.where(rest > 0x7F, rest | 0x80, rest).astype(np.uint8)
-    return digits[is_used].tobytes()
+    digits = np.where(rest > 0x7F, rest | 0x80, rest).astype(np.uint8)
+    data: bytes = digits[is_used].tobytes()
+    return data
 
 
 def shared_lengths(strings: Sequence[bytes]) -> I64:
