@@ -33,10 +33,12 @@ from dist_checkpointing.filesystem.local_folder import (
     status_of,
 )
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, check_size
+from dist_checkpointing.threads import in_threads
 
 # One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _MOST_NAMED: Final = 16
+_MOST_SYNCS, _SYNCS_A_THREAD = 16, 8
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -462,9 +464,14 @@ def fsync_folders(names: Iterable[str], root: Location) -> None:
     """
     if isinstance(root, ObjectPath):
         return
-    for folder in sorted(folders_of(names), key=lambda name: name.count("/"), reverse=True):
+    folders = sorted(folders_of(names))
+
+    def sync(folder: str) -> None:
         with suppress(FileNotFoundError):
             fsync_folder(f"{root}/{folder}")
+
+    # Each waits for the disk, which serves those that wait together at once.
+    in_threads(sync, folders, min(_MOST_SYNCS, 1 + len(folders) // _SYNCS_A_THREAD))
 
 
 def fsync_tree(folder: Path) -> None:

@@ -14,7 +14,7 @@ import json
 import struct
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,8 +106,7 @@ class StoredPart:
         return Box.whole(shape).contains(box) and 0 <= start <= stop <= box.num_elements
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChecksumColumns:
+class ChecksumColumns(NamedTuple):
     """What all ranks wrote, sorted by key; row ``i`` of every array describes one part or object.
 
     ``keys`` are positions in ``names``. Offsets (of an object: the cell) and shapes are ``[rows,
@@ -125,18 +124,13 @@ class ChecksumColumns:
     flat: Array
     digests: Array
 
-    @property
-    def _by_row(self) -> tuple[Array, ...]:
-        columns = (self.keys, self.ranks, self.ndim, self.is_object)
-        return (*columns, self.offsets, self.shapes, self.flat, self.digests)
-
     def renamed(self, rows: Array | slice, names: Sequence[str], keys: Array) -> ChecksumColumns:
         """Some rows, whose keys are positions in other names."""
-        return ChecksumColumns(names, keys, *(column[rows] for column in self._by_row[1:]))
+        return ChecksumColumns(names, keys, *(column[rows] for column in self[2:]))
 
     def parts_at(self, rows: Array) -> list[StoredPart]:
         """Some rows, one by one; the offset of the box of an object is its cell."""
-        taken = [column[rows].tolist() for column in self._by_row]
+        taken = [column[rows].tolist() for column in self[1:]]
         return [
             StoredPart(
                 self.names[key],
@@ -162,7 +156,7 @@ class ChecksumColumns:
     def to_bytes(self) -> bytes:
         """The content of a table of all rows."""
         text = json.dumps(self.names).encode()
-        columns = zip(self._by_row, _DTYPES, strict=True)
+        columns = zip(self[1:], _DTYPES, strict=True)
         body = [column.astype(dtype).tobytes() for column, dtype in columns]
         head = _HEAD.pack(_MAGIC, _VERSION, len(text), len(self.keys), self.offsets.shape[1])
         data = b"".join([head, text, *body])

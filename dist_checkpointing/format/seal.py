@@ -241,8 +241,7 @@ def write_seal(
     renamed = [(root / name, root / own) for name, own in shared.items()]
     in_threads(lambda p: when_visible(lambda: local_folder.rename_new(*p)), renamed, _THREADS)
     if durability is Durability.FSYNC:
-        parents = [*{path.parent for path, _ in renamed}]
-        in_threads(local_folder.fsync_folder, parents, _THREADS)
+        location.fsync_folders(shared.values(), folder)
     content = Seal(attempt, vars(config), files, tables).to_json()
     file_writer.put(folder, SEAL_NAME, content, durability)
 

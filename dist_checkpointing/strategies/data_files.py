@@ -31,9 +31,7 @@ class DataFiles:
 
     Attributes:
         names: Relative paths of the files.
-        file: For each value the position of its file in ``names``.
-        offset: For each value its first byte.
-        length: For each value its bytes.
+        extents: For each value the position of its file in ``names``, its first byte, its bytes.
         end: Bytes of the file that is open.
         sealed: The files that are complete.
         stays: Whether the memory of what waits stays as it is until its file is complete.
@@ -61,9 +59,7 @@ class DataFiles:
         self._pending: list[Any] = []
         self._pending_bytes = self._unreported = 0
         self.names: list[str] = []
-        self.file: array[int] = array("q")
-        self.offset: array[int] = array("q")
-        self.length: array[int] = array("q")
+        self.extents: array[int] = array("q")
 
     def put(self, value: Any, num_bytes: int, reported: int) -> None:
         """Add a value, an array or bytes, which must stay as it is until it is written soon.
@@ -86,12 +82,12 @@ class DataFiles:
         first = 0
         while first < len(lengths):
             file = self._required_file()
-            starts = self.end + np.cumsum(lengths[first:]) - lengths[first:]
-            last = first + int(np.searchsorted(starts, self.most_bytes))
+            starts = self.end + lengths[first:].cumsum() - lengths[first:]
+            last = first + int(starts.searchsorted(self.most_bytes))
             own = lengths[first:last]
-            self.file.frombytes(np.full(len(own), len(self.names) - 1).tobytes())
-            self.offset.frombytes(starts[: len(own)].tobytes())
-            self.length.frombytes(own.tobytes())
+            extents = np.full((len(own), 3), len(self.names) - 1)
+            extents[:, 1], extents[:, 2] = starts[: len(own)], own
+            self.extents.frombytes(extents.tobytes())
             self.end += int(own.sum())
             file.write_memory(addresses[first:last], own)
             first = last
@@ -107,7 +103,7 @@ class DataFiles:
         self.flush()
         file = self._place(num_bytes)
         if self._makes_room:
-            file.make_room(self.offset[-1], num_bytes)
+            file.make_room(self.end - num_bytes, num_bytes)
 
     def put_block(
         self, values: Array, reported: int, digest: Digest | None, *, stays: bool = False
@@ -135,9 +131,7 @@ class DataFiles:
     def _place(self, num_bytes: int) -> file_writer.NewFile:
         """Note where the next value will lie."""
         file = self._required_file()
-        self.file.append(len(self.names) - 1)
-        self.offset.append(self.end)
-        self.length.append(num_bytes)
+        self.extents.extend((len(self.names) - 1, self.end, num_bytes))
         self.end += num_bytes
         return file
 

@@ -266,7 +266,8 @@ class TensorStoreWriter(StorageWriter):
         )
         extents, names = np.empty((3, len(table)), dtype=np.int64), list[str]()
         for (_, own), files in zip(shares, written, strict=True):
-            extents[:, own] = np.array(files.file) + len(names), files.offset, files.length
+            extents[:, own] = np.array(files.extents).reshape(-1, 3).T
+            extents[0, own] += len(names)
             names += files.names
         extents[:, reused.rows] = reused.extents.T
         extents[0, reused.rows] += len(names)
