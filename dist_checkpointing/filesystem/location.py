@@ -456,15 +456,15 @@ def folders_of(names: Iterable[str]) -> set[str]:
     return folders - {""}
 
 
-def fsync_folders(names: Iterable[str], root: Location) -> None:
-    """Make the names of files durable in every folder from them up to ``root``, but not there.
+def fsync_folders(names: Iterable[str], root: Location, *, to_root: bool = False) -> None:
+    """Make the names of files durable in every folder from them up to ``root``.
 
-    The names in ``root`` are made durable by the commit, once. Folders that only other machines
-    have are left out.
+    Those in ``root`` itself, unless ``to_root``, are made durable by the commit, once. Folders that
+    only other machines have are left out.
     """
     if isinstance(root, ObjectPath):
         return
-    folders = sorted(folders_of(names))
+    folders = sorted(folders_of(names) | ({""} if to_root else set()))
 
     def sync(folder: str) -> None:
         with suppress(FileNotFoundError):
@@ -478,8 +478,7 @@ def fsync_tree(folder: Path) -> None:
     """Make all files below a folder durable, then their names."""
     names = files_below(folder)
     fsync_file(*(f"{folder}/{name}" for name in names))
-    fsync_folders(names, folder)
-    fsync_folder(folder)
+    fsync_folders(names, folder, to_root=True)
 
 
 def check_room(folder: Location, num_bytes: int) -> None:

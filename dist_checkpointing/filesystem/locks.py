@@ -18,11 +18,11 @@ import os
 import re
 import socket
 import weakref
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem import local_folder
@@ -126,7 +126,7 @@ def _start_of(pid: int) -> int | None:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
-class FolderLock:
+class FolderLock(AbstractContextManager["FolderLock"]):
     """A lock that is held until ``release`` or the end of the process.
 
     It closes the descriptors of the folder and of the locked file; None if the file itself locks.
@@ -156,9 +156,6 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock."""
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -21,6 +21,7 @@ import xxhash
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.local_folder import Durability
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import (
@@ -463,9 +464,7 @@ class Index(Mapping[str, StoredTensor]):
 
 
 def write_index(
-    index: Index,
-    folder: Location,
-    durability: local_folder.Durability = local_folder.Durability.FSYNC,
+    index: Index, folder: Location, durability: Durability = Durability.FSYNC
 ) -> SealedFile:
     """Write a new index file; a power cut takes it until ``.dckpt`` is synced."""
     return SealedFile.put(folder, INDEX_NAME, index.to_json(), durability)

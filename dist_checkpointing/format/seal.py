@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -229,9 +230,7 @@ def write_seal(
     if not is_all_here:
         found = sizes | found
     _require_reported(folder, files, found)
-    for name in found.keys() - files.keys():
-        if _is_unsealed(name):
-            continue
+    for name in filterfalse(_is_unsealed, found.keys() - files.keys()):
         is_large, digested = found[name] > _MAX_DIGESTED_BYTES, partial(_digested, folder, name)
         files[name] = SealedFile(name, found[name]) if is_large else when_visible(digested)
     root: Any = folder  # an object store has no such files

@@ -14,7 +14,6 @@ from dist_checkpointing.errors import CheckpointingException, Finding, RankFaile
 from dist_checkpointing.filesystem.location import (
     as_location,
     files_below,
-    fsync_folder,
     fsync_folders,
     read_bytes,
     relative,
@@ -210,8 +209,7 @@ class SaveFolder:
             # Rank 0 cannot make the names on other disks durable.
             with comm.agreed("securing every disk"):
                 if attempt is not None and comm.rank and is_durable:
-                    fsync_folders(files_below(self.path), self.path)
-                    fsync_folder(self.path)
+                    fsync_folders(files_below(self.path), self.path, to_root=True)
         with comm.agreed("committing"):
             files, tables = describe()
             if attempt is not None and comm.rank == 0:

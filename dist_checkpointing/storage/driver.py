@@ -148,8 +148,7 @@ def finish(
             files, _ = finish_all(index, of_ranks, writer)
             if writer.options.durability is Durability.FSYNC:
                 folder = writer.checkpoint_dir
-                location.fsync_folders([file.name for file in files], folder)
-                location.fsync_folder(folder)
+                location.fsync_folders([file.name for file in files], folder, to_root=True)
 
 
 def _write_tables(

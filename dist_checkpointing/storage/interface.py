@@ -159,10 +159,6 @@ _UNKNOWN = Path()
 """The folder of a writer or a reader before its strategy sets it."""
 
 
-def _ignore(num_bytes: int) -> None:
-    """Report to nobody."""
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
     """Where a stored chunk is.
@@ -181,6 +177,8 @@ class ChunkPlace:
 
 class Storage(ABC, Generic[Plan]):
     """What a StorageWriter and a StorageReader have in common."""
+
+    report: Callable[[int], None] = staticmethod(lambda _: None)
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir
@@ -244,7 +242,6 @@ class StorageWriter(Storage[SavePlan]):
     attempt: str = ""
     rank: int = 0
     world_size: int = 1
-    report: Callable[[int], None] = staticmethod(_ignore)
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         """Relative names of all files and folders that the writers of all ranks will create.
@@ -314,7 +311,6 @@ class StorageReader(Storage[LoadPlan]):
 
     trusted: bool = False
     is_kept: bool = False
-    report: Callable[[int], None] = staticmethod(_ignore)
 
     @cached_property
     def files(self) -> FolderReads:

@@ -144,8 +144,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 name = f"{leaf.unique_key}.pt"
                 sealed.append(SealedFile.put(root, name, data, self.durability))
         if self.durability is local_folder.Durability.FSYNC:
-            location.fsync_folders([file.name for file in sealed], root)
-            location.fsync_folder(root)
+            location.fsync_folders([file.name for file in sealed], root, to_root=True)
         return sealed
 
 
