@@ -107,8 +107,7 @@ def write_content(folder: Location, name: str, data: bytes, durability: Durabili
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 

@@ -261,7 +261,7 @@ class Attempt:
             there = refuse_committed(folder, overwrite=overwrite)
             is_new = make_dckpt_folder(folder)
             left = frozenset[str]() if is_new else leftovers(folder)
-            refuse_foreign(folder, names, left, there, is_new=is_new)
+            refuse_foreign(folder, names, left, there)
             attempt = cls(name or os.urandom(16).hex(), folder, names, lock, durability, made)
             if not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.

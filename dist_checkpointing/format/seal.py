@@ -225,7 +225,6 @@ def write_seal(
     if ATTEMPT_NAME not in files:
         files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}
-    created = None if created is None else {*created, ATTEMPT_NAME}
     found = location.sizes_in(folder, created, sizes)
     if not is_all_here:
         found = sizes | found
