@@ -97,8 +97,7 @@ def write_content(folder: Location, name: str, data: bytes, durability: Durabili
     if isinstance(folder, ObjectPath):
         folder.store.put((folder / name).key, data)
         return
-    path = f"{folder}/{name}"
-    temporary = f"{path}.{os.urandom(4).hex()}.tmp"
+    path, temporary = folder / name, folder / f"{name}.{os.urandom(4).hex()}.tmp"
     try:
         with open(temporary, "xb") as file:
             file.write(data)
@@ -107,7 +106,7 @@ def write_content(folder: Location, name: str, data: bytes, durability: Durabili
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -77,7 +77,7 @@ class SealedFile:
     def put(cls, folder: Location, name: str, data: bytes, durability: Durability) -> SealedFile:
         """Write a small file, see ``file_writer.put``."""
         file_writer.put(folder, name, data, durability)
-        return cls.of_bytes(name, data)
+        return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +234,12 @@ def write_seal(
         files[name] = SealedFile(name, found[name]) if is_large else when_visible(digested)
     root: Any = folder  # an object store has no such files
     shared = {name: match[1] for name in files if (match := _SHARED_NAME.fullmatch(name))}
-    for name, own in shared.items():
-        files[own] = replace(files.pop(name), name=own)
-    renamed = [(root / name, root / own) for name, own in shared.items()]
-    in_threads(lambda p: when_visible(lambda: local_folder.rename_new(*p)), renamed, _THREADS)
-    if durability is Durability.FSYNC:
-        location.fsync_folders(shared.values(), folder)
+    if shared:
+        files |= {own: replace(files.pop(name), name=own) for name, own in shared.items()}
+        renamed = [(root / name, root / own) for name, own in shared.items()]
+        in_threads(lambda p: when_visible(lambda: local_folder.rename_new(*p)), renamed, _THREADS)
+        if durability is Durability.FSYNC:
+            location.fsync_folders(shared.values(), folder)
     content = Seal(attempt, vars(config), files, tables).to_json()
     file_writer.put(folder, SEAL_NAME, content, durability)
 

@@ -93,9 +93,10 @@ def write_tree(
 ) -> list[SealedFile]:
     """Make the database in ``folder`` hold these values, and no others; the files of the tree.
 
-    They last once ``folder`` is synced too. Keys are sorted, each once; all files are in the
-    folder, durably. What is not in a file yet is written before the nodes, once, whatever the
-    number of its keys: in the tree it would be there once a key.
+    They, and the names of the files of the values, last once ``folder`` is synced too. Keys are
+    sorted, each once; all files are in the folder, durably. What is not in a file yet is written
+    before the nodes, once, whatever the number of its keys: in the tree it would be there once a
+    key.
     """
     name = f"{NODES_FOLDER}/{os.urandom(16).hex()}"
     sizes = np.fromiter(map(len, values.inline), dtype=np.int64)
@@ -109,7 +110,7 @@ def write_tree(
     tree, top = b"".join([*values.inline, *nodes]), ocdbt_nodes.encode_manifest(root)
     nodes_file = SealedFile.put(folder, name, tree, durability)
     if durability is Durability.FSYNC:
-        location.fsync_folder(folder / NODES_FOLDER)
+        location.fsync_folders([name, *values.files], folder)
     write(folder, MANIFEST_NAME, top, durability)
     return [nodes_file, SealedFile.of_bytes(MANIFEST_NAME, top)]
 

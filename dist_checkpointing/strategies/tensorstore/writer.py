@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     NO_DIGEST,
@@ -31,7 +30,7 @@ from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
-from dist_checkpointing.storage.options import Checksum, Durability
+from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.data_files import (
     MOST_PENDING_BYTES,
@@ -70,15 +69,15 @@ class RowWriter:
         self, plan: SavePlan, planner: SavePlanner, known: PlanDigests, *, has_checksums: bool
     ) -> None:
         assert plan.index is not None
-        self._table, self._index = plan.table, plan.index
+        self._table, self._index = (table := plan.table), plan.index
         self.has_checksums = has_checksums
         self.digests = known.columns
         # What a planner makes once more may be something else.
         self._known = None if planner.makes_data or not known.known.any() else known
         self._data_of = known.data_of
-        is_object, is_edge = plan.table.is_object, _edges(plan.table, plan.index)
+        is_object, is_edge = table.is_object, _edges(table, plan.index)
         self._is_object, self._is_edge = is_object.tolist(), is_edge.tolist()
-        self._sizes = plan.table.num_bytes
+        self._sizes = table.num_bytes
         self._is_simple = ~is_object & ~is_edge & (self._sizes < LARGE_BYTES)
 
     def write(self, rows: Int64s, files: DataFiles, most_bytes: int) -> None:
@@ -320,7 +319,5 @@ class TensorStoreWriter(StorageWriter):
             if self.base is not None:
                 shared = {file.name: file for part in parts for file in part.shared}
                 values, files_of_base = database.keep_shared(folder, values, shared, self.options)
-            if durability is Durability.FSYNC:
-                location.fsync_folders(values.files, folder)
             tree = database.write_tree(folder, keys, values, durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]
