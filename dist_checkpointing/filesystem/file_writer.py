@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ MOST_PARTS: Final = os.sysconf("SC_IOV_MAX")
 _MAKING_ROOM: Final = frozenset({"ext4", "xfs"})
 """File systems on which to make room for a large value first takes less time than to find it block
 by block: the write itself then costs two thirds."""
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OBJECT_BYTES: Final = 2**27
 """Objects of this size are put and got at full speed, and two of them can be under way at a time
 without much memory."""
@@ -31,6 +34,7 @@ _writev = ctypes.CDLL(None, use_errno=True).writev
 _writev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _writev.restype = ctypes.c_ssize_t
 _MEMORY: Final = memoryview((ctypes.c_char * (2**63 - 1)).from_address(0)).cast("B")
+"""All memory of this process, of which only what belongs to a tensor may be read."""
 
 
 def makes_room(folder: Location) -> bool:
@@ -64,9 +68,15 @@ class _LocalFile:
     block_bytes = 2**26
     hashed_bytes = 2**21
 
-    def __init__(self, path: str | Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o666)
+    def __init__(self, folder: Path, name: str) -> None:
+        path = f"{folder}/{name}"
+        try:
+            self._descriptor = os.open(path, _NEW, 0o666)
+        except FileNotFoundError:
+            for above in itertools.accumulate(name.split("/")[:-1], "{}/{}".format):
+                with suppress(FileExistsError):
+                    os.mkdir(f"{folder}/{above}")
+            self._descriptor = os.open(path, _NEW, 0o666)
         self.position = 0
 
     def write(self, parts: Sequence[Any], num_bytes: int, *, stays: bool = False) -> None:
@@ -82,15 +92,15 @@ class _LocalFile:
 
     def write_memory(self, addresses: Int64s, lengths: Int64s) -> None:
         """Write what lies at some addresses, one behind the other."""
-        parts = np.stack([addresses, lengths], axis=1).astype(np.uintp)
+        parts = np.array([addresses, lengths], dtype=np.uintp).T.copy()
         for first in range(0, len(parts), MOST_PARTS):
             batch = parts[first : first + MOST_PARTS]
-            written = _writev(self._descriptor, batch.ctypes.data, len(batch))
+            written = _writev(self._descriptor, batch.__array_interface__["data"][0], len(batch))
             code = ctypes.get_errno() if written < 0 else 0
             if code not in (0, errno.EINTR):
                 raise OSError(code, os.strerror(code))
             if written < int(batch[:, 1].sum()):
-                _write_rest(self._descriptor, _memory_at(batch), max(0, written))
+                _write_rest(self._descriptor, memory_at(*batch.T), max(0, written))
         self.position += int(lengths.sum())
 
     def make_room(self, offset: int, num_bytes: int) -> None:
@@ -126,8 +136,10 @@ def _write_rest(descriptor: int, parts: Iterable[Any], written: int) -> None:
             rest = rest[os.write(descriptor, rest) :]
 
 
-def _memory_at(parts: npt.NDArray[Any]) -> list[memoryview]:
-    return [_MEMORY[address : address + length] for address, length in parts.tolist()]
+def memory_at(addresses: npt.NDArray[Any], num_bytes: npt.NDArray[Any]) -> list[memoryview]:
+    """Runs of memory, which must stay for as long as they are used."""
+    runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
+    return [_MEMORY[start:stop] for start, stop in runs]
 
 
 class _Upload:
@@ -160,12 +172,12 @@ class _Upload:
     def write_memory(self, addresses: Int64s, lengths: Int64s) -> None:
         # Small ones: to send them one by one costs more than to copy them.
         self.position += int(lengths.sum())
-        parts, ends = np.stack([addresses, lengths], axis=1), np.cumsum(lengths)
-        first = 0
-        while first < len(parts):
+        ends, first = np.cumsum(lengths), 0
+        while first < len(ends):
             limit = self.block_bytes + (int(ends[first - 1]) if first else 0)
             last = max(first + 1, int(np.searchsorted(ends, limit, side="right")))
-            self._add(memoryview(b"".join(_memory_at(parts[first:last]))))
+            runs = memory_at(addresses[first:last], lengths[first:last])
+            self._add(memoryview(b"".join(runs)))
             first = last
 
     def make_room(self, offset: int, num_bytes: int) -> None:
@@ -219,23 +231,20 @@ NewFile = _LocalFile | _Upload
 """A file that is written from its beginning to its end, by one thread."""
 
 
-def create(path: Location) -> NewFile:
-    """Begin a file that does not exist, in a folder that does."""
-    return _LocalFile(path) if isinstance(path, Path) else _Upload(path)
+def create(folder: Location, name: str) -> NewFile:
+    """Begin a file that does not exist, in a folder that does; those in its name are made."""
+    return _LocalFile(folder, name) if isinstance(folder, Path) else _Upload(folder / name)
 
 
 def put(
     folder: Location, name: str, data: Any, durability: Durability = Durability.PAGE_CACHE
 ) -> str | None:
-    """Write a file at once, in a folder that exists; its ETag if it is an object.
+    """Write a file at once, see ``create``; its ETag if it is an object.
 
     It must not exist, where that is known at no cost. A power cut takes it until its folder is
     synced. What an error leaves stays: its name may be that of another save's file by then.
     """
-    if isinstance(folder, ObjectPath):
-        file: NewFile = _Upload(folder / name)
-    else:
-        file = _LocalFile(f"{folder}/{name}")
+    file = create(folder, name)
     try:
         file.write([data], len(data), stays=True)
         return file.close(is_durable=durability is Durability.FSYNC)

@@ -10,7 +10,6 @@ import re
 import shutil
 import stat
 import struct
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -30,13 +29,13 @@ TEMPORARY_NAME = re.compile(
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 
 
-def status_of(path: Path) -> os.stat_result | None:
-    """The status of a file or folder; None if nothing has this path.
+def status_of(path: Path | str, *, follows: bool = True) -> os.stat_result | None:
+    """The status of a file or folder, or of a link to it; None if nothing has this path.
 
     ``Path.is_file`` and its like say no where the file system cannot tell, on some Pythons.
     """
     try:
-        return path.stat()
+        return os.stat(path, follow_symlinks=follows)
     except OSError as error:
         if error.errno in NOT_THERE:
             return None
@@ -47,15 +46,6 @@ def is_folder(path: Path) -> bool:
     """Whether the path is a folder or a link to one."""
     status = status_of(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
-
-
-def walked(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Each folder from ``root`` down with the names of its files; links are not followed.
-
-    OSError if a folder cannot be read; ``os.walk`` and ``Path.rglob`` skip it.
-    """
-    for folder, _, names in os.walk(root, onerror=raise_unless_gone):
-        yield Path(folder), names
 
 
 def raise_unless_gone(error: OSError) -> None:
@@ -107,18 +97,17 @@ def write_atomic(path: Location, data: bytes, durability: Durability = Durabilit
 
 def write_content(folder: Location, name: str, data: bytes, durability: Durability) -> None:
     """Like ``write_atomic``, but a power cut takes the file until its folder is synced."""
-    path = folder / name
-    if isinstance(path, ObjectPath):
-        path.store.put(path.key, data)
+    if isinstance(folder, ObjectPath):
+        folder.store.put((folder / name).key, data)
         return
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    path, temporary = folder / name, folder / f"{name}.{os.urandom(4).hex()}.tmp"
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             if durability is Durability.FSYNC:
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -153,10 +142,10 @@ def _move_new(source: Path, target: Path) -> None:
         os.fsync(write.fileno())
 
 
-def fsync_folder(*paths: Location) -> None:
+def fsync_folder(*paths: Location | str) -> None:
     """Make the names in folders durable, in this order; an object already is."""
     for path in paths:
-        if isinstance(path, Path):
+        if not isinstance(path, ObjectPath):
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -239,13 +228,6 @@ def _descended(parts: Sequence[str], root: Path) -> Iterator[list[int]]:
             os.close(descriptor)
 
 
-def fsync_tree(folder: Path) -> None:
-    """Make everything below a folder durable, files first."""
-    for path, names in reversed(list(walked(folder))):
-        fsync_file(*(path / name for name in names))
-        fsync_folder(path)
-
-
 def file_system_type(path: Path) -> str:
     """The kernel's name for the type of the file system of ``path``; "" if it is unknown."""
     try:
@@ -320,7 +302,7 @@ def share_file(source: Path, target: Path) -> int | None:
 
 def _copy(source: Path, target: Path) -> bool:
     """Let the kernel make a copy, which shares blocks if the file system can; whether it did."""
-    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
     try:
         read = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -8,13 +8,14 @@ objects, and what it has answered is durable.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from dist_checkpointing.errors import (
@@ -30,13 +31,16 @@ from dist_checkpointing.filesystem.local_folder import (
     TEMPORARY_NAME,
     parse_json,
     raise_unless_gone,
+    status_of,
 )
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, check_size
+from dist_checkpointing.threads import in_threads
 
 # One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _MOST_NAMED: Final = 16
 _MORE_ROOM: Final = "Delete old checkpoints, or save to another disk."
+_MOST_SYNCS, _SYNCS_A_THREAD = 16, 8
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -65,9 +69,8 @@ def as_location(path: str | os.PathLike[str]) -> Location:
     elif _URL.match(text) is not None:
         return ObjectPath.of(text)
     else:
-        plain = path if isinstance(path, PosixPath) else Path(text)
-        if text[0] == "~":
-            plain = Path(os.path.expanduser(text))  # noqa: PTH111 - of "./~" a Path keeps only "~"
+        # Of "./~" a Path keeps only "~".
+        plain = Path(os.path.expanduser(text) if text[0] == "~" else path)
         # TensorStore refuses paths with "..", and a relative "~" would be expanded the next time.
         is_above = ".." in text and ".." in plain.parts
         return plain.resolve() if is_above or str(plain)[0] == "~" else plain
@@ -224,13 +227,7 @@ def is_there(path: Location) -> bool:
     """
     if isinstance(path, ObjectPath):
         return is_file(path) or is_folder(path)
-    try:
-        path.lstat()
-    except OSError as error:
-        if error.errno in NOT_THERE:
-            return False
-        raise
-    return True
+    return status_of(path, follows=False) is not None
 
 
 def is_file(path: Location) -> bool:
@@ -250,8 +247,8 @@ def size_of(path: Location) -> int | None:
     if isinstance(path, ObjectPath):
         info = path.store.head(path.key) if path.key else None
         return None if info is None else info.num_bytes
-    status = local_folder.status_of(path)
-    return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+    status = status_of(path)
+    return None if status is None or not stat.S_ISREG(status.st_mode) else status.st_size
 
 
 def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
@@ -272,7 +269,7 @@ def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
                 finally:
                     os.close(descriptor)
             else:
-                status = os.stat(path)  # noqa: PTH116 - for each slice
+                status = os.stat(path)
             marks += (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     except OSError:
         return None
@@ -309,7 +306,7 @@ def names_in(folder: Location) -> list[str]:
     if isinstance(folder, ObjectPath):
         return sorted({name for names in folders_and_files(folder) for name in names})
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - for each checkpoint that is opened
+        return sorted(os.listdir(folder))
     except OSError as error:
         raise_unless_gone(error)
         return []
@@ -329,7 +326,7 @@ def relative(path: Location, root: Location) -> str:
     """Name of a file relative to a folder that it is in, with ``/``."""
     if isinstance(path, Path):
         assert isinstance(root, Path)
-        return path.relative_to(root).as_posix()
+        return "." if path is root else path.relative_to(root).as_posix()
     return path.key.removeprefix(root.prefix) if isinstance(root, ObjectPath) else path.key
 
 
@@ -354,20 +351,15 @@ def files_below(folder: Location, names: Iterable[str] = ("",)) -> dict[str, int
     sizes: dict[str, int | None] = {}
     folders: list[str] = []
     for name in names:
-        path = str(folder / name)
-        try:
-            status = os.stat(path)  # noqa: PTH116 - for each array of a checkpoint
-        except OSError as error:
-            if error.errno not in NOT_THERE:
-                raise
-            continue
-        if stat.S_ISREG(status.st_mode):
+        path = f"{folder}/{name}"
+        status = status_of(path)
+        if status is not None and stat.S_ISREG(status.st_mode):
             sizes[name] = status.st_size
-        else:
+        elif status is not None:
             folders.append(path)
     for path, status in _statuses_below(folders, raise_unless_gone).items():
         size = status.st_size if stat.S_ISREG(status.st_mode) else None
-        sizes[os.path.relpath(path, folder)] = size
+        sizes[path.removeprefix(f"{folder}/")] = size
     return sizes
 
 
@@ -434,15 +426,16 @@ def use_below(folder: Location) -> dict[str, FileUse]:
 def sizes_in(
     root: Location, names: Collection[str] | None, reported: Mapping[str, int]
 ) -> dict[str, int]:
-    """Size of each regular file in some files and folders, by name relative to ``root``.
+    """Size of each regular file that is ``reported``, or in files and folders of which nothing is,
+    by name relative to ``root``.
 
     None stands for all that is there. In an object store ``reported`` is all that is in ``names``:
     it has answered for each, and is not asked again.
     """
     if isinstance(root, ObjectPath) and names is not None:
         return dict(reported)
-    sizes = files_below(root) if names is None else files_below(root, names)
-    return {name: size for name, size in sizes.items() if size is not None}
+    wanted = {""} if names is None else {*reported, *names} - folders_of(reported)
+    return {name: size for name, size in files_below(root, wanted).items() if size is not None}
 
 
 def make_folder(path: Location) -> None:
@@ -472,22 +465,40 @@ def temporaries(names: Iterable[str], root: Location) -> list[Path]:
     return paths
 
 
-def fsync_folders(files: Iterable[Location], root: Location) -> None:
-    """Make the names of files durable in every folder from them up to ``root``, but not there.
+def folders_of(names: Iterable[str]) -> set[str]:
+    """The folders that files with these relative names lie in, and those that these are in."""
+    folders = {""}
+    for name in names:
+        folder = name.rpartition("/")[0]
+        while folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    return folders - {""}
 
-    The names in ``root`` are made durable by the commit, once. Folders that only other machines
-    have are left out.
+
+def fsync_folders(names: Iterable[str], root: Location, *, to_root: bool = False) -> None:
+    """Make the names of files durable in every folder from them up to ``root``.
+
+    Those in ``root`` itself, unless ``to_root``, are made durable by the commit, once. Folders that
+    only other machines have are left out.
     """
     if isinstance(root, ObjectPath):
         return
-    folders: set[Any] = {root}
-    for file in files:
-        folder = file.parent
-        while folder not in folders:
-            folders.add(folder)
-            folder = folder.parent
-    below = [folder for folder in folders - {root} if folder.is_dir()]
-    fsync_folder(*sorted(below, key=lambda folder: len(folder.parts), reverse=True))
+    folders = sorted(folders_of(names) | ({""} if to_root else set()))
+
+    def sync(folder: str) -> None:
+        with suppress(FileNotFoundError):
+            fsync_folder(f"{root}/{folder}")
+
+    # Each waits for the disk, which serves those that wait together at once.
+    in_threads(sync, folders, min(_MOST_SYNCS, 1 + len(folders) // _SYNCS_A_THREAD))
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make all files below a folder durable, then their names."""
+    names = files_below(folder)
+    fsync_file(*(f"{folder}/{name}" for name in names))
+    fsync_folders(names, folder, to_root=True)
 
 
 def check_room(folder: Location, num_bytes: int) -> None:
@@ -498,9 +509,10 @@ def check_room(folder: Location, num_bytes: int) -> None:
     """
     if isinstance(folder, ObjectPath):
         return
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    findings = []
-    if not above.is_dir():
+    paths = itertools.chain([folder], folder.parents)
+    above, status = next((p, found) for p in paths if (found := status_of(p)))
+    findings, is_folder = [], stat.S_ISDIR(status.st_mode)
+    if not is_folder:
         findings.append(Finding("a file is in the way", path=str(above)))
     elif not os.access(above, os.W_OK | os.X_OK):
         problem = "this process may not write here"
@@ -510,7 +522,7 @@ def check_room(folder: Location, num_bytes: int) -> None:
         problem, sizes = "not enough free space", (f"{num_bytes} bytes", f"{free} bytes")
         findings.append(Finding(problem, None, *sizes, path=str(above), remedy=_MORE_ROOM))
     if findings:
-        kind = CheckpointingException if above.is_dir() else CheckpointExistsError
+        kind = CheckpointingException if is_folder else CheckpointExistsError
         raise kind(f"cannot save into {folder}", findings)
 
 

@@ -17,14 +17,12 @@ import logging
 import os
 import re
 import socket
-import uuid
 import weakref
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, suppress
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple
 
 from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem import local_folder
@@ -51,8 +49,7 @@ class Kind(StrEnum):
     FILE = "file"
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """The content of a lock file: who holds the lock.
 
     ``token`` is the random name of this one holding of the lock, ``boot`` the id of the last start
@@ -70,8 +67,7 @@ class Holder:
 
     @classmethod
     def current(cls, kind: Kind) -> Holder:
-        pid = os.getpid()
-        return cls(uuid.uuid4().hex, kind, *_machine(), pid, _start_of(pid) or 0)
+        return cls(os.urandom(16).hex(), kind, *_process(os.getpid()))
 
     @property
     def is_gone(self) -> bool:
@@ -89,35 +85,34 @@ class Holder:
     @property
     def is_here(self) -> bool:
         """Whether the process runs, or ran, where this one can see it."""
-        return (self.host, self.boot, self.pid_space) == _machine()
+        return (self.host, self.boot, self.pid_space) == _process(os.getpid())[:3]
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self._asdict()).encode()
 
     @classmethod
     def parsed(cls, data: bytes) -> Holder | None:
         """The holder that a lock file names; None if it names none."""
+        if not data:
+            return None
         try:
             content = local_folder.parse_json(data)
             holder = cls(**{**content, "kind": Kind(content["kind"])})
         except (ValueError, KeyError, TypeError):
             return None
-        if [*map(type, astuple(holder))] != [str, Kind, str, str, str, int, int]:
+        if [*map(type, holder)] != [str, Kind, str, str, str, int, int]:
             return None
         # Any other number would mean a group of processes to the kernel.
         return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None
 
 
-def _machine() -> tuple[str, str, str]:
-    """Host, boot and namespace of process ids of this process."""
-    boot = _boot()
-    return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid") if boot else ""  # noqa: PTH115 - for each save
-
-
 @cache
-def _boot() -> str:
+def _process(pid: int) -> tuple[str, str, str, int, int]:
+    """Host, boot, namespace of ids, id and start of this process; a fork has another id."""
     path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+    boot = path.read_text().strip() if path.exists() else ""
+    space = os.readlink("/proc/self/ns/pid") if boot else ""
+    return socket.gethostname(), boot, space, pid, _start_of(pid) or 0
 
 
 def _start_of(pid: int) -> int | None:
@@ -131,7 +126,7 @@ def _start_of(pid: int) -> int | None:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
-class FolderLock:
+class FolderLock(AbstractContextManager["FolderLock"]):
     """A lock that is held until ``release`` or the end of the process.
 
     It closes the descriptors of the folder and of the locked file; None if the file itself locks.
@@ -161,9 +156,6 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock."""
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -305,13 +297,13 @@ def _claimed(at: int, name: str, holder: Holder, folder: Path) -> bool:
     if _created(at, name, holder):
         return True
     try:
-        other = _read(at, name)
+        other = Holder.parsed(_read(at, name))
     except FileNotFoundError:
         return False
     if other is None or not other.is_gone:
         raise _held(folder, other, name=name)
     claim = f"{name}.{other.token}"
-    if not _claimed(at, claim, replace(holder, token=uuid.uuid4().hex), folder):
+    if not _claimed(at, claim, holder._replace(token=os.urandom(16).hex()), folder):
         return False
     try:
         if not _names(at, name, other):
@@ -371,11 +363,11 @@ def _write_new(at: int, name: str, holder: Holder) -> None:
         raise
 
 
-def _read(at: int, name: str) -> Holder | None:
-    """The holder that a lock file names; None if it names none."""
+def _read(at: int, name: str) -> bytes:
+    """The content of a lock file."""
     file = os.open(name, _READ, dir_fd=at)
     try:
-        return Holder.parsed(os.read(file, _MAX_BYTES))
+        return os.read(file, _MAX_BYTES)
     finally:
         os.close(file)
 
@@ -383,8 +375,7 @@ def _read(at: int, name: str) -> Holder | None:
 def _names(at: int, name: str, holder: Holder) -> bool:
     """Whether a lock file is there, and is of this one holding of the lock."""
     with suppress(FileNotFoundError):
-        other = _read(at, name)
-        return other is not None and other.token == holder.token
+        return holder.token.encode() in _read(at, name)
     return False
 
 

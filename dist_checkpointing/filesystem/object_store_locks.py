@@ -17,7 +17,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final
@@ -203,7 +203,7 @@ class Claim:
         return self.folder / f"{BEATS}/{self.attempt}"
 
     def to_json(self) -> bytes:
-        holder = asdict(self.holder)
+        holder = self.holder._asdict()
         content = {"attempt": self.attempt, "period": self.period, "holder": holder}
         return json.dumps(content).encode()
 

@@ -252,7 +252,7 @@ class FolderReads:
         path = f"{self.folder}/{name}"
         if not self.keeps_open:
             return LocalFile(path)
-        status = os.stat(path)  # noqa: PTH116 - for each slice
+        status = os.stat(path)
         known = status.st_dev, status.st_ino, status.st_size
         if (file := self._open.get(known)) is None:
             if len(self._open) >= _MOST_OPEN:

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
-from ctypes import c_char
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.geometry import Box, FlatRange, Int64s, Ints
+from dist_checkpointing.format.geometry import Box, FlatRange, Int64s, Ints, renumbered
 from dist_checkpointing.format.seal import known_files
 
 CHECKSUMS_NAME = ".dckpt/checksums"
@@ -53,8 +51,6 @@ _DIGESTS_MAGIC: Final = b"DCKPTUPR"
 _DIGESTS_HEAD: Final = struct.Struct("<8sI16s")
 """Magic, version, xxh3_128 of the table of checksums."""
 _DIGESTS_VERSION: Final = 1
-_MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
-"""All memory of this process, of which only what belongs to a tensor may be read."""
 
 
 def checksum(array: Array) -> int:
@@ -76,16 +72,10 @@ def checksum_of(blocks: Iterable[Array]) -> int:
     return digest.intdigest()
 
 
-def checksum_of_bytes(data: bytes) -> int:
-    """xxh3_64 of bytes."""
-    return checksum_of([np.frombuffer(data, np.uint8)])
-
-
 def checksums_at(addresses: Int64s, num_bytes: Int64s) -> Uint64s:
     """xxh3_64 of small runs of memory, which must stay for as long as this takes."""
-    runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
-    found = [xxhash.xxh3_64_intdigest(_MEMORY[start:stop]) for start, stop in runs]
-    return np.array(found, dtype=np.uint64)
+    runs = file_writer.memory_at(addresses, num_bytes)
+    return np.array([*map(xxhash.xxh3_64_intdigest, runs)], dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +106,7 @@ class StoredPart:
         return Box.whole(shape).contains(box) and 0 <= start <= stop <= box.num_elements
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChecksumColumns:
+class ChecksumColumns(NamedTuple):
     """What all ranks wrote, sorted by key; row ``i`` of every array describes one part or object.
 
     ``keys`` are positions in ``names``. Offsets (of an object: the cell) and shapes are ``[rows,
@@ -135,18 +124,13 @@ class ChecksumColumns:
     flat: Array
     digests: Array
 
-    @property
-    def _by_row(self) -> tuple[Array, ...]:
-        columns = (self.keys, self.ranks, self.ndim, self.is_object)
-        return (*columns, self.offsets, self.shapes, self.flat, self.digests)
-
     def renamed(self, rows: Array | slice, names: Sequence[str], keys: Array) -> ChecksumColumns:
         """Some rows, whose keys are positions in other names."""
-        return ChecksumColumns(names, keys, *(column[rows] for column in self._by_row[1:]))
+        return ChecksumColumns(names, keys, *(column[rows] for column in self[2:]))
 
     def parts_at(self, rows: Array) -> list[StoredPart]:
         """Some rows, one by one; the offset of the box of an object is its cell."""
-        taken = [column[rows].tolist() for column in self._by_row]
+        taken = [column[rows].tolist() for column in self[1:]]
         return [
             StoredPart(
                 self.names[key],
@@ -172,7 +156,7 @@ class ChecksumColumns:
     def to_bytes(self) -> bytes:
         """The content of a table of all rows."""
         text = json.dumps(self.names).encode()
-        columns = zip(self._by_row, _DTYPES, strict=True)
+        columns = zip(self[1:], _DTYPES, strict=True)
         body = [column.astype(dtype).tobytes() for column, dtype in columns]
         head = _HEAD.pack(_MAGIC, _VERSION, len(text), len(self.keys), self.offsets.shape[1])
         data = b"".join([head, text, *body])
@@ -188,8 +172,8 @@ def make_tables(
     """
     for number, start in enumerate(range(0, len(columns.keys), _ROWS_A_TABLE)):
         rows = slice(start, start + _ROWS_A_TABLE)
-        used, keys = np.unique(columns.keys[rows], return_inverse=True)
-        names = [columns.names[position] for position in used.tolist()]
+        used, (keys,) = renumbered(len(columns.names), columns.keys[rows])
+        names = [columns.names[position] for position in used]
         name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
         files = {name: columns.renamed(rows, names, keys).to_bytes()}
         if uppers is not None:
@@ -292,8 +276,8 @@ def digest_of_array(array: Array) -> bytes:
 
 def digests_at(addresses: Int64s, num_bytes: Int64s) -> Uint64s:
     """``[runs, 2]``: the digests of small runs of memory, which must stay while this works."""
-    runs = zip(addresses.tolist(), (addresses + num_bytes).tolist(), strict=True)
-    columns = columns_of([xxhash.xxh3_128_digest(_MEMORY[start:stop]) for start, stop in runs])
+    runs = file_writer.memory_at(addresses, num_bytes)
+    columns = columns_of([*map(xxhash.xxh3_128_digest, runs)])
     short = num_bytes <= _SHORT_BYTES
     columns[short, 1] = checksums_at(addresses[short], num_bytes[short])
     return columns

@@ -17,11 +17,10 @@ import json
 import logging
 import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -77,7 +76,7 @@ _ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
 _SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckpointingConfig:
     """The content of ``metadata.json``: which strategies read this checkpoint.
 
@@ -222,13 +221,13 @@ class Attempt:
         lock, made = _locked(folder)
         try:
             # Another save may have ended between the first look and the lock.
-            refuse_committed(folder, overwrite=overwrite)
+            there = refuse_committed(folder, overwrite=overwrite)
             is_new = make_dckpt_folder(folder)
             left = model_names(folder) if is_new else leftovers(folder)
             if left and is_new:  # a model is replaced with the files beside it
                 left |= {*names}
-            refuse_foreign(folder, names, left, is_new=is_new)
-            attempt = cls(name or uuid.uuid4().hex, folder, names, lock, durability, made)
+            refuse_foreign(folder, names, left, there)
+            attempt = cls(name or os.urandom(16).hex(), folder, names, lock, durability, made)
             if left or not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
@@ -258,7 +257,7 @@ class Attempt:
         ``.dckpt``, where most of the last files are.
         """
         self._require_held()
-        self._write_commit(CONFIG_FNAME, json.dumps(asdict(config)).encode())
+        self._write_commit(CONFIG_FNAME, json.dumps(vars(config)).encode())
         self._lock.release()
 
     def commit_as_foreign(self, name: str, content: bytes) -> None:
@@ -336,10 +335,16 @@ def check_distinct(names: Sequence[str]) -> None:
         raise InvalidShardingError("keys of the state dict clash", findings)
 
 
-def refuse_committed(folder: Location, *, overwrite: bool) -> None:
-    """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours."""
-    if not is_committed(folder):
-        return
+def refuse_committed(folder: Location, *, overwrite: bool) -> set[str]:
+    """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours.
+
+    Returns the names of what is there.
+    """
+    there = {*location.names_in(folder)}
+    if there.isdisjoint((CONFIG_FNAME, DCP_METADATA_NAME, MODEL_INDEX_NAME)) or not is_committed(
+        folder
+    ):
+        return there
     if not overwrite:
         message = f"{folder} already holds a checkpoint"
         problem = "a committed checkpoint already exists here"
@@ -353,7 +358,7 @@ def refuse_committed(folder: Location, *, overwrite: bool) -> None:
         )
         remedy = "Delete it by hand, or save to another place."
     else:
-        return
+        return there
     raise CheckpointExistsError(message, [Finding(problem, path=str(folder), remedy=remedy)])
 
 
@@ -472,9 +477,7 @@ class StoreAttempt:
         """
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         require_conditions(root)
-        there = {*location.names_in(root)}
-        if there & {CONFIG_FNAME, DCP_METADATA_NAME}:
-            refuse_committed(root, overwrite=overwrite)
+        there = refuse_committed(root, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.names_in(root / DATA) if DATA in there else []
         claim = HeldClaim.acquire(root, period, None if DCKPT_FOLDER in there else ([], []))
@@ -510,7 +513,7 @@ class StoreAttempt:
         seal = self.folder / DCKPT_FOLDER / "seal.json"
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
-        outcome = {"attempt": self.id, "config": asdict(config), "seal": checksum}
+        outcome = {"attempt": self.id, "config": vars(config), "seal": checksum}
         if object_store_locks.decide(root, self._claim.number, outcome) != outcome:
             raise self._claim.lost()
         _publish(root, self.id, config)
@@ -575,7 +578,7 @@ def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
 def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
     # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
     for folder in (root / DATA / attempt, root):
-        location.write(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
+        location.write(folder / CONFIG_FNAME, json.dumps(vars(config)).encode())
 
 
 def clear_saves(root: ObjectPath, attempts: Iterable[str]) -> None:

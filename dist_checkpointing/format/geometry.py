@@ -447,6 +447,17 @@ def padded_rows(rows: Sequence[Sequence[int]], fill: int, width: int = 1) -> Int
     return table
 
 
+def renumbered(count: int, *columns: Integers) -> tuple[list[int], list[Int64s]]:
+    """Those of so many numbers that occur in columns, ascending, and the columns as positions among
+    these.
+    """
+    is_used = np.zeros(count, dtype=np.bool_)
+    for column in columns:
+        is_used[column] = True
+    positions = is_used.cumsum() - 1
+    return is_used.nonzero()[0].tolist(), [positions[column] for column in columns]
+
+
 def row_bytes(
     columns: Sequence[Integers], by_axis: Sequence[Int64s], ndim: Int64s
 ) -> Iterator[memoryview]:

@@ -20,7 +20,8 @@ import numpy as np
 import xxhash
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import file_writer, local_folder, location
+from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.local_folder import Durability
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import (
@@ -336,6 +337,13 @@ class Index(Mapping[str, StoredTensor]):
         numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
         return numbers, [None if name is None else dtypes.from_name(name) for name in number]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        sizes = {name: dtypes.from_name(name).itemsize for name in {*self.dtype_column}}
+        columns = zip(self.global_shape_column, self.dtype_column, strict=True)
+        return sum(math.prod(shape) * sizes[dtype] for shape, dtype in columns)
+
     def itemsizes_of(self, keys: Iterable[str]) -> Int64s:
         """Bytes of an element of each tensor; 0 for a key that is not there."""
         numbers, types = self.dtypes_of(keys)
@@ -458,15 +466,10 @@ class Index(Mapping[str, StoredTensor]):
 
 
 def write_index(
-    index: Index,
-    folder: Location,
-    durability: local_folder.Durability = local_folder.Durability.FSYNC,
+    index: Index, folder: Location, durability: Durability = Durability.FSYNC
 ) -> SealedFile:
     """Write a new index file; a power cut takes it until ``.dckpt`` is synced."""
-    location.make_folder((folder / INDEX_NAME).parent)
-    data = index.to_json()
-    file_writer.put(folder, INDEX_NAME, data, durability)
-    return SealedFile.of_bytes(INDEX_NAME, data)
+    return SealedFile.put(folder, INDEX_NAME, index.to_json(), durability)
 
 
 def read_index(folder: Location) -> Index | None:

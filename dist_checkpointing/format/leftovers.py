@@ -151,11 +151,11 @@ def clear_temporaries(folder: Path) -> None:
 
 
 def refuse_foreign(
-    folder: Path, names: Iterable[str], left: frozenset[str], *, is_new: bool
+    folder: Path, names: Iterable[str], left: frozenset[str], there: set[str]
 ) -> None:
-    """Refuse to write over what no save of ours made; ``.dckpt`` is empty if it ``is_new``."""
-    if {*location.names_in(folder)} <= {DCKPT_FOLDER, LOCK_NAME}:
-        names = [n for n in names if not is_new and n.startswith(f"{DCKPT_FOLDER}/")]
+    """Refuse to write over what no save of ours made; ``there`` are the names in the folder."""
+    if there <= {DCKPT_FOLDER, LOCK_NAME}:
+        names = [n for n in names if DCKPT_FOLDER in there and n.startswith(f"{DCKPT_FOLDER}/")]
     foreign = {n for n in names if n not in left and location.is_there(folder / n)}
     # What is written below a link would lie outside of the checkpoint.
     above = {parent for n in names for parent in Path(n).parents}

@@ -14,8 +14,9 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -23,6 +24,7 @@ import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import file_writer, local_folder, location
+from dist_checkpointing.filesystem.local_folder import Durability
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
@@ -69,6 +71,12 @@ class SealedFile:
 
     @classmethod
     def of_bytes(cls, name: str, data: bytes) -> SealedFile:
+        return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
+
+    @classmethod
+    def put(cls, folder: Location, name: str, data: bytes, durability: Durability) -> SealedFile:
+        """Write a small file, see ``file_writer.put``."""
+        file_writer.put(folder, name, data, durability)
         return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
@@ -201,7 +209,7 @@ def write_seal(
     attempt: str,
     tables: Mapping[str, tuple[str, str]],
     created: Collection[str] | None,
-    durability: local_folder.Durability,
+    durability: Durability,
     is_all_here: bool = True,
 ) -> None:
     """Check that all files of an attempt are there, and seal it. Called on rank 0, at the end.
@@ -217,28 +225,22 @@ def write_seal(
     if ATTEMPT_NAME not in files:
         files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}
-    created = None if created is None else {*created, ATTEMPT_NAME}
     found = location.sizes_in(folder, created, sizes)
     if not is_all_here:
         found = sizes | found
     _require_reported(folder, files, found)
-    folders = {name.rpartition("/")[0] for name in files} if created is not None else set()
-    for name in found.keys() - files.keys():
-        is_beside = name.rpartition("/")[0] in folders and name not in (created or ())
-        if is_beside or _is_unsealed(name):
-            continue
+    for name in filterfalse(_is_unsealed, found.keys() - files.keys()):
         is_large, digested = found[name] > _MAX_DIGESTED_BYTES, partial(_digested, folder, name)
         files[name] = SealedFile(name, found[name]) if is_large else when_visible(digested)
     root: Any = folder  # an object store has no such files
     shared = {name: match[1] for name in files if (match := _SHARED_NAME.fullmatch(name))}
-    for name, own in shared.items():
-        files[own] = replace(files.pop(name), name=own)
-    renamed = [(root / name, root / own) for name, own in shared.items()]
-    in_threads(lambda p: when_visible(lambda: local_folder.rename_new(*p)), renamed, _THREADS)
-    if durability is local_folder.Durability.FSYNC:
-        parents = [*{path.parent for path, _ in renamed}]
-        in_threads(local_folder.fsync_folder, parents, _THREADS)
-    content = Seal(attempt, asdict(config), files, tables).to_json()
+    if shared:
+        files |= {own: replace(files.pop(name), name=own) for name, own in shared.items()}
+        renamed = [(root / name, root / own) for name, own in shared.items()]
+        in_threads(lambda p: when_visible(lambda: local_folder.rename_new(*p)), renamed, _THREADS)
+        if durability is Durability.FSYNC:
+            location.fsync_folders(shared.values(), folder)
+    content = Seal(attempt, vars(config), files, tables).to_json()
     file_writer.put(folder, SEAL_NAME, content, durability)
 
 
@@ -249,14 +251,12 @@ def _require_reported(
         (file, None) for file in files.values() if found.get(file.name) != file.num_bytes
     ]
 
-    def look() -> None:
+    def are_seen() -> bool:
         sizes = [(file, location.size_of(folder / file.name)) for file, _ in late]
         late[:] = [(file, size) for file, size in sizes if size != file.num_bytes]
-        if late:
-            raise FileNotFoundError
+        return not late
 
-    with suppress(FileNotFoundError):
-        when_visible(look)
+    is_seen(are_seen)
     findings = [
         Finding(
             "a rank wrote this file, and rank 0 does not see it as it was written",
@@ -309,7 +309,7 @@ def check_config(seal: Seal, folder: Location) -> list[Finding]:
     said: list[tuple[str, Any, Any]] = []
     if not is_in_attempt(folder, seal.attempt):
         said.append((ATTEMPT_NAME, seal.attempt, attempt_of(folder)))
-    said.append((CONFIG_FNAME, dict(seal.config), asdict(read_config(folder))))
+    said.append((CONFIG_FNAME, dict(seal.config), vars(read_config(folder))))
     problem = "the file does not say what the seal says of the save"
     return [
         Finding(problem, expected=sealed, found=found, path=str(folder / name))

@@ -100,7 +100,7 @@ class Order:
 
 def put_file(source: Path, target: Location) -> None:
     """Copy a file."""
-    file = file_writer.create(target)
+    file = file_writer.create(target.parent, target.name)
     try:
         for block in location.blocks(source, file.block_bytes):
             file.write([block], len(block), stays=True)

@@ -230,7 +230,7 @@ class Run:
         num_disks = 1 if disks is None else len(disks.leaders)
 
         def check(index: Index) -> None:
-            watch.num_bytes = sum(index[key].num_bytes for key in index)
+            watch.num_bytes = index.num_bytes
             # How much a base leaves to write is known when its parts have been compared.
             check_room(folder, 0 if has_base else watch.num_bytes // num_disks)
             if self._sets_aside:

@@ -190,7 +190,7 @@ class AtPaths(Mapping[Path, T], Generic[T]):
 
     @cached_property
     def _by_path(self) -> dict[Path, T]:
-        paths = list(paths_of(self.structure))
+        paths = list(paths_of(self.structure)) if self.leaves else []
         return {paths[place]: leaf for place, leaf in zip(self.places, self.leaves, strict=True)}
 
     def __getitem__(self, path: Path) -> T:

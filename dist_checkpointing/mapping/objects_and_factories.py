@@ -361,4 +361,7 @@ class ShardedStateful(Protocol):
 
 def as_state_dict(state: ShardedStateDict | ShardedStateful, comm: Comm) -> ShardedStateDict:
     """The state dict to save; collective if ``state`` is an object."""
-    return state.sharded_state_dict(comm) if isinstance(state, ShardedStateful) else state
+    # A dict first: whether an object follows a protocol takes long to find out.
+    if type(state) is dict or not isinstance(state, ShardedStateful):
+        return state
+    return state.sharded_state_dict(comm)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -138,6 +138,24 @@ MAX_CHUNK_BYTES = 32 * 2**20
 _MIN_CHUNK_BYTES = 2**20
 
 
+@lru_cache(maxsize=1 << 10)
+def _divided(most_bytes: int, shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
+    """The largest chunks of at most so many bytes that divide others; None if these are tiny."""
+    for axis, extent in enumerate(chunk):
+        row_bytes = itemsize * math.prod(chunk[axis + 1 :])
+        rows = max(1, most_bytes // max(row_bytes, 1))
+        if extent == shape[axis]:  # one shard along this axis: the last chunk may be smaller
+            block = -(-extent // -(-extent // rows)) if rows < extent else extent
+        else:
+            block = largest_divisor_block(extent, rows)
+        chunk = (*chunk[:axis], block, *chunk[axis + 1 :])
+        num_bytes = itemsize * math.prod(chunk)
+        if num_bytes <= most_bytes:
+            least = min(_MIN_CHUNK_BYTES, most_bytes // 4)
+            return chunk if num_bytes >= least else None
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class RowBlockLayout:
     """Chunks are row blocks of shards, so that no two ranks share one and tools can read parts.
@@ -163,10 +181,9 @@ class RowBlockLayout:
         is_large = itemsizes * groups.chunk_shapes.prod(axis=1) > self.max_chunk_bytes
         # A tensor without elements has no chunk to divide.
         is_large &= has_grid & groups.global_shapes.all(axis=1)
-        divided = cache(self._divide)
-        for group in np.flatnonzero(is_large).tolist():
-            shape = written.global_shape(starts[group])
-            chunks[group] = divided(shape, chunks[group] or (), int(itemsizes[group]))
+        for group in is_large.nonzero()[0].tolist():
+            shape, chunk = written.global_shape(starts[group]), chunks[group] or ()
+            chunks[group] = _divided(self.max_chunk_bytes, shape, chunk, int(itemsizes[group]))
             has_grid[group] = chunks[group] is not None
         chunks = [chunk if grid else None for chunk, grid in zip(chunks, has_grid, strict=True)]
         rows = groups.is_counted & ~has_grid[groups.of_row]
@@ -180,25 +197,10 @@ class RowBlockLayout:
         ndim = firsts.ndim.astype(np.int64)
         return chunks, PieceColumns(firsts.key_column, ends, ndim, *columns)
 
-    def _divide(self, shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
-        for axis, extent in enumerate(chunk):
-            row_bytes = itemsize * math.prod(chunk[axis + 1 :])
-            rows = max(1, self.max_chunk_bytes // max(row_bytes, 1))
-            if extent == shape[axis]:  # one shard along this axis: the last chunk may be smaller
-                block = -(-extent // -(-extent // rows)) if rows < extent else extent
-            else:
-                block = largest_divisor_block(extent, rows)
-            chunk = (*chunk[:axis], block, *chunk[axis + 1 :])
-            num_bytes = itemsize * math.prod(chunk)
-            if num_bytes <= self.max_chunk_bytes:
-                least = min(_MIN_CHUNK_BYTES, self.max_chunk_bytes // 4)
-                return chunk if num_bytes >= least else None
-        return None
-
     def cut(self, written: ShardTable, index: Index) -> CutRows:
         """The chunks and pieces that shards consist of, and the row that each comes from."""
         number = index.rows_of(written.names)[written.keys]
-        has_grid = np.append(index.has_grid, False)[number]
+        has_grid = np.concatenate([index.has_grid, [False]])[number]
         chunks = np.ones_like(written.shapes)
         axes = min(chunks.shape[1], index.chunk_shapes.shape[1])
         chunks[has_grid, :axes] = index.chunk_shapes[number[has_grid], :axes]
@@ -277,16 +279,16 @@ def whole_items(layout: Layout) -> Layout:
 
 def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Index:
     """What a checkpoint will hold, from the shards of all ranks and those that are written."""
-    firsts, tensors = announced.take(announced.starts), written
-    is_object, grids = firsts.is_object, dict[str, Ints]()
+    firsts, tensors, grids = announced.starts, written, dict[str, Ints]()
+    is_object = announced.is_object[firsts]
     if is_object.any():
-        tensors, objects = written.take(~written.is_object), firsts.take(is_object)
+        tensors, objects = written.take(~written.is_object), announced.take(firsts[is_object])
         grids = dict(zip(objects.key_column, objects.global_shape_column, strict=True))
     # What has no elements is in the index, but nobody writes it.
-    is_empty = (firsts.global_shapes == 0).any(axis=1) & ~is_object
+    is_empty = (announced.global_shapes[firsts] == 0).any(axis=1) & ~is_object
     if is_empty.any():
-        tensors = concatenate([tensors, firsts.take(is_empty)])
-    firsts = tensors.take(tensors.starts)
+        tensors = concatenate([tensors, announced.take(firsts[is_empty])])
+    first = tensors.take(tensors.starts)
     chunks, pieces = layout.parts(tensors)
-    shapes = firsts.global_shape_column
-    return Index(firsts.key_column, firsts.dtype_column, shapes, chunks, pieces, grids)
+    shapes = first.global_shape_column
+    return Index(first.key_column, first.dtype_column, shapes, chunks, pieces, grids)

@@ -145,7 +145,9 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable | None = Non
     wanted = catalog.keys[catalog.starts]
     is_missing = catalog.global_shapes[catalog.starts].all(axis=1)
     if written.names is catalog.names:
-        is_missing &= ~np.isin(wanted, numbers, assume_unique=True)
+        is_written = np.zeros(len(catalog.names), dtype=np.bool_)
+        is_written[numbers] = True
+        is_missing &= ~is_written[wanted]
     if is_missing.any():
         broken = broken.union(written.names[number] for number in numbers.tolist())
     for number in wanted[is_missing].tolist():
@@ -166,12 +168,12 @@ def _is_covered_grid(table: ShardTable) -> Bools:
     chunk = np.zeros(len(table), dtype=np.int64)
     for axis in range(table.max_ndim):
         chunk = chunk * counts[of_row, axis] + index[:, axis]
-    stops = np.cumsum(num_chunks)
+    stops = num_chunks.cumsum()
     place = chunk + (stops - num_chunks)[of_row]
     place = place[groups.is_counted & groups.is_grid[of_row]]
     is_ascending = (place[1:] > place[:-1]).all()
     unique = place if is_ascending else np.unique(place)
-    owner = np.searchsorted(stops, unique, side="right")
+    owner = stops.searchsorted(unique, side="right")
     distinct = np.bincount(owner, minlength=len(stops))[: len(stops)]
     is_covered: Bools = (groups.num_counted == num_chunks) & (distinct == num_chunks)
     return is_covered & groups.is_grid
@@ -184,7 +186,7 @@ def _find_disagreements(table: ShardTable) -> tuple[list[Finding], set[str]]:
     compared = (table.dtypes, table.ndim, *table.global_shapes.T)
     differ = ((is_same & (column[1:] != column[:-1])).any() for column in compared)
     # Nearly always each row is as the one before of its key, which takes little time to see.
-    if not outside.any() and not any(differ):
+    if not outside.any() and not (is_same.any() and any(differ)):
         return [], set()
     first = np.repeat(table.starts, np.diff(table.starts, append=len(table)))
     columns = {

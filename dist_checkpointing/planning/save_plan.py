@@ -15,6 +15,7 @@ import xxhash
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.location import check_one_destination
+from dist_checkpointing.format.geometry import renumbered
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
@@ -235,16 +236,15 @@ def exchanged_parts(table: ShardTable) -> tuple[dict[str, ShardTable], dict[int,
     """
     kinds = np.where(table.is_object, 2, table.flat[:, 0] >= 0)
     parts, leaves = {}, {}
-    for number in np.union1d(kinds, 0).tolist():
+    for number in sorted({0, *kinds.tolist()}):
         part, first = table.take(kinds == number), number * _MOST_LEAVES
         # Only the names that occur, so that those of the other parts make no difference.
-        used, names = np.unique(np.concatenate([part.keys, part.dtypes]), return_inverse=True)
-        keys, dtypes = np.split(names.astype(np.int32), 2)
+        used, (keys, dtypes) = renumbered(len(table.names), part.keys, part.dtypes)
         parts[_KINDS[number]] = replace(
             part,
-            names=tuple(table.names[name] for name in used.tolist()),
-            keys=keys,
-            dtypes=dtypes,
+            names=tuple(table.names[name] for name in used),
+            keys=keys.astype(np.int32),
+            dtypes=dtypes.astype(np.int32),
             sources=np.arange(first, first + len(part), dtype=np.int32),
         )
         leaves[first] = part.sources

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,28 +60,27 @@ class Columns:
     with 0.
     """
 
+    __match_args__: ClassVar[tuple[str, ...]]
+
     def take(self, rows: Any) -> Self:
         """The table of some rows, by mask or positions; itself if the mask is all true."""
         if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
             return self
-        columns = {}
-        for field in fields(self):  # type: ignore[arg-type]
-            column = getattr(self, field.name)
-            if isinstance(column, np.ndarray):
-                columns[field.name] = column[rows]
-        return replace(self, **columns)  # type: ignore[type-var]
+        given = [getattr(self, name) for name in self.__match_args__]
+        return type(self)(*[v[rows] if isinstance(v, np.ndarray) else v for v in given])
 
     def joined(self, *others: Any) -> Self:
         """This table and the rows of others with the same other fields."""
-        columns = {}
-        for field in fields(self) if others else ():  # type: ignore[arg-type]
-            parts = [getattr(table, field.name) for table in (self, *others)]
+        values = []
+        for name in self.__match_args__:
+            parts = [getattr(table, name) for table in (self, *others)]
             if isinstance(parts[0], np.ndarray):
                 if parts[0].ndim == 2:
                     width = max(part.shape[1] for part in parts)
-                    parts = [padded(part, width, _fill(field.name)) for part in parts]
-                columns[field.name] = np.concatenate(parts)
-        return replace(self, **columns)  # type: ignore[type-var]
+                    parts = [padded(part, width, _fill(name)) for part in parts]
+                parts = [np.concatenate(parts)]
+            values.append(parts[0])
+        return type(self)(*values)
 
 
 Item = TypeVar("Item")
@@ -216,7 +215,7 @@ class ShardTable(Columns):
             sizes = np.minimum(sizes, _MOST_HOLDERS)
         held = zip(self.holders, sizes.tolist(), strict=True)
         members = np.concatenate([np.empty(0, np.int32), *(ranks[:size] for ranks, size in held)])
-        begins = np.cumsum(sizes) - sizes
+        begins = sizes.cumsum() - sizes
         rows, place = counted(sizes[self.ranks])
         is_same = len(rows) == len(self)
         table = self if is_same else self.take(rows)
@@ -314,8 +313,9 @@ class KeyGroups:
 
     def __init__(self, table: ShardTable) -> None:
         starts, counted = table.starts, table.num_elements > 0
-        count = len(starts)
-        self.of_row = np.repeat(np.arange(count), np.diff(starts, append=len(table)))
+        count, is_start = len(starts), np.zeros(len(table), dtype=np.int64)
+        is_start[starts] = 1
+        self.of_row = is_start.cumsum() - 1
         self.is_counted: Bools = counted
         self.num_counted = np.bincount(self.of_row[counted], minlength=count)
         self.global_shapes = chunks = table.global_shapes[starts]

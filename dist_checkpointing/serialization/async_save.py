@@ -14,9 +14,9 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait as wait_for
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from os import PathLike
-from typing import Any, Final, Literal, Self, Unpack, cast
+from typing import Any, Final, Literal, Unpack, cast
 
 import torch
 
@@ -215,7 +215,7 @@ def _warn_of_forgotten(folder: Location) -> None:
     logger.warning("%s was written and never committed: nobody asked for its result", folder)
 
 
-class AsyncSaver:
+class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """What asynchronous saves of one training run share: buffers, plans, a channel of the ranks.
 
     One save is under way at a time: the next one waits for it. Two savers do not interfere. Threads
@@ -434,9 +434,6 @@ class AsyncSaver:
     def use_comm(self, comm: Comm) -> None:
         """From now on the training's side uses ``comm``, which has the same ranks."""
         self._comm = comm
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # In an error of this rank alone the others will not come: what is under way ends by itself.

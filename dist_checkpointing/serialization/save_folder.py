@@ -22,7 +22,6 @@ from dist_checkpointing.filesystem.location import (
     as_location,
     explained_full_disk,
     files_below,
-    fsync_folder,
     fsync_folders,
     is_there,
     read_bytes,
@@ -239,9 +238,7 @@ class SaveFolder:
             # Rank 0 cannot make the names on other disks durable.
             with comm.agreed("securing every disk"):
                 if attempt is not None and comm.rank and is_durable:
-                    paths = [self.path / name for name in files_below(self.path)]
-                    fsync_folders(paths, self.path)
-                    fsync_folder(self.path)
+                    fsync_folders(files_below(self.path), self.path, to_root=True)
         described = explained_full_disk(self.path, "what describes the checkpoint")
         with comm.agreed("committing"), described:
             files, tables = describe()

@@ -261,7 +261,7 @@ class SaveJob:
         if not getattr(planner, "makes_data", False):
             check_storable(parts.tensors)
         values = values if self.rank == 0 else []  # only rank 0 writes them
-        objects = parts.objects.items() if parts.objects else ()
+        objects = parts.objects.items()
         written = {path: leaf for path, leaf in objects if is_main_replica(leaf.replica_id)}
         check_plain(values, written, trusted=self._options.get("trusted", False))
         warn_of_large_tensors(values)
@@ -386,8 +386,7 @@ class SaveJob:
         # Nobody knows what else a writer of others makes of the values, or where.
         is_all &= self.writer.shares_files
         if isinstance(folder, Path) and is_all and not is_there(folder):
-            counts = index.global_shapes.astype(float).prod(axis=1)
-            check_room(folder, int(counts @ index.itemsizes_of(index.keys_column)))
+            check_room(folder, index.num_bytes)
 
     def _prepare_write(self, comm: Comm) -> None:
         """Get ready to write. The first thing in the body of an agreement."""

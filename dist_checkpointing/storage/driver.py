@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import file_writer, location
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumColumns,
@@ -148,8 +148,7 @@ def finish(
             files, _ = finish_all(index, of_ranks, writer)
             if writer.options.durability is Durability.FSYNC:
                 folder = writer.checkpoint_dir
-                location.fsync_folders([folder / file.name for file in files], folder)
-                location.fsync_folder(folder)
+                location.fsync_folders([file.name for file in files], folder, to_root=True)
 
 
 def _write_tables(
@@ -180,13 +179,11 @@ def _write_tables(
         checksums[rows],
     )
     folder, durability = writer.checkpoint_dir, writer.options.durability
-    location.make_folder(folder / CHECKSUMS_NAME)
     tables = {}
     uppers = high[rows] if len(high) == len(checksums) else None
     for contents, keys in make_tables(columns, uppers):
         for name, data in contents.items():
-            file_writer.put(folder, name, data, durability)
-            files.append(SealedFile.of_bytes(name, data))
+            files.append(SealedFile.put(folder, name, data, durability))
         tables[next(iter(contents))] = keys
     if durability is Durability.FSYNC:
         location.fsync_folder(folder / CHECKSUMS_NAME)

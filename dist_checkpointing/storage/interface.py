@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -154,12 +154,9 @@ def results_for_finish(results: Sequence[WriteResult], plan: SavePlan) -> tuple[
 
 
 T = TypeVar("T")
+Plan = TypeVar("Plan")
 _UNKNOWN = Path()
 """The folder of a writer or a reader before its strategy sets it."""
-
-
-def _ignore(num_bytes: int) -> None:
-    """Report to nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +175,32 @@ class ChunkPlace:
     is_read_whole: bool = False
 
 
-class StorageWriter(ABC):
+class Storage(ABC, Generic[Plan]):
+    """What a StorageWriter and a StorageReader have in common."""
+
+    report: Callable[[int], None] = staticmethod(lambda _: None)
+
+    def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
+        self.checkpoint_dir: Path = checkpoint_dir
+
+    @cached_property
+    def options(self) -> StorageOptions:
+        """Knobs of the I/O."""
+        return StorageOptions()
+
+    def reset(self, checkpoint_id: Any) -> None:
+        """Learn the folder of the checkpoint, before anything else is called."""
+
+    def prepare_local_plan(self, plan: Plan) -> Plan:
+        """Change this rank's plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Change the plans of all ranks, on rank 0: list in, list of the same length out."""
+        return list(plans)
+
+
+class StorageWriter(Storage[SavePlan]):
     """Writes one checkpoint; one object a rank.
 
     Call order: ``reset``, ``set_up_storage_writer``, ``prepare_local_plan``,
@@ -228,18 +250,6 @@ class StorageWriter(ABC):
     is_one_file: bool = False
     rank: int = 0
     world_size: int = 1
-    report: Callable[[int], None] = staticmethod(_ignore)
-
-    def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
-        self.checkpoint_dir: Path = checkpoint_dir
-
-    @cached_property
-    def options(self) -> StorageOptions:
-        """Knobs of the I/O."""
-        return StorageOptions()
-
-    def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
-        """Learn the folder of the checkpoint, before anything else is called."""
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         """Relative names of all files and folders that the writers of all ranks will create.
@@ -264,14 +274,6 @@ class StorageWriter(ABC):
         """
         del args
         self.rank, self.world_size = kwargs.get("rank", 0), kwargs.get("world_size", 1)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Change this rank's plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """Change the plans of all ranks, on rank 0: list in, list of the same length out."""
-        return list(plans)
 
     @abstractmethod
     def write_data(
@@ -301,7 +303,7 @@ class StorageWriter(ABC):
         return [write_index(metadata, self.checkpoint_dir, self.options.durability)]
 
 
-class StorageReader(ABC):
+class StorageReader(Storage[LoadPlan]):
     """Reads one checkpoint; one object a rank.
 
     Call order: ``reset``, ``read_metadata`` (rank 0, which sends an Index to all; every rank, if it
@@ -319,18 +321,6 @@ class StorageReader(ABC):
     trusted: bool = False
     is_kept: bool = False
     growth: ClassVar[int] = 1
-    report: Callable[[int], None] = staticmethod(_ignore)
-
-    def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
-        self.checkpoint_dir: Path = checkpoint_dir
-
-    @cached_property
-    def options(self) -> StorageOptions:
-        """Knobs of the I/O."""
-        return StorageOptions()
-
-    def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
-        """Learn the folder of the checkpoint, before anything else is called."""
 
     @cached_property
     def files(self) -> FolderReads:
@@ -417,9 +407,7 @@ class StorageReader(ABC):
         """The file that says what a tensor is, or the folder of the checkpoint."""
         return str(self.checkpoint_dir / next(iter(self.describing_names([key])), ""))
 
-    def set_up_storage_reader(  # noqa: B027 - a hook
-        self, metadata: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Any, *args: Any, **kwargs: Any) -> None:
         """Get ready on every rank.
 
         Args:
@@ -427,14 +415,6 @@ class StorageReader(ABC):
             args: nothing.
             kwargs: as for ``set_up_storage_writer``.
         """
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Change this rank's plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
-        """Change the plans of all ranks, on rank 0: list in, list of the same length out."""
-        return list(plans)
 
     @abstractmethod
     def read_data(

@@ -107,32 +107,32 @@ class Meter:
         start = time.perf_counter()
         with self._lock:
             self._phase, self._done, self._total = name, 0, num_bytes
-        if self._callback is not None:
-            self._report(self._callback)
+        self._report()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def expect(self, num_bytes: int) -> None:
         """Say how many bytes this phase will move."""
         self._total = num_bytes
-        if self._callback is not None:
-            self._report(self._callback)
+        self._report()
 
     def add(self, num_bytes: int) -> None:
         """Say that so many more bytes have been moved."""
         with self._lock:
             self._done += num_bytes
-        if self._callback is not None:
-            self._report(self._callback)
+        self._report()
 
     def log(self) -> None:
         """Log the time of every phase."""
-        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self._seconds.items())
-        logger.info("%s on rank %d: %s", self._operation, self._rank, phases)
+        if logger.isEnabledFor(logging.INFO):
+            phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self._seconds.items())
+            logger.info("%s on rank %d: %s", self._operation, self._rank, phases)
 
-    def _report(self, callback: ProgressCallback) -> None:
+    def _report(self) -> None:
+        if self._callback is None:
+            return
         try:
-            callback(self.progress)
+            self._callback(self.progress)
         except Exception:
             # Raised here, on one rank, it would leave the others waiting for that rank.
             logger.exception("the progress callback failed, and is not called any more")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
-from dist_checkpointing.filesystem import file_writer, local_folder, location
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import check_raw_key
@@ -129,8 +129,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
         data = serialize(common_state_dict, "the common state")
-        file_writer.put(as_location(checkpoint_dir), COMMON_STATE_FNAME, data, self.durability)
-        return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
+        root = as_location(checkpoint_dir)
+        return [SealedFile.put(root, COMMON_STATE_FNAME, data, self.durability)]
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | PathLike[str]
@@ -140,14 +140,11 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         sealed = []
         for leaf in leaves.values():
             if is_main_replica(leaf.replica_id):
-                name = f"{leaf.unique_key}.pt"
-                location.make_folder((root / name).parent)
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
-                file_writer.put(root, name, data, self.durability)
-                sealed.append(SealedFile.of_bytes(name, data))
+                name = f"{leaf.unique_key}.pt"
+                sealed.append(SealedFile.put(root, name, data, self.durability))
         if self.durability is local_folder.Durability.FSYNC:
-            location.fsync_folders([root / file.name for file in sealed], root)
-            location.fsync_folder(root)
+            location.fsync_folders([file.name for file in sealed], root, to_root=True)
         return sealed
 
 

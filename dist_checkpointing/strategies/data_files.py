@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.chunk_reads import axes_apart, run_positions
+from dist_checkpointing.threads import in_threads
 
 MOST_PENDING_BYTES: Final = 2**22
 
@@ -34,9 +34,7 @@ class DataFiles:
 
     Attributes:
         names: Relative paths of the files.
-        file: For each value the position of its file in ``names``.
-        offset: For each value its first byte.
-        length: For each value its bytes.
+        extents: For each value the position of its file in ``names``, its first byte, its bytes.
         end: Bytes of the file that is open.
         sealed: The files that are complete.
         stays: Whether the memory of what waits stays as it is until its file is complete.
@@ -64,9 +62,7 @@ class DataFiles:
         self._pending: list[Any] = []
         self._pending_bytes = self._unreported = 0
         self.names: list[str] = []
-        self.file: array[int] = array("q")
-        self.offset: array[int] = array("q")
-        self.length: array[int] = array("q")
+        self.extents: array[int] = array("q")
 
     def put(self, value: Any, num_bytes: int, reported: int) -> None:
         """Add a value, an array or bytes, which must stay as it is until it is written soon.
@@ -89,12 +85,12 @@ class DataFiles:
         first = 0
         while first < len(lengths):
             file = self._required_file()
-            starts = self.end + np.cumsum(lengths[first:]) - lengths[first:]
-            last = first + int(np.searchsorted(starts, self.most_bytes))
+            starts = self.end + lengths[first:].cumsum() - lengths[first:]
+            last = first + int(starts.searchsorted(self.most_bytes))
             own = lengths[first:last]
-            self.file.frombytes(np.full(len(own), len(self.names) - 1).tobytes())
-            self.offset.frombytes(starts[: len(own)].tobytes())
-            self.length.frombytes(own.tobytes())
+            extents = np.full((len(own), 3), len(self.names) - 1)
+            extents[:, 1], extents[:, 2] = starts[: len(own)], own
+            self.extents.frombytes(extents.tobytes())
             self.end += int(own.sum())
             file.write_memory(addresses[first:last], own)
             first = last
@@ -110,7 +106,7 @@ class DataFiles:
         self.flush()
         file = self._place(num_bytes)
         if self._makes_room:
-            file.make_room(self.offset[-1], num_bytes)
+            file.make_room(self.end - num_bytes, num_bytes)
 
     def put_block(
         self, values: Array, reported: int, digest: Digest | None, *, stays: bool = False
@@ -138,9 +134,7 @@ class DataFiles:
     def _place(self, num_bytes: int) -> file_writer.NewFile:
         """Note where the next value will lie."""
         file = self._required_file()
-        self.file.append(len(self.names) - 1)
-        self.offset.append(self.end)
-        self.length.append(num_bytes)
+        self.extents.extend((len(self.names) - 1, self.end, num_bytes))
         self.end += num_bytes
         return file
 
@@ -150,7 +144,7 @@ class DataFiles:
             self.finish()
         if self._open_file is None:
             self.names.append(self.next_name())
-            self._open_file = file_writer.create(self._root / self.names[-1])
+            self._open_file = file_writer.create(self._root, self.names[-1])
             self.end = 0
         return self._open_file
 
@@ -218,11 +212,11 @@ def write_shares(
 
     ``open_files`` makes the files of a share, which report what is written.
     """
-    is_cancelled = False
+    failures: list[BaseException] = []
 
     def report_or_stop(num_bytes: int) -> None:
-        if is_cancelled:
-            raise InterruptedError("the save was cancelled")
+        if failures:
+            raise failures[0]  # the others stop at what they write next
         report(num_bytes)
 
     def write(share: Share) -> Files:
@@ -230,15 +224,10 @@ def write_shares(
         try:
             fill(share, files)
             files.finish()
-        except BaseException:
+        except BaseException as error:
+            failures.append(error)
             files.give_up()
             raise
         return files
 
-    with ThreadPoolExecutor(threads, "data-files") as pool:
-        try:
-            # A thread costs more than a small share.
-            return list((pool.map if len(shares) > 1 else map)(write, shares))
-        except BaseException:
-            is_cancelled = True  # the others stop at what they write next
-            raise
+    return in_threads(write, shares, threads)

@@ -67,12 +67,18 @@ _REFUSED = {
 }
 
 
+@cache
 def kind_of(action: StrategyAction) -> type[Any]:
     """The class that all strategies for an action derive from."""
     # At the time of the call: that module imports this one.
     name = "".join(word.capitalize() for word in action.value.split("_"))
     kind: type[Any] = getattr(importlib.import_module(f"{_PACKAGE}.base"), f"{name}Strategy")
     return kind
+
+
+@cache
+def _loaded(place: str) -> Any:
+    return EntryPoint("", place, ENTRY_POINT_GROUP).load()
 
 
 class _OfAction(UserDict[tuple[str, int], Any]):
@@ -185,14 +191,14 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     wanted = (action.value, backend, version)
     name = f"{action.value}.{backend}.{version}"
     own = _BUILT_IN.get(name) or _REFUSED.get(name)
-    entries = [] if own is None else [EntryPoint(name, own, ENTRY_POINT_GROUP)]
-    for entry in entries or entry_points(group=ENTRY_POINT_GROUP, name=name):
+    places = [own] if own else [e.value for e in entry_points(group=ENTRY_POINT_GROUP, name=name)]
+    for place in places:
         try:
-            make = _load(entry)
+            make = _loaded(place)
         except (ImportError, AttributeError) as error:
             raise CheckpointingException(
                 f"Cannot import a default strategy for: {wanted}. Error: {error}. "
-                f"Hint: install the package that provides {entry.value!r} and what it needs"
+                f"Hint: install the package that provides {place!r} and what it needs"
             ) from error
         try:
             return make()
@@ -202,7 +208,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
             # A class that lacks an abstract method, for example, which the text names.
             finding = Finding(
                 f"{type(error).__name__}: {error}",
-                found=entry.value,
+                found=place,
                 remedy="Repair the package that provides it.",
             )
             message = f"cannot make the strategy for {wanted}"

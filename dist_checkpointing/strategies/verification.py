@@ -31,7 +31,6 @@ from dist_checkpointing.format.checksums import (
     StoredPart,
     checksum,
     checksum_of,
-    checksum_of_bytes,
     checksums_at,
     read_tables,
 )
@@ -449,7 +448,7 @@ def damage_of_objects(
             findings.append(Finding(f"there is no checksum for cell {cell} of the object", key))
             continue
         try:
-            found = checksum_of_bytes(reader.object_bytes(key, cell))
+            found = checksum(np.frombuffer(reader.object_bytes(key, cell), np.uint8))
         except CorruptCheckpointError as error:
             findings += in_words(error)
             continue

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.format.file_names import disk_name, disk_names
-from dist_checkpointing.format.geometry import Ints, Pieces, padded_rows
+from dist_checkpointing.format.geometry import Ints, Pieces, padded_rows, renumbered
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
@@ -60,9 +60,8 @@ def chunk_keys(
         offsets, flat_starts = table.offsets, table.flat[:, 0]
     else:
         offsets, flat_starts = table.chunk_offsets, stored_ranges(table, index)[:, 0]
-    is_used, width = np.bincount(table.keys, minlength=len(table.names)) > 0, offsets.shape[1]
-    keys = (np.cumsum(is_used) - 1)[table.keys]
-    names = [table.names[number] for number in np.flatnonzero(is_used).tolist()]
+    (used, (keys,)), width = renumbered(len(table.names), table.keys), offsets.shape[1]
+    names = [table.names[number] for number in used]
     _, shapes = index.shapes_of(names)
     chunks = padded_rows([shape or () for shape in shapes], 1, width)[:, :width]
     has_grid = np.array([shape is not None for shape in shapes], dtype=np.bool_)

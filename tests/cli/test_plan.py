@@ -141,7 +141,7 @@ def test_a_checkpoint_far_larger_than_memory(tmp_path: Path) -> None:
     (tmp_path / ".dckpt").mkdir()
     write_index(Index.of([stored]), tmp_path)
     config = CheckpointingConfig("zarr", 2)
-    content = {name: getattr(config, name) for name in config.__slots__}
+    content = {name: getattr(config, name) for name in config.__match_args__}
     (tmp_path / "metadata.json").write_text(json.dumps(content))
     plan = planned(tmp_path, "--tp", 8, exit_code=1)
     assert [rank["wanted_bytes"] for rank in plan["ranks"]] == [2 * 2**44 // 8] * 8

@@ -34,7 +34,7 @@ def files_with(
     assert [file.name for file in sealed] == files.names
     contents = [(folder / name).read_bytes() for name in files.names]
     assert [len(content) for content in contents] == [file.num_bytes for file in sealed]
-    columns = (files.file, files.offset, files.length)
+    columns = (files.extents[column::3] for column in range(3))
     for value, (file, offset, length) in zip(values, zip(*columns, strict=True), strict=True):
         assert contents[file][offset : offset + length] == value
     assert b"".join(contents) == b"".join(values)

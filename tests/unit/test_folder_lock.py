@@ -1,6 +1,5 @@
 """One lock a folder: with flock, without it, on network file systems, and after a kill."""
 
-import dataclasses
 import errno
 import json
 import logging
@@ -68,7 +67,7 @@ def kill(child: int) -> None:
 
 def put(folder: Path, **changes: Any) -> Holder:
     """Lay down a lock file, as that of this process but for some changes."""
-    holder = dataclasses.replace(Holder.current(Kind.FILE), **changes)
+    holder = Holder.current(Kind.FILE)._replace(**changes)
     (folder / LOCK_NAME).write_bytes(holder.to_json())
     return holder
 

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from threading import Barrier, Event, Thread, current_thread, enumerate as all_threads
 
@@ -447,7 +446,7 @@ def test_what_was_stopped_at_any_call_spares_a_checkpoint_of_after_a_removal(
 
 def test_a_process_that_has_ended_is_not_watched(location: ObjectPath) -> None:
     """Its heartbeats are an hour apart: this would not end otherwise."""
-    gone = replace(Holder.current(Kind.FILE), started=1)
+    gone = Holder.current(Kind.FILE)._replace(started=1)
     claim = Claim(location, 1, gone, 3600.0)
     put(claim.path, claim.to_json())
     assert save(location) == loaded(location)

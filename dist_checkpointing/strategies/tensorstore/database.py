@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -71,24 +70,26 @@ def write_tree(
 ) -> list[SealedFile]:
     """Make the database in ``folder`` hold these values, and no others; the files of the tree.
 
-    They last once ``folder`` is synced too. Keys are sorted, each once; all files are in the
-    folder, durably. What is not in a file yet is written before the nodes, once, whatever the
-    number of its keys: in the tree it would be there once a key.
+    They, and the names of the files of the values, last once ``folder`` is synced too. Keys are
+    sorted, each once; all files are in the folder, durably. What is not in a file yet is written
+    before the nodes, once, whatever the number of its keys: in the tree it would be there once a
+    key.
     """
-    name = f"{NODES_FOLDER}/{uuid.uuid4().hex}"
+    name = f"{NODES_FOLDER}/{os.urandom(16).hex()}"
     sizes = np.fromiter(map(len, values.inline), dtype=np.int64)
     extents = values.extents.copy()
     is_inline = extents[0] == INLINE
     number = extents[1, is_inline]
     # The first of the files is the one with the nodes.
     extents[0] += 1
-    extents[1:, is_inline] = (np.cumsum(sizes) - sizes)[number], sizes[number]
+    extents[1:, is_inline] = (sizes.cumsum() - sizes)[number], sizes[number]
     nodes, root = encode_tree(keys, [name, *values.files], extents, name, int(sizes.sum()))
-    location.make_folder(folder / NODES_FOLDER)
     tree, top = b"".join([*values.inline, *nodes]), ocdbt_nodes.encode_manifest(root)
-    location.write(folder / name, tree, durability)
+    nodes_file = SealedFile.put(folder, name, tree, durability)
+    if durability is Durability.FSYNC:
+        location.fsync_folders([name, *values.files], folder)
     write(folder, MANIFEST_NAME, top, durability)
-    return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(MANIFEST_NAME, top)]
+    return [nodes_file, SealedFile.of_bytes(MANIFEST_NAME, top)]
 
 
 def merged_values(parts: Sequence[StoredValues], index: Index) -> tuple[list[bytes], Values]:
@@ -106,7 +107,7 @@ def merged_values(parts: Sequence[StoredValues], index: Index) -> tuple[list[byt
         # Ranks may share the same file of a base.
         files = [number_of.setdefault(name, len(number_of)) for name in part.values.files]
         file, *places = part.values.extents
-        columns.append(np.stack([np.array(files, dtype=np.int64)[file], *places]))
+        columns.append(np.array([np.array(files, dtype=np.int64)[file], *places]))
     order = sorted(range(len(names)), key=names.__getitem__)
     keys = [names[row] for row in order]
     for twice in compress(keys, map(eq, keys, islice(keys, 1, None))):
@@ -176,11 +177,9 @@ def keep_shared(
     elsewhere now, and the shared files that stay and the new ones.
     """
     files, (file, offset, length) = list(values.files), values.extents
-    for path, names in local_folder.walked(folder / DATA_FOLDER):
-        for name in names:
-            # A rank shared it, and then found that it could not use it.
-            if (path / name).relative_to(folder).as_posix() not in files:
-                (path / name).unlink()
+    for name in location.files_below(folder, [DATA_FOLDER]).keys() - {*files}:
+        # A rank shared it, and then found that it could not use it.
+        (folder / name).unlink()
     is_outside, is_durable = file >= 0, options.durability is Durability.FSYNC
     used = np.bincount(file[is_outside], length[is_outside], len(files)).astype(np.int64)
     kept, copied, num_bytes = [], [], 0
@@ -195,7 +194,7 @@ def keep_shared(
             continue
         rows = np.flatnonzero(file == number)
         rows = rows[np.argsort(offset[rows], kind="stable")]
-        files[number] = fresh = f"{name.rpartition('/')[0]}/used-{uuid.uuid4().hex}"
+        files[number] = fresh = f"{name.rpartition('/')[0]}/used-{os.urandom(16).hex()}"
         _copy(folder / name, folder / fresh, offset[rows], length[rows], is_durable=is_durable)
         (folder / name).unlink()
         offset[rows] = np.cumsum(length[rows]) - length[rows]
@@ -278,7 +277,9 @@ def _split(
     sizes = np.bincount(file, length, len(values.files)).astype(np.int64).tolist()
     sizes_of = zip(values.files, sizes, strict=True)
     shared = {name: size for name, size in sizes_of if size and name in in_use}
-    return rest, tuple(name for name in _files(root) if name not in in_use), shared
+    # All files in which the database may keep something.
+    files = sorted(location.files_below(root, (NODES_FOLDER, DATA_FOLDER)))
+    return rest, tuple(name for name in files if name not in in_use), shared
 
 
 def _with_texts(root: Path, values: Values) -> Values:
@@ -298,13 +299,3 @@ def _with_texts(root: Path, values: Values) -> Values:
         text = content(*extents[:, row].tolist())
         extents[:2, row] = INLINE, texts.setdefault(text, len(texts))
     return Values(values.files, extents, list(texts))
-
-
-def _files(root: Path) -> list[str]:
-    """All files in which the database may keep something."""
-    return sorted(
-        (path / name).relative_to(root).as_posix()
-        for folder in (NODES_FOLDER, DATA_FOLDER)
-        for path, names in local_folder.walked(root / folder)
-        for name in names
-    )

@@ -8,8 +8,8 @@ follow each other in a record are read and written together, as rows of one arra
 from __future__ import annotations
 
 import operator
+import os
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +18,8 @@ from typing import Any, Final
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
+
+from dist_checkpointing.format.geometry import renumbered
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -119,8 +121,9 @@ def encoded(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
     rest = column >> np.arange(0, most.bit_length(), 7, dtype=np.uint64)
     is_used = rest != 0
     is_used[:, 0] = True
-    more = (rest > 0x7F).astype(np.uint8) << 7
-    data: bytes = ((rest & np.uint64(0x7F)).astype(np.uint8) | more)[is_used].tobytes()
+    # All but the last one have the highest bit.
+    digits = np.where(rest > 0x7F, rest | 0x80, rest).astype(np.uint8)
+    data: bytes = digits[is_used].tobytes()
     return data
 
 
@@ -134,7 +137,7 @@ def shared_lengths(strings: Sequence[bytes]) -> I64:
     joined = b"".join(strings) + bytes(8)
     # Eight bytes from each place on, as one number: most neighbours differ within a few of these.
     words = np.ndarray((len(joined) - 7,), dtype="<u8", buffer=joined, strides=(1,))
-    starts = np.cumsum(lengths) - lengths
+    starts = lengths.cumsum() - lengths
     both = np.minimum(lengths[1:], lengths[:-1])
     rows = np.arange(count - 1)
     place = 0
@@ -451,15 +454,15 @@ def encode_node(
     position in ``files``, first byte and number of bytes; of a child also what a NodeRef says is
     below it, and ``prefixes`` has with how many bytes of its lower bound all keys there begin.
     """
-    used, file = np.unique(entries[0], return_inverse=True)
+    used, (file,) = renumbered(len(files), entries[0])
     others = [np.subtract(prefixes, cut)] if height else []
     strings = _encoded_strings(keys, shared, cut, *others)
     if height:
-        columns = [encoded(np.stack([file, *entries[1:]]))]
+        columns = [encoded(np.concatenate([file, *entries[1:]]))]
     else:
         columns = [encoded(entries[2]), bytes([_OUTSIDE]) * len(keys)]
-        columns.append(encoded(np.stack([file, entries[1]])))
-    table = files_table([files[number] for number in used.tolist()])
+        columns.append(encoded(np.concatenate([file, entries[1]])))
+    table = files_table([files[number] for number in used])
     body = b"".join([bytes([height]), table, strings, *columns])
     return sealed(NODE, body, compressed=True)
 
@@ -477,7 +480,7 @@ def encode_manifest(root: NodeRef | None) -> bytes:
     """The manifest of a database with one version, whose root lies in a file without base path."""
     root = root or NodeRef("", "", 0, MOST_U64, MOST_U64, 0, 0, 0)
     numbers = (0, root.offset, root.length, root.num_keys, root.num_tree_bytes)
-    config = uuid.uuid4().bytes + bytes([_SINGLE]) + encoded([_INLINE_BYTES, NODE_BYTES])
+    config = os.urandom(16) + bytes([_SINGLE]) + encoded([_INLINE_BYTES, NODE_BYTES])
     config += bytes([_ARITY_LOG2, _ZSTD]) + bytes(_LEVEL_BYTES)
     version = b"\x01\x01" + bytes([root.height]) + encoded([*numbers, root.num_value_bytes])
     version += time.time_ns().to_bytes(8, "little")

@@ -266,7 +266,7 @@ def encode_tree(
     # How much of each key all keys below share; and its extent, and what lies below it: keys, bytes
     # of nodes, bytes of values.
     zeros, height, prefixes = np.zeros_like(lengths), 0, lengths
-    entries = np.stack([*extents, zeros + 1, zeros, extents[2]])
+    entries = np.array([*extents, zeros + 1, zeros, extents[2]])
     while True:
         shared = shared_lengths(keys)
         path_sizes = np.fromiter(map(len, files), dtype=np.int64)
@@ -293,11 +293,11 @@ def encode_tree(
 
 def _groups(sizes: I64, least: int) -> Iterator[slice]:
     """The rows of each node."""
-    ends = np.cumsum(sizes)
+    ends = sizes.cumsum()
     start, count = 0, len(sizes)
     while start < count:
         before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + NODE_BYTES, side="right"))
+        stop = int(ends.searchsorted(before + NODE_BYTES, side="right"))
         stop = min(max(stop, start + least), start + MOST_ENTRIES, count)
         if count - stop < least:
             stop = count  # a node above a single one would never end

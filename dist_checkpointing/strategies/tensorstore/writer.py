@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import chain, groupby, product
+from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, Final
 
@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     NO_DIGEST,
@@ -31,7 +30,7 @@ from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
-from dist_checkpointing.storage.options import Checksum, Durability
+from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.storage.staging import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.data_files import (
@@ -71,15 +70,15 @@ class RowWriter:
         self, plan: SavePlan, planner: SavePlanner, known: PlanDigests, *, has_checksums: bool
     ) -> None:
         assert plan.index is not None
-        self._table, self._index = plan.table, plan.index
+        self._table, self._index = (table := plan.table), plan.index
         self.has_checksums = has_checksums
         self.digests = known.columns
         # What a planner makes once more may be something else.
         self._known = None if planner.makes_data or not known.known.any() else known
         self._data_of = known.data_of
-        is_object, is_edge = plan.table.is_object, _edges(plan.table, plan.index)
+        is_object, is_edge = table.is_object, _edges(table, plan.index)
         self._is_object, self._is_edge = is_object.tolist(), is_edge.tolist()
-        self._sizes = plan.table.num_bytes
+        self._sizes = table.num_bytes
         self._is_simple = ~is_object & ~is_edge & (self._sizes < LARGE_BYTES)
 
     def write(self, rows: Int64s, files: DataFiles, most_bytes: int) -> None:
@@ -99,14 +98,14 @@ class RowWriter:
     def _batches(self, rows: Int64s, most_bytes: int) -> Iterator[tuple[int, int, bool]]:
         """Runs of rows that may be written together, and of those that may not be."""
         is_simple = self._is_simple[rows]
-        ends = np.cumsum(self._sizes[rows])
+        ends = self._sizes[rows].cumsum()
         begin = 0
         for change in [*(np.flatnonzero(np.diff(is_simple)) + 1).tolist(), len(rows)]:
             while begin < change:
                 end = change
                 if is_simple[begin]:
                     limit = most_bytes + (int(ends[begin - 1]) if begin else 0)
-                    room = int(np.searchsorted(ends, limit, side="right"))
+                    room = int(ends.searchsorted(limit, side="right"))
                     end = min(change, begin + _MOST_TOGETHER, max(begin + 1, room))
                 yield begin, end, bool(is_simple[begin])
                 begin = end
@@ -256,7 +255,6 @@ class TensorStoreWriter(StorageWriter):
         rows = RowWriter(plan, planner, known, has_checksums=has_checksums)
 
         def open_files(share: tuple[str, Int64s], report: Callable[[int], None]) -> DataFiles:
-            location.make_folder(self.checkpoint_dir / share[0].rpartition("/")[0])
             return DataFiles(self.checkpoint_dir, share[0], self.options, most_pending, report)
 
         written = write_shares(
@@ -268,7 +266,8 @@ class TensorStoreWriter(StorageWriter):
         )
         extents, names = np.empty((3, len(table)), dtype=np.int64), list[str]()
         for (_, own), files in zip(shares, written, strict=True):
-            extents[:, own] = np.array(files.file) + len(names), files.offset, files.length
+            extents[:, own] = np.array(files.extents).reshape(-1, 3).T
+            extents[0, own] += len(names)
             names += files.names
         extents[:, reused.rows] = reused.extents.T
         extents[0, reused.rows] += len(names)
@@ -291,26 +290,24 @@ class TensorStoreWriter(StorageWriter):
 
         Each is work for a thread: a data group, or several parts of it of about the same bytes.
         """
-        # What has not changed may stay so: in files of its own it can be shared the next time.
-        age = np.zeros(len(table), dtype=np.int64)
-        age[steady], age[reused] = 1, 2
         # To drop an optimizer's tensors deletes their files; to delete keys would free nothing.
         # A removal keeps objects: they must not hold on to such files.
         of_optimizer = np.array([is_of_optimizer(name) for name in table.names])[table.keys]
-        of_optimizer &= ~table.is_object
+        # What has not changed may stay so: in files of its own it can be shared the next time.
+        group = np.where(table.is_object, 0, 2 * of_optimizer)
+        group[steady] += 1
+        group[reused] = -1
         sizes = table.num_bytes
-        for is_optimizer, own_age in product((False, True), (0, 1)):
-            own = (of_optimizer == is_optimizer) & (age == own_age)
-            if not own.any():
-                continue
-            small = np.flatnonzero(own & (sizes < LARGE_BYTES))
-            large = np.flatnonzero(own & (sizes >= LARGE_BYTES))
+        is_large = sizes >= LARGE_BYTES
+        for kind in sorted({*group.tolist()} - {-1}):
+            own, is_optimizer = group == kind, kind > 1
+            small, large = np.flatnonzero(own & ~is_large), np.flatnonzero(own & is_large)
             count = min(_MOST_THREADS, self.options.threads // 2)
             count = max(1, min(count, int(sizes[large].sum()) // _LEAST_BYTES_A_THREAD))
             for number, rows in enumerate(balanced(large, sizes, count)):
                 # Large values first: these begin at the beginning of a page more often.
                 folder = f"{database.DATA_FOLDER}/{'optimizer' if is_optimizer else 'model'}"
-                stem = f"{folder}/{self.rank}.{number}-{uuid.uuid4().hex[:8]}"
+                stem = f"{folder}/{self.rank}.{number}-{os.urandom(4).hex()}"
                 yield stem, rows if number else np.concatenate([rows, small])
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> list[SealedFile]:
@@ -323,8 +320,6 @@ class TensorStoreWriter(StorageWriter):
             if self.base is not None:
                 shared = {file.name: file for part in parts for file in part.shared}
                 values, files_of_base = database.keep_shared(folder, values, shared, self.options)
-            if durability is Durability.FSYNC:
-                location.fsync_folders([folder / name for name in values.files], folder)
             tree = database.write_tree(folder, keys, values, durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]
 

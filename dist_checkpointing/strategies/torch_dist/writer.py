@@ -28,8 +28,8 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import file_writer, location
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME, bytes_of, checksum_of_bytes
+from dist_checkpointing.filesystem import location
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME, bytes_of, checksum
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, split_rows, values_of_part
 from dist_checkpointing.format.index import Index
@@ -307,7 +307,7 @@ class TorchDistWriter(StorageWriter):
                     # Megatron keeps a list of all cells of this name on the rank.
                     value = serialize([data], f"the ShardedObject {key!r}")
                     cell = ShardedObject(key, None, table.global_shape(row), box.offset)
-                    checksums[row] = checksum_of_bytes(value)
+                    checksums[row] = checksum(np.frombuffer(value, np.uint8))
                     file.rows.append((cell.unique_key, None, None, file.add_bytes(value)))
                 else:
                     hasher = xxhash.xxh3_64() if with_checksums else None
@@ -362,6 +362,5 @@ class TorchDistWriter(StorageWriter):
                 chunks[key].append((offsets, sizes))
         tensors = {key: dcp_tensor(metadata[key], chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
-        durability = self.options.durability
-        file_writer.put(self.checkpoint_dir, DCP_METADATA_NAME, content, durability)
-        return [SealedFile.of_bytes(DCP_METADATA_NAME, content)]
+        place, durability = (self.checkpoint_dir, DCP_METADATA_NAME), self.options.durability
+        return [SealedFile.put(*place, content, durability)]

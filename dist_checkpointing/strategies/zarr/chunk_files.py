@@ -275,11 +275,10 @@ class ZarrFolderWriter(StorageWriter):
         rows = np.setdiff1d(np.arange(len(table)), shared.rows).tolist()
         files += itertools.chain.from_iterable(in_threads(write, rows, threads))
         if options.durability is Durability.FSYNC:
-            made = [self.checkpoint_dir / file.name for file in files]
-            in_threads(location.fsync_file, made, options.threads)
-            location.fsync_folders(made, self.checkpoint_dir)
-            if self.rank:  # rank 0 commits, which makes its own names durable
-                location.fsync_folder(self.checkpoint_dir)
+            root, made = self.checkpoint_dir, [file.name for file in files]
+            in_threads(lambda name: location.fsync_file(root / name), made, options.threads)
+            # Rank 0 commits, which makes its own names durable.
+            location.fsync_folders(made, root, to_root=self.rank > 0)
         uppers, checksums = digests.columns.T if with_checksums else (None, None)
         return done(
             WriteResults(table, sizes, checksums=checksums, files=tuple(files), uppers=uppers)

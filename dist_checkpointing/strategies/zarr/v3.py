@@ -21,7 +21,7 @@ from zarr.core.dtype.npy.float import BaseFloat
 from zarr.dtype import data_type_registry
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import file_writer, local_folder, location
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, write_index
@@ -139,10 +139,9 @@ class ZarrV3Writer(ZarrFolderWriter):
         del results
         metadata = replace(metadata, codec=self.codec_name)
         durability = self.options.durability
-        root = _root_json(metadata)
-        file_writer.put(self.checkpoint_dir, METADATA_NAME, root, durability)
-        index = write_index(metadata, self.checkpoint_dir, durability)
-        return [SealedFile.of_bytes(METADATA_NAME, root), index]
+        folder, root = self.checkpoint_dir, _root_json(metadata)
+        described = SealedFile.put(folder, METADATA_NAME, root, durability)
+        return [described, write_index(metadata, folder, durability)]
 
 
 def rebuild_index(checkpoint_dir: Location) -> Index:
