@@ -494,13 +494,6 @@ def fsync_folders(names: Iterable[str], root: Location, *, to_root: bool = False
     in_threads(sync, folders, min(_MOST_SYNCS, 1 + len(folders) // _SYNCS_A_THREAD))
 
 
-def fsync_tree(folder: Path) -> None:
-    """Make all files below a folder durable, then their names."""
-    names = files_below(folder)
-    fsync_file(*(f"{folder}/{name}" for name in names))
-    fsync_folders(names, folder, to_root=True)
-
-
 def check_room(folder: Location, num_bytes: int) -> None:
     """Check before a save that ``num_bytes`` can be written below a folder, where that is known.
 

@@ -54,14 +54,11 @@ _MAX_NUMBERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many threads work, on boxes of how many bytes each; how much a writer may collect, and
-    how much of mapped files may count as memory of the process.
-    """
+    """How many threads work, on boxes of how many bytes each, and how much a writer may collect."""
 
     threads: int
     box_bytes: int
     buffer_bytes: int
-    mapped_bytes: int
 
 
 def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
@@ -85,7 +82,7 @@ def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
     rest -= _SLACK_BYTES
     count = threads or StorageOptions().threads
     box_bytes = max(2**20, min(_MOST_BOX_BYTES, rest // (2 * _COPIES * count)))
-    return Budget(count, box_bytes, max(2**20, rest // 4), max(2**23, rest // 8))
+    return Budget(count, box_bytes, max(2**20, rest // 4))
 
 
 class ReusedMemory:

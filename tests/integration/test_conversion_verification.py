@@ -148,7 +148,7 @@ def test_parts_that_are_larger_than_what_is_read_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def little(*_: object) -> Budget:
-        return Budget(threads=3, box_bytes=1000, buffer_bytes=2000, mapped_bytes=2000)
+        return Budget(threads=3, box_bytes=1000, buffer_bytes=2000)
 
     # By its name in the package it is the function.
     monkeypatch.setattr(

@@ -8,9 +8,8 @@ from hypothesis import given, strategies as st
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
-from dist_checkpointing.format.geometry import ravel_offset
 from dist_checkpointing.tools.convert import Rules, plan_conversion
-from dist_checkpointing.tools.convert.plan import PlannedTensor, runs, shards
+from dist_checkpointing.tools.convert.plan import PlannedTensor, shards
 
 FLOAT32 = dtypes.from_name("float32")
 
@@ -183,30 +182,6 @@ def test_shards_make_up_the_tensor_once(tensor: PlannedTensor, most_bytes: int) 
         assert box.num_elements * tensor.widest_itemsize <= max(most_bytes, tensor.widest_itemsize)
     assert boxes
     assert (counts == 1).all()
-
-
-@given(planned(), st.integers(1, 200))
-def test_runs_follow_each_other_in_c_order(tensor: PlannedTensor, most_bytes: int) -> None:
-    position = 0
-    for box in runs(tensor, most_bytes):
-        flat = np.arange(math.prod(tensor.shape)).reshape(tensor.shape)[box.slices()].reshape(-1)
-        assert ravel_offset(box.offset, tensor.shape) == position
-        assert flat.tolist() == list(range(position, position + box.num_elements))
-        assert box.num_elements * tensor.widest_itemsize <= max(most_bytes, tensor.widest_itemsize)
-        position += box.num_elements
-    assert position == math.prod(tensor.shape)
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
-def test_no_chunk_is_read_twice_if_memory_allows(
-    rows: int, columns: int, high: int, wide: int
-) -> None:
-    tensor = StoredTensor("k", FLOAT32, (rows * high, columns * wide), (high, wide))
-    seen: dict[tuple[int, ...], int] = {}
-    for box in runs(PlannedTensor(tensor, "k", FLOAT32), 4 * high * columns * wide):
-        for index, _ in tensor.grid.intersecting(box):
-            seen[index] = seen.get(index, 0) + 1
-    assert set(seen.values()) == {1}
 
 
 def test_an_awkward_extent_does_not_make_tiny_parts() -> None:

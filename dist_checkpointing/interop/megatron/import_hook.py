@@ -72,7 +72,7 @@ _SOURCES = {
     "strategies.common": "strategies.common",
     "strategies.filesystem_async": ".strategies",
     "strategies.fully_parallel": ".strategies",
-    "strategies.resharding": ".strategies",
+    "strategies.resharding": "",
     "strategies.tensorstore": "strategies.tensorstore",
     "strategies.torch": ".strategies",
     "strategies.zarr": "strategies.zarr",
@@ -91,7 +91,12 @@ _LEFT_OUT = {
     ),
     "strategies.async_utils": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller",
     "strategies.filesystem_async": "FileSystemWriterAsync",
-    "strategies.torch": "MCoreLoadPlanner MCoreSavePlanner",
+    "strategies.resharding": (
+        "TensorReformulationMetadata is_nd_flattened_tensor "
+        "nd_flattened_tensor_reformulated_global_shape apply_nd_flattened_tensors_reformulation "
+        "restore_nd_flattened_tensors_formulation"
+    ),
+    "strategies.torch": "MCoreLoadPlanner MCoreSavePlanner get_reformulation_metadata",
 }
 """Classes and functions that are left out, by module. To import one warns, since it may not be
 used; to call it raises LeftOutError."""

@@ -17,7 +17,6 @@ from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies import base, fully_parallel, torch_dist
 from dist_checkpointing.strategies.base import PathOrStr, PlannedLoadStrategy, PlannedSaveStrategy
-from dist_checkpointing.strategies.torch_dist.metadata import flattened_size
 
 _results_queue = None  # Megatron's training imports it
 
@@ -85,12 +84,6 @@ class MCoreMetadata(Metadata):
 @dataclass(frozen=True)
 class MCoreSavePlan(SavePlan):
     mcore_data: dict[str, dict[str, Any]] | None = None
-
-
-def get_reformulation_metadata(sharded_state_dict: Any, checkpoint_dir: Any) -> dict[str, Any]:
-    """Nothing: the readers load flattened tensors in any form."""
-    del sharded_state_dict, checkpoint_dir
-    return {}
 
 
 # The work that ranks share.
@@ -166,40 +159,3 @@ def distribute_main_replicas_with_precomputed_distribution(
         if isinstance(leaf, ShardedTensor):
             rank = rank_of.get(_sharded_tensor_shard_id(leaf))
             leaf.replica_id = int(rank != dist.get_rank(parallelization_group))
-
-
-# Flattened tensors that are loaded in another form: the readers do that, and nothing is left.
-
-
-@dataclass
-class TensorReformulationMetadata:
-    """Shape of a flattened tensor, and shape in which torch_dist stores it."""
-
-    ckpt_orig_global_shape: tuple[int, ...]
-    ckpt_reform_global_shape: tuple[int, ...]
-
-
-def is_nd_flattened_tensor(sh_ten: Any) -> bool:
-    """Whether it is a flattened shard."""
-    return isinstance(sh_ten, ShardedTensor) and sh_ten.flattened_range is not None
-
-
-def nd_flattened_tensor_reformulated_global_shape(sh_ten: ShardedTensor) -> tuple[int, ...]:
-    """Shape in which torch_dist stores the tensor of a flattened shard."""
-    return flattened_size(sh_ten.global_shape, sh_ten.box.shape)
-
-
-def apply_nd_flattened_tensors_reformulation(
-    sharded_state_dict: StateDict, reformulation_metadata: Mapping[str, Any]
-) -> tuple[StateDict, StateDict]:
-    """The state dict as it is."""
-    del reformulation_metadata
-    return sharded_state_dict, {}
-
-
-def restore_nd_flattened_tensors_formulation(
-    state_dict: StateDict, formulation_restore_metadata: StateDict
-) -> StateDict:
-    """The state dict as it is."""
-    del formulation_restore_metadata
-    return state_dict

@@ -354,22 +354,3 @@ def _divided(shape: Ints, chunk: Ints, itemsize: int, most_bytes: int) -> Ints:
             block = divisor if 2 * divisor > block else block
         chunk = (*chunk[:axis], block, *chunk[axis + 1 :])
     return chunk
-
-
-def runs(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
-    """The boxes in which a tensor is copied into a file that holds it in C order.
-
-    Each is one run of that order, and as high as a row of the chunks in which it is stored, so that
-    no chunk is read twice; divided where that is more than ``most_bytes``.
-    """
-    if 0 in tensor.shape:
-        return
-    whole, chunk = Box.whole(tensor.shape), tensor.source.chunk_shape
-    most = max(1, most_bytes // tensor.widest_itemsize)
-    height = whole.shape[:1]
-    if chunk and whole.num_elements > most:
-        # As many rows of chunks as fit, and at least one.
-        row_elements = chunk[0] * (whole.num_elements // whole.shape[0])
-        height = (chunk[0] * max(1, most // row_elements),)
-    for _, band in ChunkGrid(tensor.shape, (*height, *tensor.shape[1:])).intersecting(whole):
-        yield from split_rows(band, most)
