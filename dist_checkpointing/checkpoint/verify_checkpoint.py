@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
@@ -74,6 +75,20 @@ class Examination:
     def is_sound(self) -> bool:
         """Whether nothing is damaged."""
         return not self.findings
+
+    @classmethod
+    def joined(cls, of_ranks: Sequence[Examination]) -> Examination:
+        """What ranks have seen together, each of its part; rank 0 has counted all else."""
+        return replace(
+            of_ranks[0],
+            findings=merge_findings(chain(*(found.findings for found in of_ranks))),
+            refused=merge_findings(chain(*(found.refused for found in of_ranks))),
+            remarks=merge_findings(chain(*(found.remarks for found in of_ranks))),
+            num_tensors=sum(found.num_tensors for found in of_ranks),
+            num_parts=sum(found.num_parts for found in of_ranks),
+            num_bytes=sum(found.num_bytes for found in of_ranks),
+            num_bytes_compared=sum(found.num_bytes_compared for found in of_ranks),
+        )
 
 
 class Notes:

@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from dist_checkpointing import __version__
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.tools.report import fail, print_json
+from dist_checkpointing.tools.torchrun import IS_SILENT
 
 EXIT_BAD_INPUT: Final = 2
 EXIT_INTERRUPTED: Final = 130
@@ -151,6 +152,8 @@ def main() -> None:
 
 
 def _fail(kind: str, message: str, text: str, findings: Sequence[Finding] = ()) -> NoReturn:
+    if IS_SILENT:
+        sys.exit(EXIT_BAD_INPUT)
     # The output itself may be what fails, such as on a full disk.
     try:
         if "--json" in sys.argv:
@@ -174,6 +177,8 @@ def _prepare_output() -> None:
             setattr(sys, name, os.fdopen(devnull, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if IS_SILENT:
+        _discard_output()
 
 
 def _discard_output() -> None:

@@ -14,6 +14,7 @@ from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.run_steps import located
 from dist_checkpointing.tools.opening import Memory, explaining
 from dist_checkpointing.tools.report import AsJson, Report, progress_bar
+from dist_checkpointing.tools.torchrun import ranks
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
@@ -168,7 +169,7 @@ def convert(
     )
     place = located(source)
     try:
-        with progress_bar("planning", None) as bar, explaining(place):
+        with ranks() as comm, progress_bar("planning", None) as bar, explaining(place):
             done = convert.convert(
                 place,
                 destination,
@@ -177,6 +178,7 @@ def convert(
                 recipe=None if recipe is None else Recipe.read(recipe),
                 options=options,
                 progress=bar.show,
+                comm=comm,
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"nothing of {destination} is left") from None

@@ -21,6 +21,7 @@ from dist_checkpointing.tools.opening import (
     open_named,
 )
 from dist_checkpointing.tools.report import AsJson, Report, progress_bar
+from dist_checkpointing.tools.torchrun import ranks
 
 _EXIT_DAMAGED = 1
 _MAX_BYTES = 2**30
@@ -55,8 +56,14 @@ def verify(
     """
     expected = None if against is None else read_fingerprints(against)
     path = located(checkpoint)
-    with progress_bar("verifying", None) as bar, explaining(path):
-        found = examine_checkpoint(path, trusted=trusted, progress=bar.show)
+    with ranks() as comm, progress_bar("verifying", None) as bar, explaining(path):
+        share = {"rank": comm.rank, "world_size": comm.world_size}
+        found = Examination.joined(
+            comm.exchange(
+                "verifying",
+                lambda: examine_checkpoint(path, trusted=trusted, progress=bar.show, **share),
+            )
+        )
     verdict = "sound" if found.is_sound else "damaged"
     # Fingerprints are compared only where nothing is damaged.
     if against is not None and expected is not None and found.is_sound:

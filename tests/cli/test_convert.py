@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from dist_checkpointing import load_plain_tensors, save
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.tools import app
+from samples import Run, Samples
 from scripts import TELL_PEAK, run_forked, run_fresh, told_peak
 from states import shard
 
@@ -289,3 +290,15 @@ def test_a_recipe_that_does_not_fit_names_its_rule(source: Path, tmp_path: Path)
     recipe.write_text('[{"resize": "norm", "size": 9, "fill": "template"}]')
     result = CliRunner().invoke(app.app, [*arguments, "--recipe", str(recipe)])
     assert "'norm': no template says what fills it" in str(result.exception)
+
+
+def test_under_torchrun(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
+    """Ranks share the work, and the first one talks."""
+    source, launcher = samples("tensorstore").folder, ["-m", "torch.distributed.run"]
+    ranks = [*launcher, "--standalone", "--nproc-per-node=2", "-m", "dist_checkpointing"]
+    done = run_fresh(*ranks, "convert", source, tmp_path / "out", "--to", "zarr", timeout=120)
+    assert done.stdout.count("converted ") == 1, done.stderr
+    assert dckpt("diff", source, tmp_path / "out", "--equal-nan").code == 0
+    seen = run_fresh(*ranks, "verify", tmp_path / "out", "--json", timeout=120)
+    alone = dckpt("verify", tmp_path / "out", "--json")
+    assert json.loads(seen.stdout) == alone.json

@@ -20,9 +20,9 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.torch_file import TorchFile
-from dist_checkpointing.testing import random_bits, run_ranks
+from dist_checkpointing.testing import failures_on, random_bits, run_ranks
 from dist_checkpointing.tools import convert as conversions
-from dist_checkpointing.tools.convert import conversion
+from dist_checkpointing.tools.convert import Conversion, conversion
 from faults import failing
 from samples import GOLDEN, GOLDEN_NAMES
 from states import between, cell, flat, shard
@@ -355,6 +355,35 @@ def test_values_that_are_stored_once_are_not_written_out_unasked(
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
     run(overwrite=True)
     assert_same(read_back(tmp_path / "out", to), {"w": torch.full((100_000,), 1.5)})
+
+
+@pytest.mark.parametrize("to", [name for name in FORMATS if name != "torch_file"])
+@pytest.mark.parametrize("source", FORMATS)
+def test_ranks_share_the_work(
+    sources: dict[str, Path], source: str, to: str, tmp_path: Path
+) -> None:
+    def one(comm: Comm) -> Conversion:
+        return convert(sources[source], tmp_path / "out", to, options=ROOMY, comm=comm)
+
+    done = run_ranks(3, one)
+    assert_same(read_back(tmp_path / "out", to), ORACLE)
+    alone = convert(sources[source], tmp_path / "alone", to, options=ROOMY)
+    for shared in done:
+        assert shared.verified_bytes == alone.verified_bytes
+        assert shared.left_out == alone.left_out
+    dc.verify_checkpoint(tmp_path / "out")
+
+
+def test_ranks_fail_together(sources: dict[str, Path], tmp_path: Path) -> None:
+    def one(comm: Comm) -> None:
+        convert(sources["zarr"], tmp_path / "out", "tensorstore", options=ROOMY, comm=comm)
+
+    with failing("dist_checkpointing.Checkpoint.read", code=errno.EIO, nth=2, times=1):
+        assert len(failures_on(3, one)) == 3
+    assert not (tmp_path / "out").exists()
+    assert (
+        len(failures_on(2, lambda comm: convert(tmp_path / "no", tmp_path / "o", comm=comm))) == 2
+    )
 
 
 @pytest.mark.parametrize("to", ["zarr", "safetensors"])

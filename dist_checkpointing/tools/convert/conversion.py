@@ -11,6 +11,7 @@ from os import PathLike
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
+from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -73,6 +74,7 @@ def convert(
     recipe: Recipe | None = None,
     options: ConvertOptions | None = None,
     progress: ProgressOption | None = None,
+    comm: Comm | None = None,
 ) -> Conversion:
     """Convert tensors from one format into another, bit by bit unless a cast is asked for.
 
@@ -88,13 +90,15 @@ def convert(
         source: a committed checkpoint of any backend (also of Megatron and torch DCP), safetensors
             files (one, or a Hugging Face folder), a file of torch.save, or a folder of a DeepSpeed
             ZeRO checkpoint.
-        destination: a folder, or a URL for a checkpoint; a file for ``torch``, and for
+        destination: a folder, or a URL for a checkpoint; a file for ``torch_file``, and for
             ``safetensors`` if its name says so.
-        to: ``backend`` or ``backend:version``, ``safetensors`` or ``torch``.
+        to: ``backend`` or ``backend:version``.
         rules: which keys, by what names, dtypes and cuts.
         recipe: what to make of the tensors first; the rules apply to the result.
         options: memory, threads and the like.
         progress: called with a Progress, from any thread.
+        comm: the ranks that share the work, each with ``options`` of its own; all of them call
+            this. By default, this process alone.
 
     Raises:
         CheckpointNotFoundError: ``source`` holds nothing that is read.
@@ -115,48 +119,41 @@ def convert(
         ['weight']
     """
     options, rules = options or ConvertOptions(), rules or Rules()
-    began = time.perf_counter()
-    backend, place = parse_backend(to), as_location(destination)
-    opened = Checkpoint.open(source, trusted=options.trusted)
-    stored = Source(opened, recipe)
-    objects = {key: handle.shape for key, handle in stored.objects.items()}
-    plan = plan_conversion(stored.index, objects, rules)
-    if location.overlap(opened.path, place):
-        problem, remedy = "source and destination overlap", "Convert into another place."
-        finding = Finding(problem, path=str(place), remedy=remedy)
-        raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
-    # Before memory is divided, so that the checksums count.
-    not_verified: str | None = "verification was turned off"
-    if options.verify:
-        has_checksums = stored.find_checksums({tensor.source.key for tensor in plan.tensors})
-        is_verified = has_checksums or not plan.tensors
-        not_verified = None if is_verified else "the source keeps no checksums"
+    began, comm = time.perf_counter(), comm or SingleProcess()
     # All that can be wrong is found out before a byte is written.
-    target = Target(
-        source=stored,
-        plan=plan,
-        destination=place,
-        backend=backend,
-        options=options,
-        progress=progress,
-        rules=rules,
-    )
-    if not (options.overwrite or options.dry_run):
-        _require_expected_size(opened.folder, plan.num_bytes)
-    location.check_room(place.absolute().parent, plan.num_bytes)
-    budget = budget_of(options.memory_bytes, options.threads)
-    stored.limit(budget)
+    with comm.agreed("planning the conversion"):
+        backend, place = parse_backend(to), as_location(destination)
+        opened = Checkpoint.open(source, trusted=options.trusted)
+        stored = Source(opened, recipe)
+        objects = {key: handle.shape for key, handle in stored.objects.items()}
+        plan = plan_conversion(stored.index, objects, rules)
+        if location.overlap(opened.path, place):
+            problem, remedy = "source and destination overlap", "Convert into another place."
+            finding = Finding(problem, path=str(place), remedy=remedy)
+            raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
+        # Before memory is divided, so that the checksums count.
+        not_verified: str | None = "verification was turned off"
+        if options.verify:
+            has_checksums = stored.find_checksums({tensor.source.key for tensor in plan.tensors})
+            is_verified = has_checksums or not plan.tensors
+            not_verified = None if is_verified else "the source keeps no checksums"
+        target = Target(stored, plan, place, backend, options, rules)
+        if not (options.overwrite or options.dry_run):
+            _require_expected_size(opened.folder, plan.num_bytes)
+        location.check_room(place.absolute().parent, plan.num_bytes)
+        budget = budget_of(options.memory_bytes, options.threads)
+        stored.limit(budget)
     num_proven = 0
     if not options.dry_run:
-        with _writing(place):
-            num_proven = target.write(budget)
+        with _writing(place, comm):
+            num_proven = target.write(budget, progress, comm)
     return Conversion(
         source=" ".join(map(str, opened.backend)),
         target=" ".join(map(str, backend)),
         plan=plan,
         left_out=tuple(target.left_out),
         num_proven=num_proven,
-        verified_bytes=stored.checks.num_bytes,
+        verified_bytes=sum(comm.all_gather(stored.checks.num_bytes)),
         not_verified=not_verified,
         made=stored.made,
         seconds=time.perf_counter() - began,
@@ -194,11 +191,13 @@ def parse_backend(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def _writing(destination: Location) -> Iterator[None]:
+def _writing(destination: Location, comm: Comm) -> Iterator[None]:
     """Say in few words what cannot be written."""
     try:
         yield
     except (RankFailedError, OSError) as error:
+        if isinstance(error, RankFailedError) and comm.world_size > 1:
+            raise
         if isinstance(error, RankFailedError):
             # There is one rank, so its name and its traceback say nothing to the caller.
             findings = [Finding(f.problem, f.key, path=f.path) for f in error.findings]

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dist_checkpointing.byte_sizes import in_batches
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -62,7 +63,7 @@ _TOGETHER_BYTES = 8 * 2**20
 _MOST_TOGETHER = 1024
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Target:
     """One conversion: a save whose data is lazy; so its backend must accept a planner.
 
@@ -74,7 +75,6 @@ class Target:
     destination: Any
     backend: tuple[str, int]
     options: ConvertOptions
-    progress: ProgressOption | None
     rules: Rules
     left_out: list[str] = field(default_factory=list)
 
@@ -162,7 +162,8 @@ class Target:
             problem = f"the folder holds {min(others)!r}"
             raise _exists(folder, problem, "Name an empty or a new folder.")
 
-    def write(self, budget: Budget) -> int:
+    def write(self, budget: Budget, progress: ProgressOption | None, comm: Comm) -> int:
+        """Save it; the number of tensors proven to be those of the source. Collective."""
         strategy, opened, destination = self.strategy, self.source.opened, self.destination
         strategy.planner = LazyPlanner(self, budget)
         strategy.options = StorageOptions(
@@ -177,42 +178,56 @@ class Target:
         if isinstance(writer.layout, RowBlockLayout):
             most_bytes = min(most_bytes, writer.layout.max_chunk_bytes)
         # A dict that holds nothing but sharded leaves leaves no trace in the common state.
-        leaves, common = dict(enumerate(self._leaves(most_bytes))), dict(self.common)
+        leaves, common = dict(enumerate(self._leaves(most_bytes, comm))), dict(self.common)
         if leaves:
             free_key = next(name for name in map(str, range(len(common) + 1)) if name not in common)
             common[free_key] = leaves
-        before, is_saved = attempt_of(destination), False
+        before, is_saved, num_proven = attempt_of(destination), False, 0
         try:
             save_with_hooks(
                 SaveHooks(before_claim=lambda _: opened.require_unchanged()),
                 common,
                 destination,
-                comm=SingleProcess(),
+                comm=comm,
                 sharded_strategy=strategy,
                 overwrite=self.options.overwrite,
-                progress=self.progress,
+                progress=progress,
                 trusted=self.options.trusted,
                 fingerprints=has_fingerprints and writer.keeps_fingerprints,
             )
             is_saved = True
-            return self.prove(Checkpoint.open(destination), budget) if has_fingerprints else 0
+            with comm.agreed("comparing fingerprints"):
+                if has_fingerprints and comm.rank == 0:
+                    num_proven = self.prove(Checkpoint.open(destination), budget)
         except BaseException:
             # Nothing is left of what this has begun; what was there before it began stays.
             began = attempt_of(destination) != before
-            if is_saved and attempt_of(destination) is None:
+            if comm.rank:
+                pass
+            elif is_saved and attempt_of(destination) is None:
                 local_folder.remove(destination, destination.parent)
             elif is_saved or (began and not check_is_distributed_checkpoint(destination)):
                 remove_checkpoint(destination)
             raise
+        return num_proven
 
-    def _leaves(self, most_bytes: int) -> Iterator[ShardedTensor | ShardedObject]:
-        """Tensors without memory in boxes of at most ``most_bytes``, and objects."""
-        for tensor in self.plan.tensors:
+    def _leaves(self, most_bytes: int, comm: Comm) -> Iterator[ShardedTensor | ShardedObject]:
+        """This rank's share of tensors without memory in boxes of at most ``most_bytes``, which lie
+        side by side, and on rank 0 all objects.
+        """
+        boxes = [
+            (tensor, box) for tensor in self.plan.tensors for box in shards(tensor, most_bytes)
+        ]
+        ends = np.cumsum([tensor.num_bytes_of(box) for tensor, box in boxes])
+        limits = np.linspace(0, ends[-1] if boxes else 0, comm.world_size + 1)[comm.rank :][:2]
+        first, last = np.searchsorted(ends, limits, side="right")
+        if comm.rank == comm.world_size - 1:
+            last = len(boxes)
+        for tensor, box in boxes[first if comm.rank else 0 : last]:
             dtype, shape = tensor.dtype.torch, tensor.shape
-            for box in shards(tensor, most_bytes):
-                data = torch.empty(box.shape, dtype=dtype, device="meta")
-                yield ShardedTensor(tensor.key, data, dtype, box.shape, shape, box.offset, None)
-        for planned in self.plan.objects:
+            data = torch.empty(box.shape, dtype=dtype, device="meta")
+            yield ShardedTensor(tensor.key, data, dtype, box.shape, shape, box.offset, None)
+        for planned in () if comm.rank else self.plan.objects:
             for cell, value in self.cells.get(planned.key, {}).items():
                 yield ShardedObject(planned.key, value, planned.shape, cell)
 
