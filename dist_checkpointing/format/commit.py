@@ -514,9 +514,11 @@ class StoreAttempt:
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
         outcome = {"attempt": self.id, "config": vars(config), "seal": checksum}
+        # Readers go there from the commit on, where another checkpoint has been.
+        _put_config(self.folder, config)
         if object_store_locks.decide(root, self._claim.number, outcome) != outcome:
             raise self._claim.lost()
-        _publish(root, self.id, config)
+        _put_config(root, config)
         self._claim.stop()
         with tolerant("what a save has replaced was not deleted"):
             self._claim.forget()
@@ -570,15 +572,15 @@ def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
     commit = read_commit(root, claim.decided)
     if commit is not None and not is_file(root / CONFIG_FNAME):
         claim.require_held()  # it may have been removed since it was read
-        _publish(root, commit.attempt, commit.config)
+        for folder in (root / commit.data, root):
+            _put_config(folder, commit.config)
         logger.warning("%s: a save had committed here: it is a checkpoint now", root)
     return commit
 
 
-def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
+def _put_config(folder: ObjectPath, config: CheckpointingConfig) -> None:
     # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
-    for folder in (root / DATA / attempt, root):
-        location.write(folder / CONFIG_FNAME, json.dumps(vars(config)).encode())
+    location.write(folder / CONFIG_FNAME, json.dumps(vars(config)).encode())
 
 
 def clear_saves(root: ObjectPath, attempts: Iterable[str]) -> None:

@@ -6,7 +6,13 @@ from typing import Any
 import torch
 
 from dist_checkpointing import ObjectPath, ShardedTensor
-from dist_checkpointing.format import CheckpointingConfig, StoreAttempt, read_commit
+from dist_checkpointing.format import (
+    CheckpointingConfig,
+    StoreAttempt,
+    data_folder,
+    read_commit,
+)
+from dist_checkpointing.format.commit import read_config
 
 CONFIG = CheckpointingConfig("tensorstore")
 OTHER_CONFIG = CheckpointingConfig("zarr", 2)
@@ -46,6 +52,7 @@ def loaded(location: ObjectPath) -> str | None:
     assert commit is not None
     found = location / commit.data / "x.bin"
     assert found.store.get(found.key).decode() == commit.attempt
+    assert read_config(data_folder(location)) == commit.config
     return commit.attempt
 
 

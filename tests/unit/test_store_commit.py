@@ -71,8 +71,8 @@ def test_the_four_fields_are_the_last_thing_that_is_written(location: ObjectPath
     with calls_to_the_store(lambda *call: calls.append(call)):
         attempt.commit(CONFIG)
     assert [key for name, key in calls if name.startswith("put")] == [
-        f"{location.key}/.dckpt/commits/1.json",
         f"{attempt.folder.key}/metadata.json",
+        f"{location.key}/.dckpt/commits/1.json",
         f"{location.key}/metadata.json",
     ]
 
