@@ -37,7 +37,7 @@ def convert(
         Path,
         typer.Argument(
             parser=as_location,
-            help="What to make: a folder or the URL of one; with --to torch a file, with "
+            help="What to make: a folder or the URL of one; with --to torch_file a file, with "
             "--to safetensors a file if it ends in .safetensors. Must not exist.",
             show_default=False,
         ),
@@ -46,7 +46,7 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            help="tensorstore, zarr, zarr:1 (Megatron's), torch_dist, safetensors or torch.",
+            help="tensorstore, zarr, zarr:1 (Megatron's), torch_dist, safetensors or torch_file.",
             show_default=False,
         ),
     ],

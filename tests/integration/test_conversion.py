@@ -19,7 +19,7 @@ from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
-from dist_checkpointing.strategies.torch_file import TorchFile
+from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY, TorchFile
 from dist_checkpointing.testing import failures_on, random_bits, run_ranks
 from dist_checkpointing.tools import convert as conversions
 from dist_checkpointing.tools.convert import Conversion, conversion
@@ -44,7 +44,6 @@ COMMON: dict[str, Any] = {
     "nest": {"a": [1, (2, 3)], "empty": {}},
     "order": torch.arange(3),
 }
-COMMON_KEY, OBJECTS_KEY = conversions.COMMON_KEY, conversions.OBJECTS_KEY
 convert = conversions.convert
 ConvertOptions, Rules = conversions.ConvertOptions, conversions.Rules
 ROOMY = ConvertOptions(memory_bytes=8 * 2**30)

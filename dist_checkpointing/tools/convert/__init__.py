@@ -7,10 +7,6 @@
     convert("ckpt/1000", "model", "safetensors", rules=Rules.parse(include=["^model"]))
 """
 
-from dist_checkpointing.strategies.torch_file import (
-    COMMON_KEY as COMMON_KEY,
-    OBJECTS_KEY as OBJECTS_KEY,
-)
 from dist_checkpointing.tools.convert.conversion import (
     Conversion as Conversion,
     convert as convert,
