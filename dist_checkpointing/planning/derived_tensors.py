@@ -54,6 +54,29 @@ class Piece:
                 origin[axis] += begin - own
         return replace(self, box=box, origin=tuple(origin))
 
+    def filled_by(self, box: Box) -> Piece | None:
+        """The piece that a box of the stored tensor fills."""
+        common = self.source_box.intersect(box)
+        if common is None:
+            return None
+        offset, shape = list(self.box.offset), [1] * len(self.axes)
+        for own, axis in enumerate(self.axes):
+            if axis is not None:
+                offset[own] += common.offset[axis] - self.origin[axis]
+                shape[own] = common.shape[axis]
+        return self.part(Box(tuple(offset), tuple(shape)))
+
+    def from_source(self, values: torch.Tensor) -> torch.Tensor:
+        """A view of a tensor of the shape of ``source_box`` that has the shape of ``box``."""
+        kept = sorted(axis for axis in self.axes if axis is not None)
+        for axis in sorted({*range(len(self.origin))}.difference(kept), reverse=True):
+            values = values.select(axis, 0)
+        values = values.permute([kept.index(axis) for axis in self.axes if axis is not None])
+        for own, axis in enumerate(self.axes):
+            if axis is None:
+                values = values.unsqueeze(own)
+        return values
+
     def as_source(self, values: torch.Tensor) -> torch.Tensor:
         """A view of a tensor of the shape of ``box`` that has the shape of ``source_box``."""
         kept = [axis for axis in self.axes if axis is not None]

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
+from dist_checkpointing.planning.recipe import Recipe
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.save_folder import SaveHooks
@@ -40,6 +41,7 @@ def save(
     fingerprints: bool = False,
     replicas: ReplicaCheck = ReplicaCheck.OFF,
     on_replica_mismatch: OnReplicaMismatch = "raise",
+    recipe: Recipe | None = None,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -85,6 +87,8 @@ def save(
             anything is written: all of them, or another sixteenth at each save of these ranks.
         on_replica_mismatch: if such copies differ, raise an error (``"raise"``), or log it and save
             what the writers hold (``"warn"``).
+        recipe: save what these rules make of the sharded leaves of all ranks, such as the names and
+            the layout of Hugging Face. Views of them, but for those of another dtype.
 
     Returns:
         None, or the request to schedule.
@@ -100,6 +104,7 @@ def save(
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         CheckpointingException: this process may not write there, or the disk is too full.
         StrategyNotFoundError: no such backend.
+        StateMismatchError: a rule of the recipe does not fit what is saved.
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
 
     Example:
@@ -127,6 +132,7 @@ def save(
         fingerprints=fingerprints,
         replicas=replicas,
         on_replica_mismatch=on_replica_mismatch,
+        recipe=recipe,
     )
 
 

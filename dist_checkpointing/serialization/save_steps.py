@@ -45,6 +45,7 @@ from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout, along_grids
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.recipe import Recipe
 from dist_checkpointing.planning.replica_check import (
     OnReplicaMismatch,
     ReplicaCheck,
@@ -54,6 +55,7 @@ from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
+from dist_checkpointing.serialization.save_recipe import changed_state
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.staging import (
@@ -105,6 +107,7 @@ class SaveOptions(TypedDict, total=False):
     fingerprints: bool
     replicas: ReplicaCheck
     on_replica_mismatch: OnReplicaMismatch
+    recipe: Recipe | None
 
 
 class JobOptions(SaveOptions, total=False):
@@ -195,6 +198,9 @@ class SaveJob:
         """
         with self.meter.phase("planning"):
             state_dict = as_state_dict(state, comm)
+            recipe = self._options.get("recipe")
+            if recipe is not None:
+                state_dict = changed_state(recipe, state_dict, comm)
             exchanged = exchange_tables(
                 comm,
                 PLANNING,

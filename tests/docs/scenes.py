@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import tensorstore
 import torch
+from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 import dist_checkpointing
@@ -128,6 +129,21 @@ def recipes(number: int, names: Names) -> None:
         dist_checkpointing.save({key: whole(key, own) for key, own in hf.items()}, "hf/0")
         vocabulary = torch.empty(24, 16)
         names["model_template"] = {"wte": whole("embedding.word_embeddings.weight", vocabulary)}
+
+
+def hugging_face(number: int, names: Names) -> None:
+    model: Any = _model()
+    if number == 0:
+        names |= _public()
+        Path("pretrained").mkdir()
+        save_file(model.state_dict(), "pretrained/model.safetensors")
+    else:
+        shutil.rmtree("out")
+    model.config = SimpleNamespace(to_json_string=lambda: "{}")
+    embedding = torch.ones(128256, 1)
+    wte = ShardedTensor.from_rank_offsets("embedding.word_embeddings.weight", embedding)
+    model.sharded_state_dict = lambda: {"wte": wte}
+    names |= {"model": model, "torch": torch}
 
 
 @dataclass
@@ -292,6 +308,7 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/formats.md": formats,
     "docs/fsdp2.md": whole_program,
     "docs/fully_parallel.md": fully_parallel,
+    "docs/hugging_face.md": hugging_face,
     "docs/incremental.md": incremental,
     "docs/index.md": index,
     "docs/looking.md": looking,

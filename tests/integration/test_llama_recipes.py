@@ -241,6 +241,30 @@ def test_a_training_with_megatron_loads_into_hugging_face(model: Path, tmp_path:
     assert found["iteration"] == 3
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_of_megatron_save_for_hugging_face(model: Path, tmp_path: Path, world: int) -> None:
+    """Straight into the final files, without what is no weight of the model."""
+    recipe = llama_to_megatron(GROUPS, vocab_size=PADDED)
+    convert.convert(model, tmp_path / "megatron", recipe=recipe)
+    full: Any = load_plain_tensors(tmp_path / "megatron")
+
+    def save_rank(comm: Comm) -> None:
+        state: dict[str, Any] = {}
+        for key, own in full.items():
+            if isinstance(own, torch.Tensor):
+                axis = 1 if own.ndim == 3 else own.ndim - 1
+                state[key] = rows(key, own, comm, axis=axis)
+                moment = f"optimizer.state.exp_avg.{key}"
+                state[moment] = rows(moment, own * 2, comm, axis=axis)
+        recipe = megatron_to_llama(HEADS, GROUPS, vocab_size=VOCABULARY)
+        save(state, tmp_path / "hf", "safetensors", comm=comm, recipe=recipe)
+
+    run_ranks(world, save_rank)
+    found = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    assert found.keys() == hf_weights().keys()
+    assert all(torch.equal(found[key], own) for key, own in hf_weights().items())
+
+
 def test_a_file_names_the_recipe(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     use = {"use": "megatron_to_llama", "num_attention_heads": 4, "num_query_groups": 2}

@@ -390,7 +390,9 @@ def leaf(
     return ShardedTensor(key, part.clone(), own.dtype, shape, whole, offset, None, replica)
 
 
-def written(case: Case, folder: Path, backend: Any, world: int, seed: int) -> None:
+def written(
+    case: Case, folder: Path, backend: Any, world: int, seed: int, recipe: Recipe | None = None
+) -> None:
     def on_rank(comm: Comm) -> None:
         rng = torch.Generator().manual_seed(seed)
         state: dict[str, Any] = {
@@ -398,7 +400,7 @@ def written(case: Case, folder: Path, backend: Any, world: int, seed: int) -> No
             for key, own in case.stored.items()
         }
         state["rng"] = ShardedObject("a.rng", comm.rank, (comm.world_size,), (comm.rank,))
-        save({**state, "step": 3}, folder, backend, comm=comm)
+        save({**state, "step": 3}, folder, backend, comm=comm, recipe=recipe)
 
     run_ranks(world, on_rank)
 
@@ -535,3 +537,27 @@ def test_a_conversion_is_what_torch_makes(
         for key, own in case.full.items():
             found = source.read([(key, Box.whole(source.index[key].global_shape))])[0]
             assert same(found, own.tensor()), (key, case.rules)
+
+
+@examples(150)
+@given(
+    case=cases(),
+    backend=st.sampled_from([*BACKENDS, ("safetensors", 1)]),
+    world=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+)
+def test_a_save_is_what_torch_makes(case: Case, backend: Any, world: int, seed: int) -> None:
+    is_model = backend[0] == "safetensors"
+    assume(not is_model or {own.dtype for own in case.full.values()} <= IN_SAFETENSORS)
+    recipe = Recipe(*case.rules, *([Drop("{x*}.rng")] if is_model else []))
+    with tempfile.TemporaryDirectory(prefix="recipes") as name:
+        folder = Path(name) / "ckpt"
+        written(case, folder, backend, world, seed, recipe)
+        source = Checkpoint.open(folder)
+        assert sorted(source.index) == sorted(case.full)
+        for key, own in case.full.items():
+            found = source.read([(key, Box.whole(source.index[key].global_shape))])[0]
+            assert same(found, own.tensor()), (key, case.rules)
+        if not is_model:
+            assert source.common == {"step": 3}
+            assert {handle.shape for handle in source.objects.values()} <= {(world,)}

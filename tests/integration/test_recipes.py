@@ -13,6 +13,7 @@ import torch
 import dist_checkpointing as dc
 from damage import flip, place_of
 from dist_checkpointing import load
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.mapping import flatten
 from dist_checkpointing.planning import (
@@ -32,8 +33,9 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.strategies import LoadShardedStrategy, TensorStoreLoadShardedStrategy
+from dist_checkpointing.testing import failures_on
 from dist_checkpointing.tools import convert, load_forecast
-from states import blanks, shard, wholes
+from states import blanks, rows, shard, wholes
 
 
 def numbered(*shape: int, start: int = 0) -> torch.Tensor:
@@ -477,6 +479,61 @@ def test_damage_is_found_through_a_rule(
     else:
         with pytest.raises(dc.CorruptCheckpointError, match="'w': what lies in memory is not"):
             load(template, tmp_path / "c", recipe=recipe, verify="restored")
+
+
+def test_a_save_takes_a_recipe(tmp_path: Path) -> None:
+    state = {
+        **wholes({"a": numbered(4, 3), "b": numbered(2)}),
+        "rng": dc.ShardedObject("a.rng", 7, (1,), (0,)),
+        "here": dc.LocalNonpersistentObject(object()),
+        "0": {"step": 3},
+    }
+    rules = [Rename("a", to="w"), Rename("a.rng", to="seed"), CastTo("w", "bfloat16"), Drop("b")]
+    recipe = dc.Recipe(*rules, Resize("w", size=5))
+    dc.save(state, tmp_path / "now", recipe=recipe)
+    request = dc.async_save(state, tmp_path / "later", recipe=recipe)
+    request.wait()
+    expected = torch.cat([numbered(4, 3), torch.zeros(1, 3)]).bfloat16()
+    for name in ("now", "later"):
+        opened = dc.Checkpoint.open(tmp_path / name)
+        assert [*opened] == ["w"]
+        assert torch.equal(opened["w"][:], expected)
+        assert [*opened.objects] == ["seed"]
+        assert opened.common == {"0": {"step": 3}}
+    assert state["a"].key == "a"
+    assert state["a"].data.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([Rename("{x}", to="one")], "rule 1 of the recipe does not fit.*several tensors"),
+        ([Rename("a", to="a.rng")], "a tensor and a sharded object would have this name"),
+        ("rename a b", "recipe must be a Recipe"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_a_save(tmp_path: Path, rules: Any, said: str) -> None:
+    recipe: Any = rules if isinstance(rules, str) else dc.Recipe(*rules)
+
+    def save_rank(comm: Comm) -> None:
+        state: dict[str, Any] = {key: rows(key, numbered(4, 3), comm) for key in "ab"}
+        state["rng"] = dc.ShardedObject("a.rng", 7, (2,), (comm.rank,))
+        dc.save(state, tmp_path / "ckpt", comm=comm, recipe=recipe)
+
+    failures = failures_on(2, save_rank)
+    assert len({str(error) for error in failures}) == 1
+    assert re.search(said, str(failures[0]), re.DOTALL)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
+    def save_rank(comm: Comm) -> None:
+        state = {"a": rows("a", numbered(4 + 2 * comm.rank, 3), comm)}
+        dc.save(state, tmp_path / "ckpt", comm=comm, recipe=dc.Recipe(Rename("a", to="b")))
+
+    for error in failures_on(2, save_rank):
+        assert "float32[4, 3]" in str(error)
+        assert "rank 1" in str(error)
 
 
 def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.index import size_of_files
-from dist_checkpointing.planning.recipe import Derivation, Recipe
+from dist_checkpointing.planning.recipe import Derivation, Recipe, require_recipe
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.tools.convert.plan import (
@@ -120,6 +120,8 @@ def convert(
     """
     options, rules = options or ConvertOptions(), rules or Rules()
     began, comm = time.perf_counter(), comm or SingleProcess()
+    if recipe is not None:
+        require_recipe(recipe)
     # All that can be wrong is found out before a byte is written.
     with comm.agreed("planning the conversion"):
         backend, place = parse_backend(to), as_location(destination)
