@@ -145,8 +145,10 @@ def test_slices_of_a_local_disk_open_no_file_twice(
     assert {*OPEN_FILES.iterdir()} == before
 
 
-def test_a_single_box_takes_no_plan(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies in one small chunk is read at once, and the rest as ever."""
+def test_a_single_box_takes_no_plan(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in one small chunk, or in one run of a chunk, is read at once; the rest as ever."""
     planned: list[object] = []
     real = driver.read
 
@@ -161,6 +163,15 @@ def test_a_single_box_takes_no_plan(saved: Path, monkeypatch: pytest.MonkeyPatch
     wanted = [(f"layers.{i}.weight", Box((5,), (2,))) for i in range(40)]
     assert [part.tolist() for part in checkpoint.read(wanted)] == [[i, i] for i in range(40)]
     assert len(planned) == 1
+    full = torch.arange(3 * 2**19, dtype=torch.float32).reshape(512, 3072)
+    dc.save({"w": shard("w", full)}, tmp_path)
+    w = dc.Checkpoint.open(tmp_path)["w"]
+    assert torch.equal(w[100], full[100])
+    assert torch.equal(w[7:11], full[7:11])
+    assert len(planned) == 1
+    assert torch.equal(w[:, 5], full[:, 5])
+    assert torch.equal(w[:400], full[:400])
+    assert len(planned) == 3
 
 
 def test_damage_is_found_where_no_plan_is_made(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class NewestTree:
 
 _CELL = re.compile(r"shard_[\d.]*_([\d.]+)")
 _MOST_SINGLE_BYTES = 2**20
-"""A box of a larger chunk several threads read in less time."""
+"""More than this several threads read in less time."""
 
 
 class TensorStoreReader(StorageReader):
@@ -144,7 +144,9 @@ class TensorStoreReader(StorageReader):
             offset.append(first)
         window = Window(0, chunk, Box(tuple(offset), shape))
         num_bytes = window.array_size * tensor.dtype.itemsize
-        if num_bytes > _MOST_SINGLE_BYTES and self.files.limits.threads > 1:
+        is_run = window.contiguous_range() is not None
+        most_read = box.num_elements * tensor.dtype.itemsize if is_run else num_bytes
+        if most_read > _MOST_SINGLE_BYTES and self.files.limits.threads > 1:
             return None
         key = f"{disk_name(tensor.key)}/{chunk_name(tuple(index))}".encode()
         place = self._newest(keeps_nodes=self.is_kept).find_outside(key)
