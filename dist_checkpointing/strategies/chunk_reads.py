@@ -92,6 +92,7 @@ file would be read from the disk in vain."""
 _MOST_CACHED_GAP_BYTES = 2**19
 """Of a file in the page cache so much is mapped in less time than a ``preadv`` takes."""
 
+_MOST_SINGLE_BYTES = 2**20
 _HUGE_PAGE_BYTES = 2**21
 _RUNS_AHEAD = 256
 
@@ -139,6 +140,35 @@ def read_window(
         return
     while batch := list(itertools.islice(places, _RUNS_AHEAD)):
         file.read_runs([(parts[index], position) for index, position in batch])
+
+
+def read_single(
+    files: FolderReads,
+    name: str,
+    start: int,
+    window: Window,
+    dtype: DType,
+    memory: Callable[..., torch.Tensor],
+) -> torch.Tensor | None:
+    """A window of raw values that begin at a byte of a file, in memory that ``memory`` makes.
+
+    None where several threads take less time, and for whatever is wrong: a plan names that.
+    """
+    num_bytes = window.array_size * dtype.itemsize
+    is_run = window.contiguous_range() is not None
+    most_read = window.box.num_elements * dtype.itemsize if is_run else num_bytes
+    if most_read > _MOST_SINGLE_BYTES and files.limits.threads > 1:
+        return None
+    part = memory(window.box.shape, dtype=dtype.torch)
+    target = tensor_memory.fillable(part, part.dtype)
+    assert target is not None
+    try:
+        with files.open(name) as file:
+            file.require(start + num_bytes, is_all=False)
+            read_window(file, start, window, target, num_bytes)
+    except (FileNotFoundError, NotADirectoryError, EOFError):
+        return None
+    return part
 
 
 def axes_apart(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
 )
 from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex
 from dist_checkpointing.planning.load_plan import stored_bytes
@@ -23,7 +25,7 @@ from dist_checkpointing.storage.interface import (
     StorageReader,
     done,
 )
-from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, read_chunks
+from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, read_chunks, read_single
 from dist_checkpointing.strategies.safetensors.model_files import (
     MAX_HEADER_BYTES,
     ModelFolder,
@@ -90,6 +92,10 @@ class SafetensorsReader(StorageReader):
                 raise ValueError("the file is cut off") from error
 
     @cached_property
+    def _names(self) -> list[str]:
+        return [*self._headers]
+
+    @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
         """The number of the file of each key, and where its values begin."""
         return {
@@ -110,16 +116,24 @@ class SafetensorsReader(StorageReader):
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Nothing: the headers have been compared with the sizes of the files."""
 
+    def read_box(
+        self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
+    ) -> torch.Tensor | None:
+        if 0 in box.shape:
+            return None
+        number, start = self._places[tensor.key]
+        window = Window(0, tensor.global_shape, box)
+        return read_single(self.files, self._names[number], start, window, tensor.dtype, memory)
+
     def location(self, chunk: MetadataIndex) -> str:
         number, start = self._places[chunk.fqn]
         stored = self._index[chunk.fqn]
-        name = [*self._headers][number]
+        name = self._names[number]
         return f"{self.checkpoint_dir}/{name}, {stored.num_bytes} bytes from {start}"
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
-        names = [*self._headers]
         return [
-            ChunkPlace(names[self._places[chunk.fqn][0]], self._index[chunk.fqn].num_bytes)
+            ChunkPlace(self._names[self._places[chunk.fqn][0]], self._index[chunk.fqn].num_bytes)
             for chunk in chunks
         ]
 
@@ -129,6 +143,6 @@ class SafetensorsReader(StorageReader):
         files, starts = places[table.keys].T
         filler = Filler(plan, planner, self._index, self.files)
         sizes = stored_bytes(table, self._index)
-        reads = ChunkReads(np.arange(len(table)), [*self._headers], files, starts, sizes)
+        reads = ChunkReads(np.arange(len(table)), self._names, files, starts, sizes)
         read_chunks(reads, filler, self.files, report=self.report)
         return done(None)

@@ -28,7 +28,6 @@ from dist_checkpointing.format.leftovers import (
     note_removal,
     noted_removal,
 )
-from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
@@ -40,7 +39,7 @@ from dist_checkpointing.strategies.chunk_reads import (
     damaged,
     read_chunks,
     read_extent,
-    read_window,
+    read_single,
 )
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, Tree, Values
@@ -83,8 +82,6 @@ class NewestTree:
 
 
 _CELL = re.compile(r"shard_[\d.]*_([\d.]+)")
-_MOST_SINGLE_BYTES = 2**20
-"""More than this several threads read in less time."""
 
 
 class TensorStoreReader(StorageReader):
@@ -143,26 +140,11 @@ class TensorStoreReader(StorageReader):
             index.append(number)
             offset.append(first)
         window = Window(0, chunk, Box(tuple(offset), shape))
-        num_bytes = window.array_size * tensor.dtype.itemsize
-        is_run = window.contiguous_range() is not None
-        most_read = box.num_elements * tensor.dtype.itemsize if is_run else num_bytes
-        if most_read > _MOST_SINGLE_BYTES and self.files.limits.threads > 1:
-            return None
         key = f"{disk_name(tensor.key)}/{chunk_name(tuple(index))}".encode()
         place = self._newest(keeps_nodes=self.is_kept).find_outside(key)
-        if place is None or place[2] != num_bytes:
+        if place is None or place[2] != window.array_size * tensor.dtype.itemsize:
             return None
-        part = memory(shape, dtype=tensor.dtype.torch)
-        target = tensor_memory.fillable(part, part.dtype)
-        assert target is not None
-        name, begin, _ = place
-        try:
-            with self.files.open(name) as file:
-                file.require(begin + num_bytes, is_all=False)
-                read_window(file, begin, window, target, num_bytes)
-        except (FileNotFoundError, NotADirectoryError, EOFError):
-            return None  # the plan names what is wrong
-        return part
+        return read_single(self.files, place[0], place[1], window, tensor.dtype, memory)
 
     def location(self, chunk: MetadataIndex) -> str:
         (key,) = self._keys_of([chunk])
