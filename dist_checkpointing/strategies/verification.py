@@ -25,7 +25,6 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.format.checksums import (
-    CHECKSUMS_NAME,
     Array,
     ChecksumColumns,
     StoredPart,
@@ -380,7 +379,9 @@ class Verifier:
         has_parts = any((part.is_object == 0).any() for part in tables)
         if not has_parts and any(0 not in index[k].global_shape for k in keys if k in index):
             finding = Finding(
-                "no checksums were kept when it was saved", path=str(folder / CHECKSUMS_NAME)
+                "no checksums were kept when it was saved",
+                path=str(folder),
+                remedy="Load without verify: what cannot be read is found, flipped bits are not.",
             )
             raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
         return tables
