@@ -28,6 +28,9 @@ Made = TypeVar("Made", bound="Callable[..., Recipe]")
 READY_MADE: dict[str, Callable[..., Recipe]] = {}
 """The ready-made recipes by the names that they have in files."""
 
+_NAMED_IN_FILES = ("quantization_rules", "model_recipes")
+"""Modules whose rules and recipes are known once they are imported."""
+
 
 def ready_made(recipe: Made) -> Made:
     """Note a function that makes a recipe, for files to name."""
@@ -52,6 +55,8 @@ def _rules_of_file(path: Path) -> list[Rule | Recipe]:
         raise _unreadable(path, str(error)) from error
     if not isinstance(rows, list):
         raise _unreadable(path, "it must be a list of rules")
+    for module in _NAMED_IN_FILES:
+        import_module(f"dist_checkpointing.planning.{module}")
     rules = []
     for number, row in enumerate(rows, 1):
         try:
@@ -235,8 +240,8 @@ class Derivation:
         """Number of elements of each stored tensor that fill something."""
         found = Counter[str]()
         for piece in chain.from_iterable(tensor.pieces for tensor in self.tensors.values()):
-            if piece.key is not None:
-                found[piece.key] += piece.box.num_elements
+            for key, box in piece.stored_boxes:
+                found[key] += box.num_elements
         return found
 
     @property

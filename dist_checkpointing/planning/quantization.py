@@ -1,0 +1,88 @@
+"""Quantized tensors: which boxes of stored codes and scales are read for a box, and its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dist_checkpointing.format.geometry import Box, Ints, split_flat_range, split_rows
+
+_MOST_TOGETHER = 2**18
+"""So many values at a time are computed, in float32."""
+_FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_VALUES = torch.tensor([*_FP4_E2M1, *(-value for value in _FP4_E2M1)], dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a tensor is stored as codes, and a scale for each block of its values.
+
+    Scale ``i // block`` of an axis is that of its element ``i``. ``scales`` is the key of the
+    scales, which have only the first ``scales_ndim`` axes; the other ones are not cut into blocks.
+
+    If a byte holds two values, ``packed`` are the extents ``(groups, bytes of a group, 2)`` of the
+    last axis, which becomes three. The codes have the first two of them; ``block`` has all.
+    """
+
+    scales: str
+    scales_ndim: int
+    block: Ints
+    packed: Ints = ()
+
+    def parts(
+        self, box: Box, values: torch.Tensor | None
+    ) -> Iterator[tuple[Box, torch.Tensor | None]]:
+        """The boxes that make up a box, with three axes for a packed one, and views of its values.
+
+        It is one, unless bytes or groups of bytes are wanted in part.
+        """
+        done = 0
+        for run in (
+            split_flat_range(self.packed, box.offset[-1], box.stop[-1]) if self.packed else ()
+        ):
+            part = None if values is None else values.narrow(-1, done, run.num_elements)
+            part = None if part is None else part.view(*part.shape[:-1], *run.shape)
+            done += run.num_elements
+            yield Box(box.offset[:-1] + run.offset, box.shape[:-1] + run.shape), part
+        if not self.packed:
+            yield box, values
+
+    def stored_boxes(self, part: Box) -> tuple[Box, Box]:
+        """The boxes of the codes and of the scales of a part."""
+        blocks = self._blocks(part)
+        boxes = (part, len(part.shape) - bool(self.packed)), (blocks, self.scales_ndim)
+        codes, scales = (Box(box.offset[:ndim], box.shape[:ndim]) for box, ndim in boxes)
+        return codes, scales
+
+    def _blocks(self, part: Box) -> Box:
+        first = tuple(o // size for o, size in zip(part.offset, self.block, strict=True))
+        stop = (-(-end // size) for end, size in zip(part.stop, self.block, strict=True))
+        return Box(first, tuple(end - start for start, end in zip(first, stop, strict=True)))
+
+    def dequantize(
+        self, part: Box, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """Compute the values of a part; codes may have their memory: the first of each byte."""
+        blocks = self._blocks(part)
+        are_exponents = scales.dtype.itemsize == 1
+        scales = scales.reshape(blocks.shape)
+        scales = scales.view(torch.uint8).int() - 127 if are_exponents else scales.float()
+        with torch.inference_mode(values.is_inference()):
+            for rows in split_rows(Box.whole(part.shape), _MOST_TOGETHER):
+                place, own = rows.moved(part.offset), scales
+                axes = zip(self.block, place.offset, place.stop, strict=True)
+                for axis, (size, start, stop) in enumerate(axes):
+                    if own.shape[axis] > 1:
+                        elements = torch.arange(start, stop, device=own.device)
+                        own = own.index_select(axis, elements // size - blocks.offset[axis])
+                if self.packed:
+                    pairs = codes[rows.slices()[:-1]].to(torch.uint8).unsqueeze(-1)
+                    bits = torch.arange(0, 8, 4, device=codes.device, dtype=torch.uint8)
+                    halves = (pairs >> bits[place.slices()[-1]]) & 15
+                    numbers = _FP4_VALUES.to(codes.device)[halves.long()]
+                else:
+                    numbers = codes[rows.slices()].float()
+                made = torch.ldexp(numbers, own) if are_exponents else numbers * own
+                values[rows.slices()] = made
