@@ -38,16 +38,17 @@ class Quantization:
 
         It is one, unless bytes or groups of bytes are wanted in part.
         """
-        done = 0
-        for run in (
-            split_flat_range(self.packed, box.offset[-1], box.stop[-1]) if self.packed else ()
-        ):
-            part = None if values is None else values.narrow(-1, done, run.num_elements)
-            part = None if part is None else part.view(*part.shape[:-1], *run.shape)
-            done += run.num_elements
-            yield Box(box.offset[:-1] + run.offset, box.shape[:-1] + run.shape), part
         if not self.packed:
             yield box, values
+            return
+        done = 0
+        for run in split_flat_range(self.packed, box.offset[-1], box.stop[-1]):
+            part = None
+            if values is not None:
+                own = values.narrow(-1, done, run.num_elements)
+                part = own.view(*own.shape[:-1], *run.shape)
+            done += run.num_elements
+            yield Box(box.offset[:-1] + run.offset, box.shape[:-1] + run.shape), part
 
     def stored_boxes(self, part: Box) -> tuple[Box, Box]:
         """The boxes of the codes and of the scales of a part."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dist_checkpointing.format.dtypes import FLOATING, from_name
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
 from dist_checkpointing.planning.quantization import Quantization
 from dist_checkpointing.planning.recipe_rules import CastTo, Change, Misfit, Wanted
 
 _FP8 = frozenset(name for name in FLOATING if name.startswith("float8"))
 _E8M0 = frozenset({"uint8", "float8_e8m0fnu"})
-_BLOCKS = "_blocks"
-"""The end of the name of MXFP4 codes, which the values do not have."""
 
 
 @dataclass(frozen=True)
@@ -52,36 +50,27 @@ class Dequantize(CastTo, name="dequantize"):
         change = Change()
         for key, match, _ in self.matches(tensors):
             with change.noting(key):
-                scales = self._key_of_scales(key, match, tensors)
-                if scales is not None:
-                    values = self._values(tensors[key], tensors[scales], scales)
-                    change.made.append((key.removesuffix(_BLOCKS), values))
-                    change.taken += (key, scales)
+                name, codes, names = key.removesuffix("_blocks"), tensors[key], [f"{key}_scale_inv"]
+                if self.scales is not None:
+                    names = [self.expanded(match, self.scales)]
+                else:
+                    names = [f"{name}_scales"] if name != key else [*names, f"{key}_scale"]
+                dtypes = _FP8 | {"uint8"} if name != key or self.scales else _FP8
+                found = next((own for own in names if own in tensors), None)
+                is_quantized = codes.dtype.name in dtypes
+                if is_quantized and found is None:
+                    remedy = "Say with scales how they are named, or leave the tensor out."
+                    expected = " or ".join(names)
+                    raise Misfit("its scales are missing", expected=expected, remedy=remedy)
+                if not is_quantized and found == names[0]:
+                    problem = f"it has scales ({found}), and is not quantized"
+                    expected = " or ".join(sorted(dtypes))
+                    raise Misfit(problem, expected=expected, found=codes.dtype.name)
+                if is_quantized and found is not None:
+                    change.made.append((name, self._values(codes, tensors[found], found)))
+                    change.taken += (key, found)
         change.count = len(change.made)
         return change
-
-    def _key_of_scales(
-        self, key: str, match: re.Match[str], tensors: Mapping[str, DerivedTensor]
-    ) -> str | None:
-        """The key of the scales of a tensor; None if it is not quantized."""
-        is_packed = key.endswith(_BLOCKS)
-        names = [f"{key}_scale_inv", f"{key}_scale"]
-        if is_packed:
-            names = [f"{key.removesuffix(_BLOCKS)}_scales"]
-        if self.scales is not None:
-            names = [self.expanded(match, self.scales)]
-        found = next((name for name in names if name in tensors and name != key), None)
-        dtype = tensors[key].dtype.name
-        if dtype in (_FP8 | {"uint8"} if is_packed or self.scales else _FP8):
-            if found is None:
-                remedy = "Say with scales how they are named, or leave the tensor out."
-                problem = "it is quantized, and its scales are missing"
-                raise Misfit(problem, expected=" or ".join(names), found="none", remedy=remedy)
-            return found
-        if found is not None and (is_packed or self.scales or found == names[0]):
-            problem = f"it has scales ({found}), and its dtype is none of quantized tensors"
-            raise Misfit(problem, expected=f"{', '.join(sorted(_FP8))} or uint8", found=dtype)
-        return None
 
     def _values(self, codes: DerivedTensor, scales: DerivedTensor, name: str) -> DerivedTensor:
         keys = [next(iter(tensor.sources), "") for tensor in (codes, scales)]
@@ -92,27 +81,25 @@ class Dequantize(CastTo, name="dequantize"):
         is_packed = codes.dtype.name == "uint8"
         known = _E8M0 if is_packed else _E8M0 | FLOATING - _FP8
         if scales.dtype.name not in known:
-            names = " or ".join(sorted(known))
-            raise Misfit(f"wrong dtype of {name}", expected=names, found=scales.dtype.name)
-        # A packed axis becomes three; all bytes of a group have one scale.
-        shape = cut = (*codes.shape, 2) if is_packed else codes.shape
-        sizes = cut[-2:] if is_packed else tuple(self.block)
-        sizes = ((1,) * len(cut) + sizes)[len(sizes) :]
-        expected = tuple(-(-n // max(size, 1)) for n, size in zip(cut, sizes, strict=True))
-        counts = scales.shape + (1,) * (len(cut) - len(scales.shape))
-        # One scale for a block, for each element of an axis, or for all of it.
-        ways = zip(counts, expected, sizes, cut, strict=False)
-        block = [{many: size, n: 1, 1: n}.get(count) for count, many, size, n in ways]
-        if is_packed:
-            expected, shape = cut[:-2], (*cut[:-3], math.prod(cut[-3:]))
-            block = block if scales.shape == expected and len(cut) > 2 else [None]
-        if len(counts) > len(cut) or None in block:
-            remedy = "FP8 may also have one scale for each element of an axis, or for all of it."
-            problem = f"wrong shape of {name}"
-            raise Misfit(problem, expected=expected, found=scales.shape, remedy=remedy)
-        extents = tuple(size or 1 for size in block)
-        packed = cut[-3:] if is_packed else ()
-        quantization = Quantization(keys[1], len(scales.shape), extents, packed)
+            dtypes = " or ".join(sorted(known))
+            raise Misfit(f"wrong dtype of {name}", expected=dtypes, found=scales.dtype.name)
+        shape, packed, ndim = codes.shape, Ints(), len(codes.shape)
+        if is_packed:  # the last axis becomes three, and all bytes of a group have one scale
+            expected, packed = shape[:-1], (*shape[-2:], 2)
+            block = (1,) * (ndim - 1) + packed[1:]
+            fits = scales.shape == expected != ()
+            shape = (*shape[:-2], math.prod(packed))
+        else:
+            sizes = ((1,) * ndim + tuple(self.block))[len(self.block) :]
+            expected = tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
+            counts = scales.shape + (1,) * (ndim - len(scales.shape))
+            # One scale for a block, for each element of an axis, or for all of it.
+            ways = zip(counts, expected, sizes, shape, strict=False)
+            block = tuple({many: size, n: 1, 1: n}.get(count, 0) for count, many, size, n in ways)
+            fits = len(counts) == ndim and (0 not in block or 0 in shape)
+        if not fits:
+            raise Misfit(f"wrong shape of {name}", expected=expected, found=scales.shape)
+        quantization = Quantization(keys[1], len(scales.shape), block, packed)
         dtype = from_name(self._dtype_name)
         values = DerivedTensor.whole(keys[0], shape, dtype, quantization)
         return values.permuted([0, 2, 1]) if is_packed and len(shape) == 3 else values

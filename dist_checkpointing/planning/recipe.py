@@ -28,9 +28,6 @@ Made = TypeVar("Made", bound="Callable[..., Recipe]")
 READY_MADE: dict[str, Callable[..., Recipe]] = {}
 """The ready-made recipes by the names that they have in files."""
 
-_NAMED_IN_FILES = ("quantization_rules", "model_recipes")
-"""Modules whose rules and recipes are known once they are imported."""
-
 
 def ready_made(recipe: Made) -> Made:
     """Note a function that makes a recipe, for files to name."""
@@ -55,7 +52,7 @@ def _rules_of_file(path: Path) -> list[Rule | Recipe]:
         raise _unreadable(path, str(error)) from error
     if not isinstance(rows, list):
         raise _unreadable(path, "it must be a list of rules")
-    for module in _NAMED_IN_FILES:
+    for module in ("quantization_rules", "model_recipes"):  # they add to what is known
         import_module(f"dist_checkpointing.planning.{module}")
     rules = []
     for number, row in enumerate(rows, 1):
