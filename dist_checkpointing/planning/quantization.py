@@ -17,17 +17,16 @@ _FP4_VALUES = torch.tensor([*_FP4_E2M1, *(-value for value in _FP4_E2M1)], dtype
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a tensor is stored as codes, and a scale for each block of its values.
+    """How a tensor is stored as codes, and as a scale for each block of its values.
 
-    Scale ``i // block`` of an axis is that of its element ``i``. ``scales`` is the key of the
-    scales, which have only the first ``scales_ndim`` axes; the other ones are not cut into blocks.
+    ``scales`` is their key. Scale ``i // block`` of an axis is that of its element ``i``; ``block``
+    has only the axes of the scales, the first ones, and the others have one scale.
 
     If a byte holds two values, ``packed`` are the extents ``(groups, bytes of a group, 2)`` of the
-    last axis, which becomes three. The codes have the first two of them; ``block`` has all.
+    last axis, which becomes three. The codes have the first two of them.
     """
 
     scales: str
-    scales_ndim: int
     block: Ints
     packed: Ints = ()
 
@@ -41,43 +40,37 @@ class Quantization:
         if not self.packed:
             yield box, values
             return
-        done = 0
-        for run in split_flat_range(self.packed, box.offset[-1], box.stop[-1]):
-            part = None
+        done, own = box.offset[-1], None
+        for run in split_flat_range(self.packed, done, box.stop[-1]):
             if values is not None:
-                own = values.narrow(-1, done, run.num_elements)
-                part = own.view(*own.shape[:-1], *run.shape)
+                own = values.narrow(-1, done - box.offset[-1], run.num_elements)
+                own = own.view(*own.shape[:-1], *run.shape)
             done += run.num_elements
-            yield Box(box.offset[:-1] + run.offset, box.shape[:-1] + run.shape), part
+            yield Box(box.offset[:-1] + run.offset, box.shape[:-1] + run.shape), own
 
     def stored_boxes(self, part: Box) -> tuple[Box, Box]:
         """The boxes of the codes and of the scales of a part."""
-        blocks = self._blocks(part)
-        boxes = (part, len(part.shape) - bool(self.packed)), (blocks, self.scales_ndim)
-        codes, scales = (Box(box.offset[:ndim], box.shape[:ndim]) for box, ndim in boxes)
-        return codes, scales
-
-    def _blocks(self, part: Box) -> Box:
-        first = tuple(o // size for o, size in zip(part.offset, self.block, strict=True))
-        stop = (-(-end // size) for end, size in zip(part.stop, self.block, strict=True))
-        return Box(first, tuple(end - start for start, end in zip(first, stop, strict=True)))
+        ndim = len(part.shape) - bool(self.packed)
+        axes = zip(part.offset, part.stop, self.block, strict=False)
+        blocks = [range(start // size, -(-stop // size)) for start, stop, size in axes]
+        scales = Box(tuple(block.start for block in blocks), tuple(map(len, blocks)))
+        return Box(part.offset[:ndim], part.shape[:ndim]), scales
 
     def dequantize(
         self, part: Box, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> None:
         """Compute the values of a part; codes may have their memory: the first of each byte."""
-        blocks = self._blocks(part)
+        _, blocks = self.stored_boxes(part)
         are_exponents = scales.dtype.itemsize == 1
-        scales = scales.reshape(blocks.shape)
         scales = scales.view(torch.uint8).int() - 127 if are_exponents else scales.float()
+        scales = scales[(..., *(None for _ in part.shape[len(self.block) :]))]
         with torch.inference_mode(values.is_inference()):
             for rows in split_rows(Box.whole(part.shape), _MOST_TOGETHER):
                 place, own = rows.moved(part.offset), scales
-                axes = zip(self.block, place.offset, place.stop, strict=True)
-                for axis, (size, start, stop) in enumerate(axes):
-                    if own.shape[axis] > 1:
-                        elements = torch.arange(start, stop, device=own.device)
-                        own = own.index_select(axis, elements // size - blocks.offset[axis])
+                axes = zip(place.offset, place.stop, self.block, blocks.offset, strict=False)
+                for axis, (start, stop, size, first) in enumerate(axes):
+                    elements = torch.arange(start, stop, device=own.device)
+                    own = own.index_select(axis, elements // size - first)
                 if self.packed:
                     pairs = codes[rows.slices()[:-1]].to(torch.uint8).unsqueeze(-1)
                     bits = torch.arange(0, 8, 4, device=codes.device, dtype=torch.uint8)

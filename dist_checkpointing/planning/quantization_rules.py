@@ -11,7 +11,7 @@ from dist_checkpointing.format.dtypes import FLOATING, from_name
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
 from dist_checkpointing.planning.quantization import Quantization
-from dist_checkpointing.planning.recipe_rules import CastTo, Change, Misfit, Wanted
+from dist_checkpointing.planning.recipe_rules import CastTo, Change, Misfit, Wanted, are_counts
 
 _FP8 = frozenset(name for name in FLOATING if name.startswith("float8"))
 _E8M0 = frozenset({"uint8", "float8_e8m0fnu"})
@@ -43,8 +43,7 @@ class Dequantize(CastTo, name="dequantize"):
 
     def check(self) -> None:
         super().check()
-        are_sizes = self.block and all(type(size) is int and size > 0 for size in self.block)
-        self.require(are_sizes, "block must be a list of positive numbers")
+        self.require(are_counts(1, *self.block), "block must be a list of positive numbers")
 
     def change(self, tensors: Mapping[str, Any], wanted: Wanted | None) -> Change:  # noqa: ARG002
         change = Change()
@@ -56,19 +55,19 @@ class Dequantize(CastTo, name="dequantize"):
                 else:
                     names = [f"{name}_scales"] if name != key else [*names, f"{key}_scale"]
                 dtypes = _FP8 | {"uint8"} if name != key or self.scales else _FP8
-                found = next((own for own in names if own in tensors), None)
+                scales = next((own for own in names if own in tensors), None)
                 is_quantized = codes.dtype.name in dtypes
-                if is_quantized and found is None:
-                    remedy = "Say with scales how they are named, or leave the tensor out."
-                    expected = " or ".join(names)
-                    raise Misfit("its scales are missing", expected=expected, remedy=remedy)
-                if not is_quantized and found == names[0]:
-                    problem = f"it has scales ({found}), and is not quantized"
-                    expected = " or ".join(sorted(dtypes))
+                if is_quantized if scales is None else not is_quantized and scales == names[0]:
+                    expected = " or ".join(names if is_quantized else sorted(dtypes))
+                    problem = (
+                        "its scales are missing"
+                        if is_quantized
+                        else f"it has {scales}, but no codes"
+                    )
                     raise Misfit(problem, expected=expected, found=codes.dtype.name)
-                if is_quantized and found is not None:
-                    change.made.append((name, self._values(codes, tensors[found], found)))
-                    change.taken += (key, found)
+                if is_quantized and scales is not None:
+                    change.made.append((name, self._values(codes, tensors[scales], scales)))
+                    change.taken += (key, scales)
         change.count = len(change.made)
         return change
 
@@ -86,7 +85,7 @@ class Dequantize(CastTo, name="dequantize"):
         shape, packed, ndim = codes.shape, Ints(), len(codes.shape)
         if is_packed:  # the last axis becomes three, and all bytes of a group have one scale
             expected, packed = shape[:-1], (*shape[-2:], 2)
-            block = (1,) * (ndim - 1) + packed[1:]
+            block = (1,) * (ndim - 1)
             fits = scales.shape == expected != ()
             shape = (*shape[:-2], math.prod(packed))
         else:
@@ -99,7 +98,7 @@ class Dequantize(CastTo, name="dequantize"):
             fits = len(counts) == ndim and (0 not in block or 0 in shape)
         if not fits:
             raise Misfit(f"wrong shape of {name}", expected=expected, found=scales.shape)
-        quantization = Quantization(keys[1], len(scales.shape), block, packed)
+        quantization = Quantization(keys[1], block[: len(scales.shape)], packed)
         dtype = from_name(self._dtype_name)
         values = DerivedTensor.whole(keys[0], shape, dtype, quantization)
         return values.permuted([0, 2, 1]) if is_packed and len(shape) == 3 else values

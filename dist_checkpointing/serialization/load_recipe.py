@@ -180,15 +180,13 @@ def sources_of(
     steps: Steps = []
     with comm.agreed("applying the recipe"), paused_collector():
         sources = (source_leaves(made, leaf, steps) for leaf in wanted.tensors)
-        return (
-            WantedTable.of(chain.from_iterable(sources)),
-            {
-                path: replace(leaf, key=made.objects[leaf.key])
-                for path, leaf in objects.items()
-                if leaf.key in made.objects
-            },
-            steps,
-        )
+        table = WantedTable.of(chain.from_iterable(sources))
+        cells = {
+            path: replace(leaf, key=made.objects[leaf.key])
+            for path, leaf in objects.items()
+            if leaf.key in made.objects
+        }
+    return table, cells, steps
 
 
 def kept_values(
@@ -237,17 +235,17 @@ def _leaves_of_piece(
     """Codes are read to where their values belong, if these can hold them."""
     values = None if values is None else piece.as_source(values)
     leaves = [ShardedTensor.of_box(stored[key], box) for key, box in piece.stored_boxes]
-    quantization = piece.quantization
-    if values is not None and quantization is None:
+    own = piece.quantization
+    if values is not None and own is None:
         leaves[0].data, leaves[0].dtype = values, values.dtype
-    elif values is not None and quantization is not None:
-        parts = quantization.parts(piece.source_box, values)
-        for (part, own), codes, scales in zip(parts, leaves[::2], leaves[1::2], strict=True):
-            assert own is not None
-            codes.data = own[..., 0] if quantization.packed else own
-            if not tensor_memory.is_lossless(codes.dtype, own.dtype):
-                codes.data = own.new_empty(codes.local_shape, dtype=codes.dtype)
+    elif values is not None and own is not None:
+        parts = own.parts(piece.source_box, values)
+        for (part, made), codes, scales in zip(parts, leaves[::2], leaves[1::2], strict=True):
+            assert made is not None
+            codes.data = made[..., 0] if own.packed else made
+            if not tensor_memory.is_lossless(codes.dtype, made.dtype):
+                codes.data = made.new_empty(codes.local_shape, dtype=codes.dtype)
             codes.dtype = codes.data.dtype
-            scales.data = own.new_empty(scales.local_shape, dtype=scales.dtype)
-            steps.append(partial(quantization.dequantize, part, own, codes.data, scales.data))
+            scales.data = made.new_empty(scales.local_shape, dtype=scales.dtype)
+            steps.append(partial(own.dequantize, part, made, codes.data, scales.data))
     yield from leaves

@@ -342,7 +342,7 @@ WRONG: dict[str, tuple[Tensors, list[Rule], list[str]]] = {
     "scales of bfloat16": (
         {"a.weight": scales_of(4, 4).bfloat16(), "a.weight_scale_inv": scales_of(1)},
         [],
-        ["'a.weight': it has scales (a.weight_scale_inv)", "float8_e4m3fn", "found bfloat16"],
+        ["'a.weight': it has a.weight_scale_inv, but no codes", "float8_e4m3fn", "found bfloat16"],
     ),
     "dtype of scales": (
         {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1).long()},
