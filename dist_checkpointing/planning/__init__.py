@@ -105,9 +105,8 @@ __all__ = [
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.Any:
-        modules = ("recipe", "recipe_rules", "quantization_rules", "model_recipes")
-        for module in modules if name in __all__ else ():
-            found = vars(importlib.import_module(f"{__name__}.{module}"))
+        for module in ("recipe", "recipe_rules", "quantization_rules", "model_recipes"):
+            found = vars(importlib.import_module(f"{__name__}.{module}")) if name in __all__ else {}
             if name in found:
                 return found[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -163,7 +164,8 @@ class DerivedTensor:
     @property
     def sources(self) -> tuple[str, ...]:
         """Keys of the stored tensors that fill it."""
-        return tuple(dict.fromkeys(key for p in self.pieces for key, _ in p.stored_boxes))
+        pairs = ((p.key, p.quantization.scales if p.quantization else None) for p in self.pieces)
+        return tuple(dict.fromkeys(key for key in chain.from_iterable(pairs) if key is not None))
 
 
 def with_extent(values: Ints, axis: int, value: int) -> Ints:

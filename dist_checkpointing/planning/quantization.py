@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dist_checkpointing.format.geometry import Box, Ints, split_flat_range, split_rows
 
@@ -30,9 +31,7 @@ class Quantization:
     block: Ints
     packed: Ints = ()
 
-    def parts(
-        self, box: Box, values: torch.Tensor | None
-    ) -> Iterator[tuple[Box, torch.Tensor | None]]:
+    def parts(self, box: Box, values: Tensor | None) -> Iterator[tuple[Box, Tensor | None]]:
         """The boxes that make up a box, with three axes for a packed one, and views of its values.
 
         It is one, unless bytes or groups of bytes are wanted in part.
@@ -56,9 +55,7 @@ class Quantization:
         scales = Box(tuple(block.start for block in blocks), tuple(map(len, blocks)))
         return Box(part.offset[:ndim], part.shape[:ndim]), scales
 
-    def dequantize(
-        self, part: Box, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-    ) -> None:
+    def dequantize(self, part: Box, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Compute the values of a part; codes may have their memory: the first of each byte."""
         _, blocks = self.stored_boxes(part)
         are_exponents = scales.dtype.itemsize == 1
@@ -78,5 +75,5 @@ class Quantization:
                     numbers = _FP4_VALUES.to(codes.device)[halves.long()]
                 else:
                     numbers = codes[rows.slices()].float()
-                made = torch.ldexp(numbers, own) if are_exponents else numbers * own
-                values[rows.slices()] = made
+                numbers = torch.ldexp(numbers, own) if are_exponents else numbers * own
+                values[rows.slices()] = numbers

@@ -49,25 +49,25 @@ class Dequantize(CastTo, name="dequantize"):
         change = Change()
         for key, match, _ in self.matches(tensors):
             with change.noting(key):
-                name, codes, names = key.removesuffix("_blocks"), tensors[key], [f"{key}_scale_inv"]
+                name, names = key.removesuffix("_blocks"), [f"{key}_scale_inv", f"{key}_scale"]
                 if self.scales is not None:
                     names = [self.expanded(match, self.scales)]
-                else:
-                    names = [f"{name}_scales"] if name != key else [*names, f"{key}_scale"]
+                elif name != key:
+                    names = [f"{name}_scales"]
                 dtypes = _FP8 | {"uint8"} if name != key or self.scales else _FP8
                 scales = next((own for own in names if own in tensors), None)
-                is_quantized = codes.dtype.name in dtypes
-                if is_quantized if scales is None else not is_quantized and scales == names[0]:
-                    expected = " or ".join(names if is_quantized else sorted(dtypes))
-                    problem = (
-                        "its scales are missing"
-                        if is_quantized
-                        else f"it has {scales}, but no codes"
-                    )
-                    raise Misfit(problem, expected=expected, found=codes.dtype.name)
+                dtype = tensors[key].dtype.name
+                is_quantized = dtype in dtypes
                 if is_quantized and scales is not None:
-                    change.made.append((name, self._values(codes, tensors[scales], scales)))
+                    values = self._values(tensors[key], tensors[scales], scales)
+                    change.made.append((name, values))
                     change.taken += (key, scales)
+                elif is_quantized:
+                    expected = " or ".join(names)
+                    raise Misfit("its scales are missing", expected=expected, found=dtype)
+                elif scales == names[0]:
+                    expected = " or ".join(sorted(dtypes))
+                    raise Misfit(f"it has {scales}, but no codes", expected=expected, found=dtype)
         change.count = len(change.made)
         return change
 
@@ -98,7 +98,6 @@ class Dequantize(CastTo, name="dequantize"):
             fits = len(counts) == ndim and (0 not in block or 0 in shape)
         if not fits:
             raise Misfit(f"wrong shape of {name}", expected=expected, found=scales.shape)
-        quantization = Quantization(keys[1], block[: len(scales.shape)], packed)
-        dtype = from_name(self._dtype_name)
-        values = DerivedTensor.whole(keys[0], shape, dtype, quantization)
+        how = Quantization(keys[1], block[: len(scales.shape)], packed)
+        values = DerivedTensor.whole(keys[0], shape, from_name(self._dtype_name), how)
         return values.permuted([0, 2, 1]) if is_packed and len(shape) == 3 else values
