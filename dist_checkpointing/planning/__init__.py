@@ -40,6 +40,7 @@ if typing.TYPE_CHECKING:
         megatron_to_mixtral,
         mixtral_to_megatron,
     )
+    from dist_checkpointing.planning.quantization_rules import Dequantize
     from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
     from dist_checkpointing.planning.recipe_rules import (
         CastTo,
@@ -62,6 +63,7 @@ __all__ = [
     "Concat",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "Dequantize",
     "Derivation",
     "Destinations",
     "Drop",
@@ -103,8 +105,8 @@ __all__ = [
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.Any:
-        for module in ("recipe", "recipe_rules", "model_recipes") if name in __all__ else ():
-            found = vars(importlib.import_module(f"{__name__}.{module}"))
+        for module in ("recipe", "recipe_rules", "quantization_rules", "model_recipes"):
+            found = vars(importlib.import_module(f"{__name__}.{module}")) if name in __all__ else {}
             if name in found:
                 return found[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

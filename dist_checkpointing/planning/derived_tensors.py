@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.planning.quantization import Quantization
 
 _FEW = 32
 """Of more pieces than these, those that meet a box are found in columns."""
@@ -31,7 +33,7 @@ class Piece:
 
     Nothing stored fills a box whose ``key`` is None, but ``fill``. ``axes`` has for each axis of
     the box the axis of the stored tensor that it runs along; None for an axis of extent 1 that the
-    stored tensor does not have.
+    stored tensor does not have. If that is quantized, all of this speaks of its values.
     """
 
     box: Box
@@ -39,6 +41,17 @@ class Piece:
     origin: Ints
     axes: tuple[int | None, ...]
     fill: Fill = "zeros"
+    quantization: Quantization | None = None
+
+    @property
+    def stored_boxes(self) -> Iterator[tuple[str, Box]]:
+        """Keys and boxes of what is read for it."""
+        own = self.quantization
+        if self.key is not None and own is None:
+            yield self.key, self.source_box
+        elif self.key is not None and own is not None:
+            for part, _ in own.parts(self.source_box, None):
+                yield from zip((self.key, own.scales), own.stored_boxes(part), strict=True)
 
     @property
     def source_box(self) -> Box:
@@ -100,9 +113,16 @@ class DerivedTensor:
     @classmethod
     def of_stored(cls, tensor: StoredTensor, dtype: DType | None = None) -> DerivedTensor:
         """A stored tensor as it is, or with another element type."""
-        shape = tensor.global_shape
-        piece = Piece(Box.whole(shape), tensor.key, (0,) * len(shape), tuple(range(len(shape))))
-        return cls(shape, dtype or tensor.dtype, () if 0 in shape else (piece,))
+        return cls.whole(tensor.key, tensor.global_shape, dtype or tensor.dtype)
+
+    @classmethod
+    def whole(
+        cls, key: str, shape: Ints, dtype: DType, quantization: Quantization | None = None
+    ) -> DerivedTensor:
+        """A stored tensor, perhaps quantized, of which nothing is cut."""
+        axes = tuple(range(len(shape)))
+        piece = Piece(Box.whole(shape), key, (0,) * len(shape), axes, quantization=quantization)
+        return cls(shape, dtype, () if 0 in shape else (piece,))
 
     @classmethod
     def filled(cls, shape: Ints, dtype: DType, fill: Fill) -> DerivedTensor:
@@ -167,7 +187,8 @@ class DerivedTensor:
     @property
     def sources(self) -> tuple[str, ...]:
         """Keys of the stored tensors that fill it."""
-        return tuple(dict.fromkeys(p.key for p in self.pieces if p.key is not None))
+        pairs = ((p.key, p.quantization.scales if p.quantization else None) for p in self.pieces)
+        return tuple(dict.fromkeys(key for key in chain.from_iterable(pairs) if key is not None))
 
 
 def with_extent(values: Ints, axis: int, value: int) -> Ints:

@@ -52,6 +52,8 @@ def _rules_of_file(path: Path) -> list[Rule | Recipe]:
         raise _unreadable(path, str(error)) from error
     if not isinstance(rows, list):
         raise _unreadable(path, "it must be a list of rules")
+    for module in ("quantization_rules", "model_recipes"):  # they add to what is known
+        import_module(f"dist_checkpointing.planning.{module}")
     rules = []
     for number, row in enumerate(rows, 1):
         try:
@@ -235,8 +237,8 @@ class Derivation:
         """Number of elements of each stored tensor that fill something."""
         found = Counter[str]()
         for piece in chain.from_iterable(tensor.pieces for tensor in self.tensors.values()):
-            if piece.key is not None:
-                found[piece.key] += piece.box.num_elements
+            for key, box in piece.stored_boxes:
+                found[key] += box.num_elements
         return found
 
     @property

@@ -335,7 +335,7 @@ class Resize(EachRule, name="resize"):
 
     def check(self) -> None:
         self.require(self.fill in get_args(Fill), "fill must be 'zeros' or 'template'")
-        is_size = self.size is None or _are_counts(0, self.size)
+        is_size = self.size is None or are_counts(0, self.size)
         self.require(is_size, "size must be a number of rows")
 
     def made(self, own: Matched) -> Made:
@@ -376,7 +376,7 @@ class Split(EachRule, name="split"):
         sizes = self._sizes
         problem = "into must be a list of names, and sizes as many numbers"
         self.require(self.into and len(sizes) == len(self.into), problem)
-        are_positive = _are_counts(1, *sizes, self.groups)
+        are_positive = are_counts(1, *sizes, self.groups)
         self.require(are_positive, "sizes and groups must be positive numbers")
 
     @property
@@ -419,7 +419,7 @@ class Concat(JoinRule, name="concat"):
 
     def check(self) -> None:
         self.require(len(self.patterns) > 1, "it needs a list of two patterns or more")
-        self.require(_are_counts(1, self.groups), "groups must be a positive number")
+        self.require(are_counts(1, self.groups), "groups must be a positive number")
 
     def repeated(self, number: int) -> str:
         return f"several tensors match {self.patterns[number]!r} for this name"
@@ -458,7 +458,7 @@ class Transpose(EachRule, name="transpose"):
     axes: Sequence[int] | None = None
 
     def check(self) -> None:
-        are_axes = _are_counts(0, *(self.axes or ()))
+        are_axes = are_counts(0, *(self.axes or ()))
         self.require(are_axes, "axes must be a list of axes, counted from 0")
 
     def made(self, own: Matched) -> Made:
@@ -535,7 +535,8 @@ class Unstack(EachRule, name="unstack"):
         ]
 
 
-def _are_counts(least: int, *values: object) -> bool:
+def are_counts(least: int, *values: object) -> bool:
+    """Whether they are whole numbers, none of them below the least."""
     return all(type(value) is int and value >= least for value in values)
 
 

@@ -247,8 +247,8 @@ def load(
     # Only now that all ranks agree may a tensor of the caller be touched.
     if filled is not wanted:
         clear_partly_stored(filled.tensors, shapes)
-    to_read, objects = (
-        (filled, objects) if made is None else sources_of(made, filled, objects, comm)
+    to_read, objects, steps = (
+        (filled, objects, []) if made is None else sources_of(made, filled, objects, comm)
     )
 
     # Verify what is not read whole; then read, and compare what memory holds.
@@ -270,7 +270,7 @@ def load(
     )
     is_asked = not user_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
     staged, asked_keys = [*apart.values(), *plain], wanted.keys if is_asked else ()
-    state_dict = _rebuilt(opened, parts, loaded, values, staged, restore, asked_keys)
+    state_dict = _rebuilt(opened, parts, loaded, values, steps, staged, restore, asked_keys)
     meter.log()
     returns_keys = StrictHandling.requires_returning_mismatch_keys(flag)
     return (state_dict, missing, unexpected) if returns_keys else state_dict
@@ -342,6 +342,7 @@ def _rebuilt(
     parts: StateDictParts,
     tensors: Mapping[TreePath, Any],
     objects: Mapping[TreePath, Any],
+    steps: Iterable[Callable[[], None]],
     staged: Sequence[StagedTensor],
     restore: Callable[[StateDict], object] | None,
     asked_keys: Iterable[str],
@@ -357,6 +358,8 @@ def _rebuilt(
         nonlocal state_dict
         is_same = number_of_save(opened.folder) == opened.save_number
         require_same_save(is_same, opened.folder)
+        for step in steps:
+            step()
         if staged:
             fill_staged(staged)
         state_dict = parts.rebuild(opened.common, tensors, objects)

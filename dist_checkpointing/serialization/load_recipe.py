@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 from os import PathLike
 
@@ -25,10 +26,14 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
+from dist_checkpointing.planning.derived_tensors import Piece
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.strategies.selection import OpenedCheckpoint, open_checkpoint
 from dist_checkpointing.threads import paused_collector
+
+Steps = list[Callable[[], None]]
+"""What makes values of what was read, in memory."""
 
 _REMEDY_OF_OBJECTS = (
     "Remove it from the template, or keep the template's by the rule missing with fill='template'."
@@ -166,18 +171,22 @@ def _explained(made: Derivation, finding: Finding) -> Finding:
 
 def sources_of(
     made: Derivation, wanted: WantedTable, objects: Mapping[TreePath, ShardedObject], comm: Comm
-) -> tuple[WantedTable, Mapping[TreePath, ShardedObject]]:
-    """What is read into parts of the memory of wanted tensors, and for wanted objects. Collective.
+) -> tuple[WantedTable, Mapping[TreePath, ShardedObject], Steps]:
+    """What is read into parts of the memory of wanted tensors, and for wanted objects; and what is
+    left to do after it. Collective.
 
     What nothing stored fills becomes zero, unless it stays as it is.
     """
+    steps: Steps = []
     with comm.agreed("applying the recipe"), paused_collector():
-        sources = (source_leaves(made, leaf) for leaf in wanted.tensors)
-        return WantedTable.of(chain.from_iterable(sources)), {
+        sources = (source_leaves(made, leaf, steps) for leaf in wanted.tensors)
+        table = WantedTable.of(chain.from_iterable(sources))
+        cells = {
             path: replace(leaf, key=made.objects[leaf.key])
             for path, leaf in objects.items()
             if leaf.key in made.objects
         }
+    return table, cells, steps
 
 
 def kept_values(
@@ -189,11 +198,13 @@ def kept_values(
     return {path: leaf.data for path, leaf in template.items() if leaf.key in made.kept_objects}
 
 
-def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[ShardedTensor]:
+def source_leaves(
+    derivation: Derivation, leaf: ShardedTensor, steps: Steps
+) -> Iterator[ShardedTensor]:
     """The boxes of stored tensors that fill a wanted shard.
 
     Each has a view of the memory of the shard, if that has memory; then parts that nothing stored
-    fills are set to zero on the way.
+    fills are set to zero on the way. What is left to do once all are read is added to ``steps``.
     """
     tensor = derivation.tensors[leaf.key]
     stored = derivation.stored_as(tensor)
@@ -213,9 +224,28 @@ def source_leaves(derivation: Derivation, leaf: ShardedTensor) -> Iterator[Shard
         for piece in tensor.parts(box):
             values = None if memory is None else memory[piece.box.relative_to(box.offset).slices()]
             if piece.key is not None:
-                source = ShardedTensor.of_box(derivation.stored[piece.key], piece.source_box)
-                if values is not None:
-                    source.data, source.dtype = piece.as_source(values), values.dtype
-                yield source
+                yield from _leaves_of_piece(derivation.stored, piece, values, steps)
             elif values is not None and piece.fill == "zeros":
                 values.zero_()
+
+
+def _leaves_of_piece(
+    stored: Index, piece: Piece, values: torch.Tensor | None, steps: Steps
+) -> Iterator[ShardedTensor]:
+    """Codes are read to where their values belong, if these can hold them."""
+    values = None if values is None else piece.as_source(values)
+    leaves = [ShardedTensor.of_box(stored[key], box) for key, box in piece.stored_boxes]
+    own = piece.quantization
+    if values is not None and own is None:
+        leaves[0].data, leaves[0].dtype = values, values.dtype
+    elif values is not None and own is not None:
+        parts = own.parts(piece.source_box, values)
+        for (part, made), codes, scales in zip(parts, leaves[::2], leaves[1::2], strict=True):
+            assert made is not None
+            codes.data = made[..., 0] if own.packed else made
+            if not tensor_memory.is_lossless(codes.dtype, made.dtype):
+                codes.data = made.new_empty(codes.local_shape, dtype=codes.dtype)
+            codes.dtype = codes.data.dtype
+            scales.data = made.new_empty(scales.local_shape, dtype=scales.dtype)
+            steps.append(partial(own.dequantize, part, made, codes.data, scales.data))
+    yield from leaves

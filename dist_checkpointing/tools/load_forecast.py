@@ -285,7 +285,7 @@ def forecast_of(
             for leaf, (start, stop) in zip(leaves, sizes, strict=True)
         )
         if made is not None:
-            leaves = [source for leaf in leaves for source in source_leaves(made, leaf)]
+            leaves = [source for leaf in leaves for source in source_leaves(made, leaf, [])]
         items, uncovered = plan_load(index, leaves)
         misfits += uncovered
         misfits += [

@@ -272,6 +272,19 @@ def trainers(number: int, names: Names) -> None:
     names["accelerator"] = SimpleNamespace(prepare=lambda *given: given, scaler=None)
 
 
+def hugging_face(number: int, names: Names) -> None:
+    model = _model().bfloat16()
+    names |= {"torch": torch, "model": model}
+    model.config = SimpleNamespace(to_json_string=lambda: "{}")  # type: ignore[assignment]
+    state = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in model.state_dict().items()}
+    scales = {f"{key}_scale_inv": torch.ones([1] * own.ndim) for key, own in state.items()}
+    folder = "DeepSeek-V3" if number == 2 else "pretrained"
+    shutil.rmtree("out", ignore_errors=True)
+    tensors = {**state, **scales} if number == 2 else model.state_dict()
+    shards = interop.shard_state_dict(tensors)
+    dist_checkpointing.save(shards, folder, "safetensors", overwrite=True)
+
+
 def from_megatron(number: int, names: Names) -> None:
     del number
     names |= {"state": {"w": _weight()}, "path": "ckpt/1"}

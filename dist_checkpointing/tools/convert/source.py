@@ -111,7 +111,8 @@ class Source:
             # Takes no room until it is written: what is stored as it is wanted replaces it.
             leaf.init_data("cpu")
         whole = {id(leaf.data) for leaf in leaves}
-        parts = (part for leaf in leaves for part in source_leaves(made, leaf))
+        steps: list[Callable[[], None]] = []
+        parts = (part for leaf in leaves for part in source_leaves(made, leaf, steps))
         sized = ((part, part.box.num_elements * made.stored[part.key].dtype.itemsize)
                  for part in parts)  # fmt: skip
         for batch in in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER):
@@ -122,6 +123,8 @@ class Source:
                     part.data.data = values
                 else:
                     part.data.copy_(values)
+        for step in steps:
+            step()
         return [leaf.data for leaf in leaves if leaf.data is not None]
 
     def _location(self, part: StoredPart) -> str:

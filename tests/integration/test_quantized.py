@@ -1,0 +1,407 @@
+"""Quantized tensors, dequantized while they are read. The oracles are torch's reader and torch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Recipe,
+    ShardedTensor,
+    StateMismatchError,
+    load,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.planning import (
+    Concat,
+    Dequantize,
+    Rename,
+    Resize,
+    Rule,
+    Transpose,
+    Unstack,
+)
+from dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    preview_recipe,
+)
+from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.testing import assert_same_bits, run_ranks
+from states import BACKEND, blanks, flat, shard, wholes
+from tiers import examples
+
+Tensors = dict[str, torch.Tensor]
+INDEX = "model.safetensors.index.json"
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+FP4_VALUES = torch.tensor(FP4 + [-value for value in FP4])
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def fp8(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Every value that E4M3 has, but NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 127, shape, generator=generator, dtype=torch.uint8)
+    signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) << 7
+    return (codes | signs).view(torch.float8_e4m3fn)
+
+
+def scales_of(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.rand(shape, generator=generator) * 1e-2 + 1e-4
+
+
+def octets(*shape: int, least: int = 0, most: int = 255) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + least)
+    return torch.randint(least, most + 1, shape, generator=generator, dtype=torch.uint8)
+
+
+def of_blocks(codes: torch.Tensor, scales: torch.Tensor, *block: int) -> torch.Tensor:
+    """Values in float32 of codes with one scale for each block."""
+    for axis, size in enumerate(block):
+        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, codes.shape[axis])
+    return codes.float() * scales.float()
+
+
+def of_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Values in float32: the low half of a byte comes before the high one."""
+    halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+    return torch.ldexp(FP4_VALUES[halves], scales.int()[..., None] - 127).flatten(-2)
+
+
+def written(folder: Path, tensors: Tensors) -> Path:
+    """A folder as of Hugging Face; scales are in another file than the codes."""
+    folder.mkdir(exist_ok=True)
+    names = {key: "b" if "scale" in key else "a" for key in tensors}
+    for name in {*names.values()}:
+        own = {key: tensor for key, tensor in tensors.items() if names[key] == name}
+        save_file(own, folder / f"{name}.safetensors")
+    weight_map = {key: f"{name}.safetensors" for key, name in names.items()}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+STORED: Tensors = {
+    "layers.0.mlp.weight": fp8(70, 45),
+    "layers.0.mlp.weight_scale_inv": scales_of(5, 3),
+    "layers.0.experts.up_blocks": octets(3, 6, 4, 16),
+    "layers.0.experts.up_scales": octets(3, 6, 4),
+    "layers.0.rows.weight": fp8(9, 20, seed=1),
+    "layers.0.rows.weight_scale": scales_of(9, 1).bfloat16(),
+    "layers.0.columns.weight": fp8(9, 20, seed=2).float().to(torch.float8_e5m2),
+    "layers.0.columns.weight_scale": scales_of(1, 20),
+    "layers.0.whole.weight": fp8(9, 20, seed=3),
+    "layers.0.whole.weight_scale": scales_of(1),
+    "layers.0.norm.weight": scales_of(40).bfloat16(),
+    "batch": octets(3),
+}
+VALUES: Tensors = {
+    "layers.0.mlp.weight": of_blocks(
+        STORED["layers.0.mlp.weight"], STORED["layers.0.mlp.weight_scale_inv"], 16, 16
+    ),
+    "layers.0.experts.up": of_mxfp4(
+        STORED["layers.0.experts.up_blocks"], STORED["layers.0.experts.up_scales"]
+    ).transpose(1, 2),
+    **{
+        f"layers.0.{name}.weight": of_blocks(
+            STORED[f"layers.0.{name}.weight"], STORED[f"layers.0.{name}.weight_scale"], *block
+        )
+        for name, block in {"rows": (1, 20), "columns": (9, 1), "whole": ()}.items()
+    },
+    "layers.0.norm.weight": STORED["layers.0.norm.weight"],
+    "batch": STORED["batch"],
+}
+BLOCK = (16, 16)
+
+
+def expected(dtype: torch.dtype) -> Tensors:
+    kept = ("layers.0.norm.weight", "batch")
+    return {key: own if key in kept else own.to(dtype) for key, own in VALUES.items()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_equals_the_reader_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
+    quantized = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")
+    tensors = {
+        "a.weight": fp8(300, 200),
+        "a.weight_scale_inv": scales_of(3, 2),
+        "e.up_blocks": octets(3, 10, 4, 16),
+        "e.up_scales": octets(3, 10, 4),
+        "norm": scales_of(7),
+    }
+    folder = written(tmp_path / "hf", tensors)
+    theirs = {
+        "a.weight": torch.empty(300, 200, dtype=dtype),
+        "e.up_blocks": torch.empty(3, 10, 128, dtype=dtype),
+        "norm": torch.empty(7),
+    }
+
+    class Reader(quantized.QuantizedHuggingFaceStorageReader):  # type: ignore[misc, name-defined]
+        def read_metadata(self) -> Any:
+            metadata = super().read_metadata()
+            for own in metadata.state_dict_metadata.values():
+                # It asks for as many elements of MXFP4 as there are groups.
+                own.chunks[0] = replace(own.chunks[0], sizes=own.size)
+            return metadata
+
+    reader = Reader(str(folder), target_dtype=dtype)
+    load_by_torch(theirs, storage_reader=reader, no_dist=True)
+    recipe = Recipe(Dequantize(dtype=str(dtype)), Transpose("e.up", [0, 2, 1]))
+    ours = blanks({key.removesuffix("_blocks"): tensor for key, tensor in theirs.items()})
+    load(ours, folder, recipe=recipe)
+    for key, tensor in theirs.items():
+        assert_same_bits(ours[key.removesuffix("_blocks")].data, tensor, key)
+
+
+def test_a_block_of_one_number_for_each_axis(tmp_path: Path) -> None:
+    """Experts in one tensor, blocks that are no squares, and powers of two for scales."""
+    codes, scales = fp8(2, 10, 24), octets(2, 5, 3, least=100, most=140)
+    folder = written(tmp_path / "hf", {"up": codes, "up_scale_inv": scales})
+    recipe = Recipe(Dequantize("{x*}", "float32", block=[2, 8]))
+    want = codes.float() * torch.exp2(scales.float() - 127).repeat_interleave(
+        2, 1
+    ).repeat_interleave(8, 2)
+    state = blanks({"up": want})
+    assert_same_bits(load(state, folder, recipe=recipe)["up"], want, "up")
+
+
+CHAINS: dict[str, tuple[list[Rule], Callable[[Tensors], Tensors]]] = {
+    "alone": ([], lambda own: own),
+    "turned": ([Transpose(r".*\.(weight|up)")], lambda own: {
+        key: value.permute(*reversed(range(value.ndim))) for key, value in own.items()
+    }),
+    "joined": (
+        [Concat([f"layers.0.{n}.weight" for n in ("rows", "columns", "whole")], "j", 1)],
+        lambda own: {
+            "j": torch.cat([own[f"layers.0.{n}.weight"] for n in ("rows", "columns", "whole")], 1)
+        },
+    ),
+    "apart": (
+        [Unstack("layers.0.experts.up", "up.{i}"), Rename("layers.0.mlp.weight", "m")],
+        lambda own: {
+            "m": own["layers.0.mlp.weight"],
+            **{f"up.{i}": value for i, value in enumerate(own.get("layers.0.experts.up", ()))},
+        },
+    ),
+}  # fmt: skip
+
+
+def part_of(key: str, full: torch.Tensor, comm: Comm, cut: str, at: list[float]) -> Any:
+    """A template for the part of a rank, in memory that is no row, and what it must hold."""
+    axis = full.ndim - 1 if cut == "columns" else 0
+    extent = full.numel() if cut == "flat" else full.shape[axis]
+    places = [0, *sorted(int(share * extent) for share in at[: comm.world_size - 1]), extent]
+    start, stop = places[comm.rank : comm.rank + 2]
+    if cut == "flat":
+        blank = torch.full(full.shape, 1.0).to(full.dtype)
+        return flat(key, blank, start, stop), full.reshape(-1)[start:stop]
+    part = full.narrow(axis, start, stop - start)
+    offset = [0] * full.ndim
+    offset[axis] = start
+    memory = torch.full([*reversed(part.shape)], 1.0).to(full.dtype)
+    memory = memory.permute(*reversed(range(full.ndim)))
+    return ShardedTensor.from_offset(key, memory, full.shape, offset), part
+
+
+@examples(150)
+@given(
+    chain=st.sampled_from(sorted(CHAINS)),
+    cut=st.sampled_from(["rows", "columns", "flat"]),
+    at=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+    world_size=st.integers(1, 4),
+    dtype=st.sampled_from([*DTYPES, torch.float16, torch.float64, torch.float8_e5m2, torch.int32]),
+    shares=st.booleans(),
+)
+def test_any_sharding_is_a_part_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    *,
+    chain: str,
+    cut: str,
+    at: list[float],
+    world_size: int,
+    dtype: torch.dtype,
+    shares: bool,
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "quantized"
+    if not folder.exists():
+        written(folder, STORED)
+    rules, change = CHAINS[chain]
+    recipe = Recipe(Dequantize(block=BLOCK), *rules)
+    quantized = {key: own for key, own in VALUES.items() if own.dtype == torch.float32}
+    if not dtype.is_floating_point:  # no integer is as large as the values of MXFP4
+        quantized.pop("layers.0.experts.up", None)
+    # Values are converted once, to the dtype of the memory.
+    full = {key: own.to(dtype) for key, own in change(quantized).items()}
+
+    def on_rank(comm: Comm) -> None:
+        template, wanted = {}, {}
+        for key, own in full.items():
+            template[key], wanted[key] = part_of(key, own, comm, cut, at)
+        strategy = None
+        if shares:
+            reading: Any = get_default_load_sharded_strategy(str(folder))
+            strategy = FullyParallelLoadStrategyWrapper(reading, comm, min_shared_bytes=0)
+        found = load(template, folder, strategy, recipe=recipe, cast="any", comm=comm)
+        for key, own in wanted.items():
+            assert_same_bits(found[key], own.contiguous(), key)
+
+    run_ranks(world_size, on_rank)
+
+
+def without_norms(tensors: Tensors) -> Tensors:
+    return {key: own for key, own in tensors.items() if "norm" not in key and key != "batch"}
+
+
+@BACKEND
+@pytest.mark.parametrize("verify", [False, True, "restored"])
+def test_what_other_backends_have_stored(tmp_path: Path, backend: Any, verify: Any) -> None:
+    """With two leaves in one memory, and one that keeps rows of the template."""
+    state = {**wholes(STORED), "step": 1}
+    save(state, tmp_path / "ckpt", backend)
+    rules = [Dequantize(block=BLOCK), Resize("layers.0.mlp.weight", size=72, fill="template")]
+    want = without_norms(expected(torch.bfloat16))
+    want["layers.0.mlp.weight"] = torch.cat(
+        [want["layers.0.mlp.weight"], torch.ones(2, 45, dtype=torch.bfloat16)]
+    )
+    template: dict[str, Any] = {key: shard(key, torch.ones_like(own)) for key, own in want.items()}
+    template["tied"] = shard("layers.0.rows.weight", template["layers.0.rows.weight"].data)
+    load(template, tmp_path / "ckpt", recipe=Recipe(*rules), verify=verify)
+    for key, own in want.items():
+        assert_same_bits(template[key].data, own.contiguous(), key)
+
+
+def test_damage_of_scales_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    save(wholes(STORED), folder, ("zarr", 1))
+    (chunk,) = (folder / "layers.0.mlp.weight_scale_inv").glob("[0-9]*")
+    chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
+    template = blanks({"layers.0.mlp.weight": expected(torch.bfloat16)["layers.0.mlp.weight"]})
+    recipe = Recipe(Dequantize(block=BLOCK))
+    load(template, folder, recipe=recipe)
+    with pytest.raises(CorruptCheckpointError, match=r"mlp\.weight_scale_inv"):
+        load(template, folder, recipe=recipe, verify=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_conversions_slices_and_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A file may name rules and recipes that the process has not imported."""
+    folder = written(tmp_path / "hf", STORED)
+    name = str(dtype).removeprefix("torch.")
+    rules = [
+        {"dequantize": "layers.{x*}", "dtype": name, "block": [*BLOCK]},
+        {"use": "llama_to_megatron", "num_query_groups": 1},
+    ]
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    command = [sys.executable, "-m", "dist_checkpointing", "convert", "hf", "new", "--to", "zarr"]
+    options = ["--recipe", "rules.json"]
+    subprocess.run([*command, *options], check=True, capture_output=True, cwd=tmp_path)
+    found = load_plain_tensors(tmp_path / "new")
+    for key, own in expected(dtype).items():
+        assert_same_bits(found.pop(key), own.contiguous(), key)
+    assert not found
+    made = preview_recipe(Recipe.read(tmp_path / "rules.json"), folder)
+    assert made.left_out == []
+    assert made.cut == {}
+    assert (
+        made.origin("layers.0.experts.up")
+        == "layers.*.experts.up_blocks, layers.*.experts.up_scales"
+    )
+    assert made.rounded_from("layers.0.mlp.weight") == (["float32"] if name == "bfloat16" else [])
+
+
+def test_scales_of_another_name(tmp_path: Path) -> None:
+    folder = written(tmp_path / "hf", {"a.w": fp8(4, 4), "a.scale": scales_of(4), "b": fp8(2)})
+    recipe = Recipe(Dequantize("{m*}.w", "float32", scales="{m}.scale"))
+    found = preview_recipe(recipe, folder)
+    assert sorted(found.tensors) == ["a.w", "b"]
+    want = of_blocks(fp8(4, 4), scales_of(4)[:, None], 1, 4)
+    assert_same_bits(load(blanks({"a.w": want}), folder, recipe=recipe)["a.w"], want, "a.w")
+
+
+WRONG: dict[str, tuple[Tensors, list[Rule], list[str]]] = {
+    "no scales": (
+        {"a.weight": fp8(4, 4), "b.weight_scale": scales_of(1)},
+        [],
+        ["'a.weight': its scales are missing", "a.weight_scale_inv or"],
+    ),
+    "no scales of bytes": ({"up_blocks": octets(2, 3, 4)}, [], ["'up_blocks': ", "up_scales"]),
+    "scales of bfloat16": (
+        {"a.weight": scales_of(4, 4).bfloat16(), "a.weight_scale_inv": scales_of(1)},
+        [],
+        ["'a.weight': it has a.weight_scale_inv, but no codes", "float8_e4m3fn", "found bfloat16"],
+    ),
+    "dtype of scales": (
+        {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1).long()},
+        [],
+        ["'a.weight': wrong dtype of a.weight_scale_inv", "or float32 or", "found int64"],
+    ),
+    "dtype of exponents": (
+        {"up_blocks": octets(2, 3, 4), "up_scales": scales_of(2, 3)},
+        [],
+        ["'up_blocks': wrong dtype of up_scales", "expected float8_e8m0fnu or uint8"],
+    ),
+    "shape of scales": (
+        {"a.weight": fp8(200, 300), "a.weight_scale_inv": scales_of(3, 2)},
+        [],
+        ["'a.weight': wrong shape of a.weight_scale_inv; expected (2, 3); found (3, 2)"],
+    ),
+    "axes of scales": (
+        {"a.weight": fp8(4), "a.weight_scale_inv": scales_of(1, 1, 1)},
+        [],
+        ["'a.weight': wrong shape", "expected (1,); found (1, 1, 1)"],
+    ),
+    "shape of exponents": (
+        {"up_blocks": octets(2, 3, 4), "up_scales": octets(2, 1)},
+        [],
+        ["'up_blocks': wrong shape of up_scales; expected (2, 3); found (2, 1)"],
+    ),
+    "a rule before": (
+        {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1)},
+        [Transpose("a.weight")],
+        ["'a.weight': it is cut, joined or turned by a rule before", "Put this rule before"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_found_before_a_byte_is_read(tmp_path: Path, case: str) -> None:
+    tensors, rules, texts = WRONG[case]
+    folder = written(tmp_path / "hf", tensors)
+    for path in folder.glob("*.safetensors"):  # what is not there cannot be read
+        size = path.stat().st_size
+        os.truncate(path, int.from_bytes(path.read_bytes()[:8], "little") + 8)
+        os.truncate(path, size)
+    memory = torch.ones(4, 4)
+    recipe = Recipe(*rules, Dequantize())
+    with pytest.raises(StateMismatchError) as caught:
+        load({"a": shard("a.weight", memory)}, folder, recipe=recipe)
+    for text in [*texts, f"rule {len(recipe.rules)} of the recipe", "dequantize '{name*}'"]:
+        assert text in str(caught.value)
+    assert (memory == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"block": [0]}, "block must be"),
+        ({"block": 128}, "must be a list"),
+        ({"dtype": "int8"}, "int8"),
+    ],
+)
+def test_options_that_do_not_exist(options: Any, text: str) -> None:
+    with pytest.raises(CheckpointingException, match=text):
+        Dequantize(**options)
