@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, values_of_part
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor, tensor_memory
@@ -32,7 +32,7 @@ def changed_state(recipe: Recipe, state_dict: Mapping[Any, Any], comm: Comm) -> 
     Raises:
         TypeError: if ``recipe`` is no Recipe.
         InvalidShardingError: if ranks have tensors of other shapes or dtypes under one key.
-        StateMismatchError: naming the first rule that does not fit.
+        StateMismatchError: naming the first rule that does not fit, or what it would dequantize.
     """
     require_recipe(recipe)
     with comm.agreed("describing what the recipe changes"):
@@ -43,6 +43,13 @@ def changed_state(recipe: Recipe, state_dict: Mapping[Any, Any], comm: Comm) -> 
     with comm.agreed("applying the recipe"), paused_collector():
         index = _index_of([shapes for shapes, _ in of_ranks])
         made = derive(recipe, index, dict.fromkeys(key for _, keys in of_ranks for key in keys))
+        findings = [
+            Finding("its values are made of codes and scales", key, remedy="Dequantize on load.")
+            for key, tensor in made.tensors.items()
+            if any(piece.quantization is not None for piece in tensor.pieces)
+        ]
+        if findings:
+            raise StateMismatchError("the recipe is for loads and conversions", findings)
         leaves: list[ShardedBase] = [*_tensors(made, parts.tensors.values(), comm.rank)]
         new_names = defaultdict[str, list[str]](list)
         for new, old in made.objects.items():

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import tensorstore
 import torch
-from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 import dist_checkpointing
@@ -129,21 +128,6 @@ def recipes(number: int, names: Names) -> None:
         dist_checkpointing.save({key: whole(key, own) for key, own in hf.items()}, "hf/0")
         vocabulary = torch.empty(24, 16)
         names["model_template"] = {"wte": whole("embedding.word_embeddings.weight", vocabulary)}
-
-
-def hugging_face(number: int, names: Names) -> None:
-    model: Any = _model()
-    if number == 0:
-        names |= _public()
-        Path("pretrained").mkdir()
-        save_file(model.state_dict(), "pretrained/model.safetensors")
-    else:
-        shutil.rmtree("out")
-    model.config = SimpleNamespace(to_json_string=lambda: "{}")
-    embedding = torch.ones(128256, 1)
-    wte = ShardedTensor.from_rank_offsets("embedding.word_embeddings.weight", embedding)
-    model.sharded_state_dict = lambda: {"wte": wte}
-    names |= {"model": model, "torch": torch}
 
 
 @dataclass
@@ -273,14 +257,17 @@ def trainers(number: int, names: Names) -> None:
 
 
 def hugging_face(number: int, names: Names) -> None:
-    model = _model().bfloat16()
+    model: Any = _model().bfloat16()
     names |= {"torch": torch, "model": model}
-    model.config = SimpleNamespace(to_json_string=lambda: "{}")  # type: ignore[assignment]
+    model.config = SimpleNamespace(to_json_string=lambda: "{}")
+    key = "embedding.word_embeddings.weight"
+    embedding = ShardedTensor.from_rank_offsets(key, torch.ones(128256, 1))
+    model.sharded_state_dict = lambda: {"embedding": embedding}
     state = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in model.state_dict().items()}
     scales = {f"{key}_scale_inv": torch.ones([1] * own.ndim) for key, own in state.items()}
-    folder = "DeepSeek-V3" if number == 2 else "pretrained"
+    folder = "DeepSeek-V3" if number == 3 else "pretrained"
     shutil.rmtree("out", ignore_errors=True)
-    tensors = {**state, **scales} if number == 2 else model.state_dict()
+    tensors = {**state, **scales} if number == 3 else model.state_dict()
     shards = interop.shard_state_dict(tensors)
     dist_checkpointing.save(shards, folder, "safetensors", overwrite=True)
 

@@ -19,6 +19,7 @@ from dist_checkpointing.mapping import flatten
 from dist_checkpointing.planning import (
     CastTo,
     Concat,
+    Dequantize,
     Drop,
     Keep,
     Missing,
@@ -509,6 +510,7 @@ def test_a_save_takes_a_recipe(tmp_path: Path) -> None:
     [
         ([Rename("{x}", to="one")], "rule 1 of the recipe does not fit.*several tensors"),
         ([Rename("a", to="a.rng")], "a tensor and a sharded object would have this name"),
+        ([Dequantize()], "values are made of codes.*Dequantize on load"),
         ("rename a b", "recipe must be a Recipe"),
     ],
 )
@@ -517,6 +519,8 @@ def test_a_recipe_that_does_not_fit_a_save(tmp_path: Path, rules: Any, said: str
 
     def save_rank(comm: Comm) -> None:
         state: dict[str, Any] = {key: rows(key, numbered(4, 3), comm) for key in "ab"}
+        state["f"] = rows("f", numbered(4, 2).to(torch.float8_e4m3fn), comm)
+        state["s"] = shard("f_scale_inv", torch.ones(1, 1), replica_id=comm.rank)
         state["rng"] = dc.ShardedObject("a.rng", 7, (2,), (comm.rank,))
         dc.save(state, tmp_path / "ckpt", comm=comm, recipe=recipe)
 
