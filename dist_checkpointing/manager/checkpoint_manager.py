@@ -34,7 +34,7 @@ from dist_checkpointing.manager.latest_valid import (
     judge,
 )
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
+from dist_checkpointing.manager.save_log import Hooks, Stopwatch
 from dist_checkpointing.manager.tier_copies import Drain
 from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
@@ -144,13 +144,11 @@ class CheckpointManager:
         if retries < 0:
             raise ValueError(f"retries must be at least 0, not {retries}")
         kept = Retention() if retention is None else retention
-        self._run = Run(
-            self.root, kept, on_deleted, self._comm, fast, drain, incremental=incremental
-        )
+        hooks = on_saved, on_deleted
+        self._run = Run(self.root, kept, *hooks, self._comm, fast, drain, incremental=incremental)
         if fresh:
             self._run.position = NO_STEP
-        self._on_saved, self._on_error = on_saved, on_error
-        self._trusted, self._is_incremental = trusted, incremental
+        self._on_error, self._trusted = on_error, trusted
         if incremental:
             require_sharing_strategy(sharded_strategy, self._run.near.folder(0))
         self._save_options = {
@@ -194,7 +192,7 @@ class CheckpointManager:
             CheckpointExistsError: if another manager has saved here since this one did.
             CheckpointingException: see ``save``; also if the disk is too full.
         """
-        hooks, options, committed = self._begin(step, metric, Stopwatch(), options)
+        hooks, options = self._begin(step, metric, Stopwatch(), options)
         try:
             save_with_hooks(
                 hooks,
@@ -205,9 +203,6 @@ class CheckpointManager:
                 plan_cache=self._plan_cache,
                 **options,
             )
-            with self._comm.agreed("moving the pointer"):
-                if self._comm.rank == 0:
-                    committed()
         finally:
             self._run.near.end_replacing()
 
@@ -234,14 +229,13 @@ class CheckpointManager:
                 the last asynchronous save, unless ``on_error="warn"``.
         """
         watch = Stopwatch()
-        hooks, options, committed = self._begin(step, metric, watch, options)
+        hooks, options = self._begin(step, metric, watch, options)
         handle = self._saver._save(  # noqa: SLF001 - hooks are not for users
             hooks,
             state,
             self._run.near.folder(step),
             self._strategy,
             options.pop("common_strategy", None),
-            committed,
             step=step,
             capture=capture,
             **options,
@@ -459,27 +453,7 @@ class CheckpointManager:
         metric: SupportsFloat | None,
         watch: Stopwatch,
         options: Mapping[str, Any],
-    ) -> tuple[SaveHooks, dict[str, Any], Callable[[], None]]:
-        """Wait, check the step, and record on rank 0 that this manager will write its folder.
-
-        Returns:
-            What the save calls, its options, and what rank 0 calls after the commit. On rank 0 the
-            save may overwrite a checkpoint of ours that is of an abandoned branch.
-        """
+    ) -> tuple[SaveHooks, dict[str, Any]]:
+        """Wait, and begin a save; see ``Run``."""
         self.wait()
-        overwrite = options.get("overwrite", False)
-        number, makes_room = self._run.begin(step, metric, overwrite=overwrite)
-        chosen = {**self._save_options, **options}
-        chosen["overwrite"] = overwrite | makes_room
-        if self._is_incremental:
-            base = self._comm.from_rank0("choosing the base", self._run.base)
-            chosen.setdefault("base", None if base is None else self.folder(base))
-        has_base = chosen.get("base") is not None
-        hooks = self._run.hooks(step, number, watch, has_base=has_base)
-
-        def committed() -> None:
-            saved = watch.saved(step, self.folder(step), number)
-            self._run.committed(step)
-            call_hooks(self._on_saved, saved)
-
-        return hooks, chosen, committed
+        return self._run.begin(step, metric, watch, {**self._save_options, **options})

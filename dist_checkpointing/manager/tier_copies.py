@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Condition, Event, Lock, RLock, Thread
+from threading import Condition, Event, Lock, Thread
 from typing import Any, Final, Literal
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
@@ -201,11 +201,73 @@ class Orders:
         return Finding(problem, path=path, ranks=(self._disks.leaders[disk],), **more)
 
 
-class StoreCopier:
-    """Copies what is committed on the disks into the store; only rank 0 has one.
+class Copier:
+    """What the disk of this rank keeps until it is in the store; this one keeps and copies nothing.
 
-    ``near`` is the run on the disk of this rank, ``home`` the run in the store.
+    ``near`` is the run on the disk, ``home`` the run in the store, or the same one. ``pending`` has
+    the steps with the names of their saves; it is replaced, never changed.
     """
+
+    def __init__(self, near: RunFolder, home: RunFolder) -> None:
+        self._near, self._home = near, home
+        self.pending: Mapping[int, str] = {}
+        self._changed = Condition()
+        self._is_woken = self._is_ending = False
+        self._thread: Thread | None = None
+
+    def resume(self, whole: Mapping[int, Seal]) -> None:
+        """Keep the steps that the disks hold together, whatever is on this disk."""
+        with self._changed:
+            self.pending = {step: seal.attempt for step, seal in whole.items()}
+
+    def keep(self, step: int) -> None:
+        """Keep what this run has saved of a step."""
+        name = attempt_of(self._near.folder(step))
+        if name is not None:
+            with self._changed:
+                self.pending = {**self.pending, step: name}
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Do not keep these steps any more."""
+        with self._changed:
+            self.pending = {s: name for s, name in self.pending.items() if s not in steps}
+
+    def start(self) -> None:
+        """Let the thread copy what is not in the store yet."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+            if self._thread is None and self.pending:
+                self._thread = Thread(target=self._work, name="drain", daemon=True)
+                self._thread.start()
+
+    def delete(self, step: int) -> None:
+        """Delete a step; see RunFolder."""
+        self._near.delete(step)
+
+    def copy_if_pending(self, step: int) -> None:
+        """Copy a step, unless that is done, or needs not be done."""
+
+    def finish(self) -> None:
+        """Wait for the copies."""
+
+    def end(self) -> None:
+        """End what goes on behind the training."""
+
+    def _work(self) -> None:
+        """What the thread does."""
+
+    def _join(self) -> None:
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._is_ending = None, False
+
+
+class StoreCopier(Copier):
+    """Copies what is committed on the disks into the store; only rank 0 has one."""
 
     def __init__(
         self,
@@ -215,56 +277,27 @@ class StoreCopier:
         disks: FastDisks,
         drain: Drain,
     ) -> None:
-        self._near, self._home, self._retention, self._drain = near, home, retention, drain
+        super().__init__(near, home)
+        self._retention, self._drain = retention, drain
         root: Any = home.root
         self._orders = Orders(root, disks)
-        self._pending: Mapping[int, Seal | None] | None = None
+        self._whole: Mapping[int, Seal] = {}
         self._failed: dict[int, str] = {}
-        self._lock, self._copying = RLock(), Lock()
-        self._woken = Event()
-        self._worker: Thread | None = None
-        self._is_closing = False
+        self._copying = Lock()
 
     def resume(self, whole: Mapping[int, Seal]) -> None:
-        """Go on with the steps that the disks hold together, whatever is on this disk."""
-        self._pending = whole
+        """Keep the steps that the disks hold together, whatever is on this disk."""
+        super().resume(whole)
+        self._whole = whole
         self._orders.release({})
-
-    @property
-    def pending(self) -> Mapping[int, Seal | None]:
-        """The steps that are not in the store yet, and that it would keep; replaced, never changed.
-
-        With the seal of those that an earlier manager has saved on more disks than one.
-        """
-        with self._lock:
-            if self._pending is None:
-                near, home, record = self._near, self._home, self._home.record()
-                saves = ((step, attempt_of(near.folder(step))) for step in near.committed_steps())
-                steps = (step for step, name in saves if home.lacks(step, name, record))
-                self._pending = dict.fromkeys(steps)
-            return self._pending
-
-    def keep(self, step: int) -> None:
-        """Keep a step on the disks, which this run has saved, until it is in the store."""
-        with self._lock:
-            self._pending = {**self.pending, step: None}
-
-    def _forget(self, steps: Collection[int]) -> None:
-        with self._lock:
-            left = self.pending.items()
-            self._pending = {step: seal for step, seal in left if step not in steps}
 
     def start(self) -> None:
         """Copy, or let the thread copy, what is not in the store yet."""
         if self._drain == "wait":
             self._failed.clear()
             self._copy_all()
-            return
-        self._woken.set()
-        with self._lock:
-            if self._worker is None:
-                self._worker = Thread(target=self._work, name="drain", daemon=True)
-                self._worker.start()
+        else:
+            super().start()
 
     def finish(self) -> None:
         """Wait for the copies.
@@ -272,14 +305,10 @@ class StoreCopier:
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
-        if self._pending and self._drain == "wait":
+        if self._drain == "wait":
             self.start()
-        if self._worker is not None:
-            self._is_closing = True
-            self._woken.set()
-            self._worker.join()
-            self._worker, self._is_closing = None, False
-        newest = max(self._pending or (), default=None)
+        self._join()
+        newest = max(self.pending, default=None)
         if newest is not None:
             finding = Finding(
                 self._failed.get(newest, "it was not copied"),
@@ -288,9 +317,9 @@ class StoreCopier:
             )
             raise CheckpointingException(f"step {newest} is not in the store", [finding])
 
-    def end_orders(self) -> None:
+    def end(self) -> None:
         """Leave no orders in the store, unless a step is not there yet."""
-        if not self._pending:
+        if not self.pending:
             with tolerant("the last order stays in the store"):
                 root: Any = self._home.root
                 root.store.delete([(root / ORDER_NAME).key])
@@ -303,7 +332,7 @@ class StoreCopier:
                 folders = [self._near]  # which says that there is no such step
             for folder in folders:
                 folder.delete(step)
-            self._forget({step})
+            self.forget({step})
 
     def copy_if_pending(self, step: int) -> None:
         """Copy a step, unless that is done, or needs not be done."""
@@ -315,9 +344,9 @@ class StoreCopier:
     def _work(self) -> None:
         is_last = False
         while not is_last:
-            self._woken.wait()
-            self._woken.clear()
-            is_last = self._is_closing  # read after that: finish() sets it before it wakes
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_woken or self._is_ending)
+                self._is_woken, is_last = False, self._is_ending
             self._failed.clear()  # another commit, or the end: try once more
             self._copy_all()
 
@@ -349,20 +378,15 @@ class StoreCopier:
 
     def _release(self, steps: Collection[int]) -> None:
         """Note that steps need not be kept for the store any more."""
-        pending, names = self.pending, {}
-        for step in steps:
-            seal = pending.get(step)
-            name = attempt_of(self._near.folder(step)) if seal is None else seal.attempt
-            if name is not None:
-                names[step] = name
-        self._forget(steps)
-        self._orders.release(names)
+        released = {step: name for step, name in self.pending.items() if step in steps}
+        self.forget(steps)
+        self._orders.release(released)
 
     def _copy(self, step: int) -> None:
         """Copy a step as a whole, or not at all."""
         source, target = self._near.folder(step), self._home.folder(step)
-        seal = self.pending.get(step)
-        if seal is None:
+        seal = self._whole.get(step)
+        if seal is None or seal.attempt != self.pending[step]:
             if not is_committed(source):
                 return  # deleted by hand
             seal = read_seal(source)
@@ -396,43 +420,29 @@ class StoreCopier:
         self._home.committed(step, is_latest=is_latest)
 
 
-class PartCopier:
-    """The side of every other disk: a thread that looks for orders, and reports.
+class PartCopier(Copier):
+    """The side of every other disk: a thread that looks for orders, and reports."""
 
-    ``pending`` has the steps that the disk keeps for the store, with the names of their saves; it
-    is replaced, never changed. ``on_released`` is called after some of them have left it.
-    """
-
-    def __init__(self, root: ObjectPath, disks: FastDisks, on_released: Callable[[], None]) -> None:
-        self._root, self._disks, self._on_released = root, disks, on_released
-        self.pending: Mapping[int, str] = {}
-        self._changed = Condition()
+    def __init__(self, near: RunFolder, home: RunFolder, disks: FastDisks) -> None:
+        super().__init__(near, home)
+        self._root: Any = home.root
+        self._disks = disks
         self._pause = _FIRST_PAUSE
-        self._is_stopping = False
-        self._thread: Thread | None = None
 
-    def keep(self, saves: Mapping[int, str]) -> None:
-        """Keep saves, by their names, until they are in the store or given up."""
-        with self._changed:
-            self.pending = {**self.pending, **saves}
-            self._pause = _FIRST_PAUSE
-            self._changed.notify_all()
-            if self._thread is None and self.pending:
-                self._thread = Thread(target=self._work, name="drain", daemon=True)
-                self._thread.start()
+    def start(self) -> None:
+        """Look for orders, often at first."""
+        self._pause = _FIRST_PAUSE
+        super().start()
 
-    def forget(self, steps: Collection[int]) -> None:
-        """Do not keep these steps any more."""
-        with self._changed:
-            self.pending = {s: name for s, name in self.pending.items() if s not in steps}
-
-    def stop(self) -> None:
+    def end(self) -> None:
         """End the thread."""
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
+
+    def delete(self, step: int) -> None:
+        """Delete the part of a step, if there is one; see RunFolder."""
+        self.forget({step})
+        if is_committed(self._near.folder(step)):
+            self._near.delete(step)
 
     def _work(self) -> None:
         done, path = 0, self._root / ORDER_NAME
@@ -446,7 +456,7 @@ class PartCopier:
                     gone = dict(released & self.pending.items())
                     self.forget(gone)
                 if gone:
-                    self._on_released()
+                    self._near.apply_retention()
                 order = Order(**content["order"]) if content.get("order") else None
                 if order is not None and order.number > done:
                     self._report(order)
@@ -458,10 +468,10 @@ class PartCopier:
     def _waited(self) -> bool:
         """Wait for something to keep, and then for a while; False if it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping or self.pending)
-            self._changed.wait_for(lambda: self._is_stopping, self._pause)
+            self._changed.wait_for(lambda: self._is_ending or self.pending)
+            self._changed.wait_for(lambda: self._is_ending, self._pause)
             self._pause = min(2 * self._pause, _LAST_PAUSE)
-            return not self._is_stopping
+            return not self._is_ending
 
     def _report(self, order: Order) -> None:
         beats = self._root / REPORTS / order.copy / f"beat-{self._disks.number}"
@@ -479,7 +489,7 @@ class PartCopier:
         location.write(path, json.dumps(report).encode())
 
 
-def after_rank0(comm: Comm, step: str, work: Callable[[], object] | None) -> None:
+def after_rank0(comm: Comm, step: str, work: Callable[[], object]) -> None:
     """Let a thread of rank 0 do what takes any time; if it fails, all ranks raise. Collective.
 
     The ranks meet every few seconds, so that none takes another for dead. ``work`` of other ranks

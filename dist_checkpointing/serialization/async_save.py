@@ -296,7 +296,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             ValueError: if the saver is closed; and see ``async_save``.
         """
         arguments = (sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy)
-        return self._save(SaveHooks(), *arguments, on_committed, **options)
+        return self._save(SaveHooks(after_commit=on_committed), *arguments, **options)
 
     def _save(
         self,
@@ -305,7 +305,6 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         checkpoint_dir: str | PathLike[str],
         sharded_strategy: Selection[SaveShardedStrategy],
         common_strategy: Selection[SaveCommonStrategy],
-        on_committed: Callable[[], None] | None,
         /,
         *,
         step: int | None = None,
@@ -341,7 +340,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
                         handle.captured.set()
                     else:
                         job.watch_state()
-                self._start(job, handle, on_committed)
+                self._start(job, handle)
             except BaseException as error:
                 job.release_buffers()
                 job.folder.give_up(error)
@@ -349,22 +348,13 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             self._last = handle
             return handle
 
-    def _start(
-        self, job: SaveJob, handle: SaveHandle, on_committed: Callable[[], None] | None
-    ) -> None:
+    def _start(self, job: SaveJob, handle: SaveHandle) -> None:
         # Nothing below refers to the saver, which may be dropped while this goes on.
         background_comm, retries = self._background_comm, self._retries
 
         def finish(comm: Comm) -> None:
             try:
-                try:
-                    job.finish(comm, None if background_comm is None else job.write_local, retries)
-                finally:
-                    job.release_buffers()
-                if on_committed is not None:
-                    with comm.agreed("after the commit"):
-                        if comm.rank == 0:
-                            on_committed()
+                job.finish(comm, None if background_comm is None else job.write_local, retries)
             except BaseException as error:
                 # The tracebacks of all ranks are in its text.
                 logger.error("the save into %s failed: %s", handle.checkpoint_dir, error)  # noqa: TRY400
