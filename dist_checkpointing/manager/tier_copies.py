@@ -110,97 +110,6 @@ def put_file(source: Path, target: Location) -> None:
     file.close(is_durable=True)
 
 
-class Orders:
-    """Rank 0's side: gives orders below the root of the run in the store, and waits for reports."""
-
-    def __init__(self, root: ObjectPath, disks: FastDisks) -> None:
-        self._root, self._disks = root, disks
-        self._number = 0
-        self._released: dict[int, str] = {}
-
-    def release(self, saves: Mapping[int, str]) -> None:
-        """Tell the other disks of saves that they need not keep for the store any more."""
-        self._released |= saves
-        for step in [*self._released][:-_MOST_RELEASED]:
-            del self._released[step]
-        # The next order says it again.
-        with tolerant("the other disks keep their parts a little longer"):
-            self._put(None)
-
-    def _put(self, order: Order | None) -> None:
-        if self._disks.are_many:
-            content = {
-                "run": self._disks.run,
-                "order": None if order is None else asdict(order),
-                "settled": self._released,
-            }
-            location.write(self._root / ORDER_NAME, json.dumps(content).encode())
-
-    def carry_out(self, phase: Phase, folder: str, attempt: str, copy: str) -> set[str]:
-        """Let every disk do its part; the names of all files that were copied.
-
-        Raises:
-            CorruptCheckpointError: if a part of the copy is not what was saved.
-            CheckpointingException: if a disk fails or does not answer; names it.
-            OSError: if the disk of this rank or the store fails.
-        """
-        self._number += 1
-        order = Order(self._number, phase, folder, attempt, copy)
-        self._put(order)
-        try:
-            return {*order.carried_out(self._root, self._disks), *self._reported(order)}
-        finally:
-            if self._disks.are_many:
-                with tolerant(f"reports of copying {folder} stay in the store"):
-                    self._put(None)
-                    delete_below(self._root / REPORTS / copy)
-
-    def _reported(self, order: Order) -> set[str]:
-        disks = range(1, len(self._disks.leaders))
-        waiting = {order.report_of(self._root, disk).key: disk for disk in disks}
-        store, below = self._root.store, (self._root / REPORTS / order.copy).prefix
-        names: set[str] = set()
-        last: object = None
-        silent, pause = 0.0, _FIRST_PAUSE
-        while waiting:
-            seen = {info.key: info for info in store.list_below(below)}
-            for key in sorted(waiting.keys() & seen.keys()):
-                names.update(self._result(order, waiting.pop(key)))
-            # What this process slept is counted: it may have been stopped itself.
-            silent, last = (0.0 if seen != last else silent + pause), seen
-            if silent > SILENT_SECONDS:
-                findings = [
-                    self._finding(
-                        f"this disk did nothing for {SILENT_SECONDS:.0f} s",
-                        order,
-                        disk,
-                        expected=f"a report that it did {order.phase} its part",
-                        remedy="Is its machine gone? The next manager of this run tries again if "
-                        "all disks are there, and goes on from the store if one is not.",
-                    )
-                    for disk in sorted(waiting.values())
-                ]
-                message = f"{order.folder} was not copied into the store"
-                raise CheckpointingException(message, findings)
-            if waiting:
-                Event().wait(pause)
-                pause = min(2 * pause, _LAST_PAUSE)
-        return names
-
-    def _result(self, order: Order, disk: int) -> list[str]:
-        path = order.report_of(self._root, disk)
-        report = parsed_object(path.store.get(path.key), path)
-        if "error" not in report:
-            return [str(name) for name in report["files"]]
-        kind = CorruptCheckpointError if report["is_damage"] else CheckpointingException
-        finding = self._finding(str(report["error"]), order, disk)
-        raise kind(f"a disk could not {order.phase} its part of {order.folder}", [finding])
-
-    def _finding(self, problem: str, order: Order, disk: int, **more: str) -> Finding:
-        path = f"{self._disks.names[disk]}/{order.folder}"
-        return Finding(problem, path=path, ranks=(self._disks.leaders[disk],), **more)
-
-
 class Copier:
     """What the disk of this rank keeps until it is in the store; this one keeps and copies nothing.
 
@@ -267,7 +176,7 @@ class Copier:
 
 
 class StoreCopier(Copier):
-    """Copies what is committed on the disks into the store; only rank 0 has one."""
+    """Rank 0's side: copies into the store what the disks hold together, by orders to each disk."""
 
     def __init__(
         self,
@@ -278,18 +187,19 @@ class StoreCopier(Copier):
         drain: Drain,
     ) -> None:
         super().__init__(near, home)
-        self._retention, self._drain = retention, drain
-        root: Any = home.root
-        self._orders = Orders(root, disks)
+        self._retention, self._disks, self._drain = retention, disks, drain
+        self._root: Any = home.root
+        self._orders_given = 0
         self._whole: Mapping[int, Seal] = {}
         self._failed: dict[int, str] = {}
+        self._released: dict[int, str] = {}
         self._copying = Lock()
 
     def resume(self, whole: Mapping[int, Seal]) -> None:
         """Keep the steps that the disks hold together, whatever is on this disk."""
         super().resume(whole)
         self._whole = whole
-        self._orders.release({})
+        self._release(())
 
     def start(self) -> None:
         """Copy, or let the thread copy, what is not in the store yet."""
@@ -321,8 +231,7 @@ class StoreCopier(Copier):
         """Leave no orders in the store, unless a step is not there yet."""
         if not self.pending:
             with tolerant("the last order stays in the store"):
-                root: Any = self._home.root
-                root.store.delete([(root / ORDER_NAME).key])
+                self._root.store.delete([(self._root / ORDER_NAME).key])
 
     def delete(self, step: int) -> None:
         """Delete a step on the disk of this rank and in the store; see RunFolder."""
@@ -377,10 +286,14 @@ class StoreCopier(Copier):
         return None
 
     def _release(self, steps: Collection[int]) -> None:
-        """Note that steps need not be kept for the store any more."""
-        released = {step: name for step, name in self.pending.items() if step in steps}
+        """Let all disks forget steps that need not be kept for the store any more."""
+        self._released |= {step: name for step, name in self.pending.items() if step in steps}
+        for step in [*self._released][:-_MOST_RELEASED]:
+            del self._released[step]
         self.forget(steps)
-        self._orders.release(released)
+        # The next order says it again.
+        with tolerant("the other disks keep their parts a little longer"):
+            self._put(None)
 
     def _copy(self, step: int) -> None:
         """Copy a step as a whole, or not at all."""
@@ -407,17 +320,88 @@ class StoreCopier(Copier):
             location.write(attempt.folder / SEAL_NAME, seal.to_json())
             location.write(attempt.folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
             save = (target.name, seal.attempt, attempt.id)
-            missing = seal.files.keys() - self._orders.carry_out("upload", *save)
+            missing = seal.files.keys() - self._carry_out("upload", *save)
             if missing:
                 problem = "the file is on none of the disks as it was saved"
                 findings = [Finding(problem, path=f"{target.name}/{n}") for n in sorted(missing)]
                 raise CorruptCheckpointError(f"step {step} is not whole", findings[:_MOST_FINDINGS])
-            self._orders.carry_out("verify", *save)
+            self._carry_out("verify", *save)
             attempt.commit(config)
         except BaseException:
             attempt.abandon()
             raise
         self._home.committed(step, is_latest=is_latest)
+
+    def _put(self, order: Order | None) -> None:
+        if self._disks.are_many:
+            content = {
+                "run": self._disks.run,
+                "order": None if order is None else asdict(order),
+                "settled": self._released,
+            }
+            location.write(self._root / ORDER_NAME, json.dumps(content).encode())
+
+    def _carry_out(self, phase: Phase, folder: str, attempt: str, copy: str) -> set[str]:
+        """Let every disk do its part; the names of all files that were copied.
+
+        Raises:
+            CorruptCheckpointError: if a part of the copy is not what was saved.
+            CheckpointingException: if a disk fails or does not answer; names it.
+            OSError: if the disk of this rank or the store fails.
+        """
+        self._orders_given += 1
+        order = Order(self._orders_given, phase, folder, attempt, copy)
+        self._put(order)
+        try:
+            return {*order.carried_out(self._root, self._disks), *self._reported(order)}
+        finally:
+            if self._disks.are_many:
+                with tolerant(f"reports of copying {folder} stay in the store"):
+                    self._put(None)
+                    delete_below(self._root / REPORTS / copy)
+
+    def _reported(self, order: Order) -> set[str]:
+        """What the other disks report, when all have."""
+        disks = range(1, len(self._disks.leaders))
+        waiting = {order.report_of(self._root, disk).key: disk for disk in disks}
+        names: set[str] = set()
+        last: object = None
+        silent, pause = 0.0, _FIRST_PAUSE
+        while waiting:
+            reports = self._root / REPORTS / order.copy
+            seen = {info.key: info for info in self._root.store.list_below(reports.prefix)}
+            for key in sorted(waiting.keys() & seen.keys()):
+                report = parsed_object(self._root.store.get(key), reports)
+                disk = waiting.pop(key)
+                if "error" in report:
+                    kind = CorruptCheckpointError if report["is_damage"] else CheckpointingException
+                    message = f"a disk could not {order.phase} its part of {order.folder}"
+                    raise kind(message, [self._finding(str(report["error"]), order, disk)])
+                names.update(map(str, report["files"]))
+            # What this process slept is counted: it may have been stopped itself.
+            silent, last = (0.0 if seen != last else silent + pause), seen
+            if silent > SILENT_SECONDS:
+                findings = [
+                    self._finding(
+                        f"this disk did nothing for {SILENT_SECONDS:.0f} s",
+                        order,
+                        disk,
+                        expected=f"a report that it did {order.phase} its part",
+                        remedy="Is its machine gone? The next manager of this run tries again if "
+                        "all disks are there, and goes on from the store if one is not.",
+                    )
+                    for disk in sorted(waiting.values())
+                ]
+                message = f"{order.folder} was not copied into the store"
+                raise CheckpointingException(message, findings)
+            if waiting:
+                Event().wait(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+        return names
+
+    def _finding(self, problem: str, order: Order, disk: int, **more: str) -> Finding:
+        path = f"{self._disks.names[disk]}/{order.folder}"
+        return Finding(problem, path=path, ranks=(self._disks.leaders[disk],), **more)
 
 
 class PartCopier(Copier):
