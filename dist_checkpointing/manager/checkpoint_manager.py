@@ -43,7 +43,6 @@ from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize, SaveHandle
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.serialization.save_steps import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.incremental import require_sharing_strategy
@@ -192,7 +191,9 @@ class CheckpointManager:
             CheckpointExistsError: if another manager has saved here since this one did.
             CheckpointingException: see ``save``; also if the disk is too full.
         """
-        hooks, options = self._begin(step, metric, Stopwatch(), options)
+        watch = Stopwatch()
+        self.wait()
+        hooks, options = self._run.begin(step, metric, watch, {**self._save_options, **options})
         try:
             save_with_hooks(
                 hooks,
@@ -229,7 +230,8 @@ class CheckpointManager:
                 the last asynchronous save, unless ``on_error="warn"``.
         """
         watch = Stopwatch()
-        hooks, options = self._begin(step, metric, watch, options)
+        self.wait()
+        hooks, options = self._run.begin(step, metric, watch, {**self._save_options, **options})
         handle = self._saver._save(  # noqa: SLF001 - hooks are not for users
             hooks,
             state,
@@ -301,7 +303,7 @@ class CheckpointManager:
         """
         if check not in ("contents", "structure"):
             raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
-        for step in self._tries("looking for a valid checkpoint"):
+        for step in self._comm.from_rank0("looking for a valid checkpoint", self._run.tries):
             try:
                 if check == "contents":
                     self.verify(step)
@@ -395,7 +397,7 @@ class CheckpointManager:
         given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]
         # Of a strategy of the caller this says nothing about the checkpoint.
         unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
-        for step in self._tries("looking for the newest checkpoint"):
+        for step in comm.from_rank0("looking for the newest checkpoint", self._run.tries):
             try:
                 folder = self._listed(step)
                 # Else the other ranks would wait for what rank 0 does not see either.
@@ -432,10 +434,6 @@ class CheckpointManager:
             if is_valid:
                 self._run.verified(step)
 
-    def _tries(self, what: str) -> list[int]:
-        # Each caller has its own name for it, by which ranks that call different methods notice.
-        return self._comm.from_rank0(what, self._run.tries)
-
     def _skip(self, step: int, error: CheckpointingException) -> Finding:
         """Log why a step cannot be loaded."""
         if isinstance(error, RankFailedError):
@@ -446,14 +444,3 @@ class CheckpointManager:
         if self._run.position == step:
             self._run.position = None
         return finding
-
-    def _begin(
-        self,
-        step: int,
-        metric: SupportsFloat | None,
-        watch: Stopwatch,
-        options: Mapping[str, Any],
-    ) -> tuple[SaveHooks, dict[str, Any]]:
-        """Wait, and begin a save; see ``Run``."""
-        self.wait()
-        return self._run.begin(step, metric, watch, {**self._save_options, **options})

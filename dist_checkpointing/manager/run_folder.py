@@ -134,25 +134,20 @@ class RunFolder:
 
     def finish_replacing(self) -> None:
         """Delete what was set aside for saves that have committed; put back what was for others."""
-        if not self.is_on_disk:
-            return
         with self._lock, tolerant(f"what was set aside in {self.root} stays there"):
-            for name in location.names_in(self.root):
-                folder = self.root / name.removesuffix(_REPLACED)
-                if name.endswith(_REPLACED) and STEP_FOLDER.fullmatch(folder.name):
-                    self._finish_replacing(folder, self.root / name)
-
-    @staticmethod
-    def _finish_replacing(folder: Path, aside: Path) -> None:
-        FolderLock.acquire(aside).release()  # refused while the save goes on
-        if is_committed(folder) or not is_committed(aside):
-            remove_checkpoint(aside)
-            return
-        if is_there(folder):
-            # A save knows how to clear away what a kill may leave in the middle of a claim.
-            begin_attempt(folder, (), Durability.PAGE_CACHE, overwrite=False).release()
-            remove_checkpoint(folder)
-        aside.rename(folder)
+            for name in location.names_in(self.root) if self.is_on_disk else ():
+                folder, aside = self.root / name.removesuffix(_REPLACED), self.root / name
+                if folder == aside or not STEP_FOLDER.fullmatch(folder.name):
+                    continue
+                FolderLock.acquire(aside).release()  # refused while the save goes on
+                if is_committed(folder) or not is_committed(aside):
+                    remove_checkpoint(aside)
+                    continue
+                if is_there(folder):
+                    # A save knows how to clear away what a kill may leave in the middle of a claim.
+                    begin_attempt(folder, (), Durability.PAGE_CACHE, overwrite=False).release()
+                    remove_checkpoint(folder)
+                aside.rename(folder)
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""

@@ -160,13 +160,11 @@ class Copier:
     def finish(self) -> None:
         """Wait for the copies."""
 
-    def end(self) -> None:
-        """End what goes on behind the training."""
-
     def _work(self) -> None:
         """What the thread does."""
 
-    def _join(self) -> None:
+    def end(self) -> None:
+        """End the thread, once it has done what it is at."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
@@ -217,7 +215,7 @@ class StoreCopier(Copier):
         """
         if self._drain == "wait":
             self.start()
-        self._join()
+        super().end()
         newest = max(self.pending, default=None)
         if newest is not None:
             finding = Finding(
@@ -417,10 +415,6 @@ class PartCopier(Copier):
         """Look for orders, often at first."""
         self._pause = _FIRST_PAUSE
         super().start()
-
-    def end(self) -> None:
-        """End the thread."""
-        self._join()
 
     def delete(self, step: int) -> None:
         """Delete the part of a step, if there is one; see RunFolder."""
