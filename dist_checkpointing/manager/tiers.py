@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsFloat, cast
+from typing import Any, SupportsFloat, cast
 
 from dist_checkpointing.comm import Comm, Outcome
 from dist_checkpointing.errors import (
@@ -41,20 +41,6 @@ from dist_checkpointing.manager.tier_copies import (
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-class _Begun(NamedTuple):
-    """What rank 0 knows of a save that begins.
-
-    ``parent`` is the step that it grows from. It ``makes_room`` by overwriting what is there, or
-    sets that aside until it has committed. ``has_base``: it can share files with its parent.
-    """
-
-    metric: float | None
-    parent: int
-    makes_room: bool
-    sets_aside: bool
-    has_base: bool
 
 
 class Run:
@@ -96,8 +82,9 @@ class Run:
         self.position: int | None = None
         self.damaged: set[int] = set()  # a disk is not read for them; a save does not go on there
         self.near = self._home = RunFolder(root, retention, self._deleted)
+        self._folders = [self.near]
         self._copier = Copier(self.near, self._home)
-        self._num_disks, self._leads = 1, comm.rank == 0
+        self._has_disks, self._num_disks, self._leads = fast is not None, 1, comm.rank == 0
         self._has_parts = False  # the steps on a disk may be parts of checkpoints
         disks = None if fast is None else self._use_disks(as_local_folder(fast).absolute(), drain)
         if comm.rank == 0:
@@ -113,6 +100,7 @@ class Run:
         self.near = near = RunFolder(
             fast, self._retention, self._deleted, lambda: self._copier.pending
         )
+        self._folders = [near, self._home]
         disks = FastDisks(self._comm, fast)
         self._num_disks, self._leads = len(disks.leaders), disks.leads
         self._has_parts = disks.are_many or self._comm.from_rank0(
@@ -151,14 +139,6 @@ class Run:
         elif home.has_abandoned(near.history(near.steps), near):
             # Another machine has gone back while this disk was away, or had not been copied.
             self.near.go_back_with(home)
-
-    @property
-    def _has_disks(self) -> bool:
-        return self.near is not self._home
-
-    @property
-    def _folders(self) -> list[RunFolder]:
-        return [self.near, self._home] if self._has_disks else [self._home]
 
     def best_place(self, step: int) -> Path:
         """Where a step can be read: on the disk as far as it is there and whole."""
@@ -256,39 +236,50 @@ class Run:
             disk such a checkpoint is set aside instead.
         """
         what, overwrite = "beginning a save", bool(options.get("overwrite", False))
-        checked = Outcome.of(what, partial(_require_step, step))
-        begun = self._comm.from_rank0(
-            what, lambda: self._begin(step, metric, overwrite=overwrite), after=checked
+        number, parent, is_ours, has_base = self._comm.from_rank0(
+            what,
+            lambda: self._begin(step, metric, overwrite=overwrite),
+            after=Outcome.of(what, partial(_require_step, step)),
         )
-        makes_room, disks, folder = begun.makes_room, None, self.near.folder(step)
+        disks, folder = None, self.near.folder(step)
         if self._num_disks > 1:
             with self._comm.agreed("beginning a save on every disk"):
                 if self._leads and self._comm.rank:
-                    _, makes_room = self.near.begin(step, begun.parent)
+                    _, is_ours = self.near.begin(step, parent)
             on_part = partial(self._part_committed, step)
             disks = Disks(str(self._home.folder(step)), self._leads, on_part)
-        chosen = {**options, "overwrite": overwrite | makes_room}
+        is_whole_on_disk = self.near.is_on_disk and not self._has_parts
+        sets_aside = is_ours and is_whole_on_disk and not overwrite
+        chosen = {**options, "overwrite": overwrite or (is_ours and not is_whole_on_disk)}
         if self._is_incremental:
-            base = self.near.folder(begun.parent) if begun.has_base else None
-            chosen.setdefault("base", base)
+            chosen.setdefault("base", self.near.folder(parent) if has_base else None)
 
         def check(index: Index) -> None:
             watch.num_bytes = index.num_bytes
             # How much a base leaves to write is known when its parts have been compared.
             has_base = chosen.get("base") is not None
             check_room(folder, 0 if has_base else watch.num_bytes // self._num_disks)
-            if begun.sets_aside:
+            if sets_aside:
                 self.near.set_aside(step)
 
         def committed() -> None:
-            saved = watch.saved(step, self.best_place(step), begun.metric)
+            saved = watch.saved(step, self.best_place(step), number)
             self._committed(step)
             call_hooks(self._on_saved, saved)
 
-        claimed = partial(self.near.claimed, step, begun.metric, begun.parent)
-        return SaveHooks(check, claimed, committed, disks), chosen
+        return SaveHooks(
+            check, partial(self.near.claimed, step, number, parent), committed, disks
+        ), chosen
 
-    def _begin(self, step: int, metric: SupportsFloat | None, *, overwrite: bool) -> _Begun:
+    def _begin(
+        self, step: int, metric: SupportsFloat | None, *, overwrite: bool
+    ) -> tuple[float | None, int, bool, bool]:
+        """Begin a save on rank 0.
+
+        Returns:
+            Its metric, the step that it grows from, whether a manager of this run wrote what is
+            there already, and whether it can share files with the step that it grows from.
+        """
         number = math.nan if metric is None else float(metric)
         newest, stored = self.position, self._home.folder(step)
         if newest is None:
@@ -300,16 +291,9 @@ class Run:
             finding = Finding("no manager of this root wrote it", path=str(stored))
             raise CheckpointExistsError(f"step {step} is in the store already", [finding])
         parent, is_ours = self.near.begin(step, newest)
-        is_whole_on_disk = self.near.is_on_disk and not self._has_parts
-        return _Begun(
-            metric=None if math.isnan(number) else number,
-            parent=parent,
-            makes_room=is_ours and not is_whole_on_disk,
-            sets_aside=is_ours and is_whole_on_disk and not overwrite,
-            has_base=self._is_incremental
-            and parent != NO_STEP
-            and is_committed(self.near.folder(parent)),
-        )
+        can_share = self._is_incremental and parent != NO_STEP
+        has_base = can_share and is_committed(self.near.folder(parent))
+        return None if math.isnan(number) else number, parent, is_ours, has_base
 
     def _not_above(self, step: int, newest: int) -> CheckpointingException:
         """The error of a save that would go back in the history, or into that of another run."""

@@ -59,7 +59,7 @@ class _Captured(threading.Event):
 class SaveHandle:
     """A save that goes on behind the training. Any thread may ask, but no forked process.
 
-    Its saver makes it and calls ``run`` and ``finish``. One object a rank. ``await handle`` is
+    Its saver makes it and calls ``start`` and ``finish``. One object a rank. ``await handle`` is
     ``handle.result()`` without blocking the event loop (with ``finalize="caller"``, it blocks for
     the commit).
 
@@ -186,9 +186,29 @@ class SaveHandle:
 
         hook = optimizer.register_step_pre_hook(wait)
 
-    def run(self, work: Callable[[], None], finish: Callable[[Comm], None] | None = None) -> None:
-        """Let a thread do this rank's work; ``result`` or ``finish`` calls ``finish`` after it."""
-        if finish is not None:
+    def start(self, job: SaveJob, background_comm: Comm | None, retries: int) -> None:
+        """Let a thread write and commit; without a ``background_comm``, ``result`` commits."""
+
+        def finish(comm: Comm) -> None:
+            try:
+                job.finish(comm, None if background_comm is None else job.write_local, retries)
+            except BaseException as error:
+                # The tracebacks of all ranks are in its text.
+                logger.error("the save into %s failed: %s", self.checkpoint_dir, error)  # noqa: TRY400
+                raise
+
+        def work() -> None:
+            if not self.captured.is_set():
+                try:
+                    job.capture_behind()
+                finally:
+                    self.captured.set()
+            if background_comm is None:
+                job.write_behind()
+            else:
+                finish(background_comm)
+
+        if background_comm is None:
             self._finish = finish
             self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.checkpoint_dir)
         self._outcome = run_in_background(work, f"async-save-{self.checkpoint_dir.name}")
@@ -340,38 +360,14 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
                         handle.captured.set()
                     else:
                         job.watch_state()
-                self._start(job, handle)
+                # It does not refer to the saver, which may be dropped while this goes on.
+                handle.start(job, self._background_comm, self._retries)
             except BaseException as error:
                 job.release_buffers()
                 job.folder.give_up(error)
                 raise
             self._last = handle
             return handle
-
-    def _start(self, job: SaveJob, handle: SaveHandle) -> None:
-        # Nothing below refers to the saver, which may be dropped while this goes on.
-        background_comm, retries = self._background_comm, self._retries
-
-        def finish(comm: Comm) -> None:
-            try:
-                job.finish(comm, None if background_comm is None else job.write_local, retries)
-            except BaseException as error:
-                # The tracebacks of all ranks are in its text.
-                logger.error("the save into %s failed: %s", handle.checkpoint_dir, error)  # noqa: TRY400
-                raise
-
-        def work() -> None:
-            if not handle.captured.is_set():
-                try:
-                    job.capture_behind()
-                finally:
-                    handle.captured.set()
-            if background_comm is None:
-                job.write_behind()
-            else:
-                finish(background_comm)
-
-        handle.run(work, finish if background_comm is None else None)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait for the save under way, if there is one. Collective.
