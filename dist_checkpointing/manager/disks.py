@@ -15,6 +15,7 @@ from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, is_in_attempt
+from dist_checkpointing.format.run_steps import steps_of_manager
 from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, Seal
 from dist_checkpointing.manager.run_folder import RunFolder
 
@@ -78,7 +79,7 @@ def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) 
 
     def committed() -> dict[int, str | None]:
         if disks.leads:
-            folders.update((step, near.folder(step)) for step in near.all_steps())
+            folders.update((step, near.folder(step)) for step in steps_of_manager(near.root))
         return {step: attempt_of(path) for step, path in folders.items() if is_committed(path)}
 
     saves_of_ranks = comm.exchange(what, committed)
@@ -104,7 +105,7 @@ def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) 
     seals = {save: Seal.from_json(contents[save]) for save in ranks_of_saves if save in contents}
 
     def held() -> dict[tuple[int, str], set[int]]:
-        return {save: _held(folders.get(save[0]), seal) for save, seal in seals.items()}
+        return {save: rows_held(folders.get(save[0]), seal) for save, seal in seals.items()}
 
     held_by_ranks = comm.exchange(what, held)
     whole: dict[int, Seal] = {}
@@ -142,7 +143,7 @@ def _seal_in(folder: Path) -> bytes | None:
     return content
 
 
-def _held(folder: Path | None, seal: Seal) -> set[int]:
+def rows_held(folder: Path | None, seal: Seal) -> set[int]:
     """The numbers of the files of a seal that a folder holds, in the size that they have."""
     if folder is None or not is_in_attempt(folder, seal.attempt):
         return set()

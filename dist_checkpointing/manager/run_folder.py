@@ -149,23 +149,19 @@ class RunFolder:
                     remove_checkpoint(folder)
                 aside.rename(folder)
 
-    def all_steps(self) -> list[int]:
-        """Every step that has a folder, newest first."""
-        return steps_of_manager(self.root)
-
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
         return self._steps_that(check_is_distributed_checkpoint)
 
     def _steps_that(self, look: Callable[[Path], bool]) -> list[int]:
         """The steps of which a look at their folders says yes, oldest first."""
-        steps, threads = self.all_steps()[::-1], 1 if self.is_on_disk else _THREADS
+        steps, threads = steps_of_manager(self.root)[::-1], 1 if self.is_on_disk else _THREADS
         answers = in_threads(look, [*map(self.folder, steps)], threads)
         return [step for step, answer in zip(steps, answers, strict=True) if answer]
 
     def history(self) -> list[int]:
         """Every step of the history that has a folder, newest first."""
-        return self.record().history(self.all_steps())
+        return self.record().history(steps_of_manager(self.root))
 
     def go_back_with(self, other: RunRecord) -> None:
         """Let the run have come to the last step of its history that is one of another record's."""
@@ -250,7 +246,7 @@ class RunFolder:
         """
         with self._lock, tolerant(f"retention could not go through {self.root}"):
             record = self.record() if record is None else record
-            found = self.all_steps()
+            found = steps_of_manager(self.root)
             left, due = self._due(record, found)
             gone, deleted = [], []
             for step in [*left, *due.delete]:
@@ -276,10 +272,6 @@ class RunFolder:
             for step in (step for step in due.strip if step not in done):
                 with tolerant(f"retention could not deal with step {step}"):
                     self._strip(step)
-
-    def latest(self) -> int | None:
-        """The newest committed step of the history: the last one that was committed."""
-        return latest_step(self.root)
 
     def _due(self, record: RunRecord, found: Iterable[int]) -> tuple[list[int], Due]:
         """The steps that may have left something without a commit, and what is due of ``found``."""
@@ -367,7 +359,7 @@ class RunFolder:
         # Without tensors to delete, this completes a removal that was interrupted.
         for prefix in prefixes or [_NO_PREFIX]:
             remove_sharded_tensors(folder, prefix, comm=SingleProcess())
-        latest = self.latest()
+        latest = latest_step(self.root)
         if prefixes or (latest is not None and self._optimizer_prefixes(latest)):
             self.note(step, stripped=True)
             return

@@ -35,9 +35,10 @@ from dist_checkpointing.format.commit import (
     is_committed,
     tolerant,
 )
-from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, is_in_attempt
+from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of
+from dist_checkpointing.format.run_steps import latest_step
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
-from dist_checkpointing.manager.disks import FastDisks
+from dist_checkpointing.manager.disks import FastDisks, rows_held
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.storage.options import Durability
@@ -86,10 +87,10 @@ class Order:
             verify_checkpoint(target, rank=disks.number, world_size=len(disks.leaders))
             return []
         seal = read_seal(target)
-        if seal is None or not is_in_attempt(source, self.attempt):
+        if seal is None or seal.attempt != self.attempt:
             return []
-        sizes = {file.name: file.num_bytes for file in seal.files.values()}
-        names = [name for name in sizes if location.size_of(source / name) == sizes[name]]
+        files = [*seal.files.values()]
+        names = [files[row].name for row in sorted(rows_held(source, seal))]
         in_threads(lambda name: put_file(source / name, target / name), names, _THREADS)
         return names
 
@@ -305,7 +306,7 @@ class StoreCopier(Copier):
             finding = Finding("the checkpoint has no seal", path=str(source))
             raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
         config = CheckpointingConfig(**seal.config)
-        newest, record = self._home.latest(), self._near.record()
+        newest, record = latest_step(self._home.root), self._near.record()
         parent, _ = self._home.begin(step, newest)
         metric = record.metrics.get(step)
         # What could not be copied at first comes after newer steps.

@@ -25,7 +25,7 @@ from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, O
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, leftovers, number_of_save
-from dist_checkpointing.format.run_steps import NO_STEP
+from dist_checkpointing.format.run_steps import NO_STEP, latest_step, steps_of_manager
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
@@ -86,14 +86,13 @@ class Run:
         self._copier = Copier(self.near, self._home)
         self._has_disks, self._num_disks, self._leads = fast is not None, 1, comm.rank == 0
         self._has_parts = False  # the steps on a disk may be parts of checkpoints
-        disks = None if fast is None else self._use_disks(as_local_folder(fast).absolute(), drain)
         if comm.rank == 0:
-            for folder in self._folders:
-                folder.finish_commits()
-        if disks is not None:
-            self._resume(disks)
+            self._home.finish_commits()
+        if fast is not None:
+            self._use_disks(as_local_folder(fast).absolute(), drain)
 
-    def _use_disks(self, fast: Path, drain: Drain) -> FastDisks:
+    def _use_disks(self, fast: Path, drain: Drain) -> None:
+        """Go on with what the last manager has left on the disks. Collective."""
         if not isinstance(self.root, ObjectPath):
             finding = Finding("fast= needs a root in an object store", found=str(self.root))
             raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
@@ -105,7 +104,9 @@ class Run:
         self._num_disks, self._leads = len(disks.leaders), disks.leads
         self._has_parts = disks.are_many or self._comm.from_rank0(
             "looking for parts that other machines have left",
-            lambda: any(PARTS_NAME in leftovers(near.folder(step)) for step in near.all_steps()),
+            lambda: any(
+                PARTS_NAME in leftovers(near.folder(step)) for step in steps_of_manager(fast)
+            ),
         )
         if self._has_parts and self._is_incremental:
             finding = Finding(
@@ -116,16 +117,12 @@ class Run:
             )
             raise UnsupportedFormatError("not all ranks share a disk", [finding])
         if self._comm.rank == 0:
+            near.finish_commits()
+            self._agree_on_history()
             self._copier = StoreCopier(near, self._home, self._retention, disks, drain)
         elif disks.leads:
             self._copier = PartCopier(near, self._home, disks)
-        return disks
-
-    def _resume(self, disks: FastDisks) -> None:
-        """Go on with what the last manager has left on the disks. Collective."""
-        if self._comm.rank == 0:
-            self._agree_on_history()
-        whole = whole_steps(self._comm, disks, self.near, self._home)
+        whole = whole_steps(self._comm, disks, near, self._home)
         with self._comm.agreed("beginning to copy into the store"):
             if self._leads:
                 self._copier.resume(whole)
@@ -208,7 +205,7 @@ class Run:
 
     def latest(self) -> int | None:
         """The newest one of the steps that the root and the disks say were committed last."""
-        steps = {folder.latest() for folder in self._folders}
+        steps = {latest_step(folder.root) for folder in self._folders}
         if self._has_parts:
             steps = (steps | self._whole_on_disks()) & {*self.committed_steps()}
         return max((step for step in steps if step is not None), default=None)
