@@ -236,8 +236,7 @@ class CheckpointManager:
             hooks,
             state,
             self._run.near.folder(step),
-            self._strategy,
-            options.pop("common_strategy", None),
+            sharded_strategy=self._strategy,
             step=step,
             capture=capture,
             **options,
@@ -398,6 +397,8 @@ class CheckpointManager:
         # Of a strategy of the caller this says nothing about the checkpoint.
         unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
         for step in comm.from_rank0("looking for the newest checkpoint", self._run.tries):
+            # Raised by a load, anything else is about the template.
+            kinds: tuple[type[CheckpointingException], ...] = (CheckpointingException,)
             try:
                 folder = self._listed(step)
                 # Else the other ranks would wait for what rank 0 does not see either.
@@ -407,13 +408,10 @@ class CheckpointManager:
                 verify = comm.from_rank0(what, partial(is_verifiable, folder, given[0]))
                 if not verify:
                     self.verify(step)  # as far as that goes
-            except CheckpointingException as error:
-                skipped.append(self._skip(step, error))
-                continue
-            chosen = {"trusted": self._trusted, "verify": verify, **options}
-            try:
+                chosen = {"trusted": self._trusted, "verify": verify, **options}
+                kinds = (CorruptCheckpointError, *unreadable)
                 loaded: StateDict = load(template, folder, comm=comm, **chosen)
-            except (CorruptCheckpointError, *unreadable) as error:
+            except kinds as error:
                 skipped.append(self._skip(step, error))
                 continue
             if verify and chosen["verify"] is True:

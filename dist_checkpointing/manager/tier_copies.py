@@ -123,6 +123,7 @@ class Copier:
         self.pending: Mapping[int, str] = {}
         self._changed = Condition()
         self._is_woken = self._is_ending = False
+        self._pause = _FIRST_PAUSE  # between two looks for orders: often after each save
         self._thread: Thread | None = None
 
     def resume(self, whole: Mapping[int, Seal]) -> None:
@@ -145,7 +146,7 @@ class Copier:
     def start(self) -> None:
         """Let the thread copy what is not in the store yet."""
         with self._changed:
-            self._is_woken = True
+            self._is_woken, self._pause = True, _FIRST_PAUSE
             self._changed.notify_all()
             if self._thread is None and self.pending:
                 self._thread = Thread(target=self._work, name="drain", daemon=True)
@@ -410,12 +411,6 @@ class PartCopier(Copier):
         super().__init__(near, home)
         self._root: Any = home.root
         self._disks = disks
-        self._pause = _FIRST_PAUSE
-
-    def start(self) -> None:
-        """Look for orders, often at first."""
-        self._pause = _FIRST_PAUSE
-        super().start()
 
     def delete(self, step: int) -> None:
         """Delete the part of a step, if there is one; see RunFolder."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait as wait_for
 from contextlib import AbstractContextManager, contextmanager, suppress
 from os import PathLike
-from typing import Any, Final, Literal, Unpack, cast
+from typing import Any, Final, Literal, Unpack
 
 import torch
 
@@ -31,7 +31,6 @@ from dist_checkpointing.serialization.save_steps import (
     Capture,
     JobOptions,
     SaveJob,
-    SaveOptions,
     require_known,
 )
 from dist_checkpointing.storage.progress import Meter, Progress, ProgressOption
@@ -42,6 +41,7 @@ from dist_checkpointing.threads import Ownership, fill, run_in_background
 
 logger: logging.Logger = logging.getLogger(__name__)
 Finalize = Literal["background", "caller"]
+_KNOWN = AsyncSaveOptions.__optional_keys__ | {"sharded_strategy", "common_strategy"}
 
 
 class _Captured(threading.Event):
@@ -315,39 +315,38 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
-        arguments = (sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy)
-        return self._save(SaveHooks(after_commit=on_committed), *arguments, **options)
+        return self._save(
+            SaveHooks(after_commit=on_committed),
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy=sharded_strategy,
+            common_strategy=common_strategy,
+            **options,
+        )
 
     def _save(
         self,
         hooks: SaveHooks,
         state: ShardedStateDict | ShardedStateful,
         checkpoint_dir: str | PathLike[str],
-        sharded_strategy: Selection[SaveShardedStrategy],
-        common_strategy: Selection[SaveCommonStrategy],
         /,
         *,
         step: int | None = None,
         capture: Capture = "copy",
         progress: ProgressOption | None = None,
-        **options: Unpack[SaveOptions],
+        **options: Unpack[JobOptions],
     ) -> SaveHandle:
         """``save`` with hooks, for the rest of the library."""
         with self._turn():
-            require_known("AsyncSaver.save", options)
+            require_known("AsyncSaver.save", options, _KNOWN)
             comm = self._comm
             meter = Meter("asynchronous save", comm.rank, progress)
             _check_choice("capture", capture, ("copy", "background"))
             if self._is_closed:
                 raise ValueError("the saver is closed")
             self.wait()
-            shared = {
-                **options,
-                "sharded_strategy": sharded_strategy,
-                "common_strategy": common_strategy,
-                "plan_cache": self._plan_cache,
-            }
-            job = SaveJob(comm.rank, meter, hooks, cast("JobOptions", shared), step)
+            options["plan_cache"] = self._plan_cache
+            job = SaveJob(comm.rank, meter, hooks, options, step)
             job.plan(state, checkpoint_dir, comm)
             handle = SaveHandle(job.folder.path, step, comm, meter)
             try:
