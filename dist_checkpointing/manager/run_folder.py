@@ -218,7 +218,6 @@ class RunFolder:
             record.steps[step] = replace(
                 known, begun=attempt, begun_metric=metric, begun_parent=parent
             )
-            self._sign(record)
 
     def committed(self, step: int, *, is_latest: bool = True) -> None:
         """Move the pointer to the step that was claimed last, durably, now that it is committed.
@@ -229,14 +228,8 @@ class RunFolder:
             self._broken.discard(step)
             with self._changing(Durability.FSYNC, own=step) as record:
                 record.commit(step, self._begun, is_latest=is_latest)
-                self._sign(record)
             self.end_replacing()
             self.apply_retention(record)
-
-    def _sign(self, record: RunRecord) -> None:
-        process = f"process {os.getpid()} on host {socket.gethostname()}"
-        record.writer = f"{process}, {time.strftime('%Y-%m-%d %H:%M:%S')}, manager {self._name}"
-        self._has_saved = True
 
     def apply_retention(self, record: RunRecord | None = None) -> None:
         """Delete what retention asks for; errors are logged, and must not end a training.
@@ -298,23 +291,27 @@ class RunFolder:
         remove_checkpoint(self.folder(step), attempt)
         self._broken.discard(step)
 
-    def record(self, stored: RunRecord | None = None, own: int | None = None) -> RunRecord:
-        """The record, ``stored`` or read, updated with what is committed.
-
-        The ``own`` step, which this manager has claimed, is not looked at.
-        """
-        stored = read_record(self.root) if stored is None else stored
-        return up_to_date(self.root, stored, {None, self._begun.attempt}, own)
+    def record(self) -> RunRecord:
+        """The record, updated with what is committed."""
+        return up_to_date(self.root, read_record(self.root))
 
     @contextmanager
     def _changing(
         self, durability: Durability = Durability.PAGE_CACHE, own: int | None = None
     ) -> Iterator[RunRecord]:
-        """Let the body change the record; write it if it is another one or must be durable."""
+        """Let the body change the record; write it if it is another one or must be durable.
+
+        The ``own`` step, which this manager saves, is not looked at, and the record is signed.
+        """
         with self._lock:
             stored = read_record(self.root)
-            record = self.record(stored, own)
+            record = up_to_date(self.root, stored, {None, self._begun.attempt}, own)
             yield record
+            if own is not None:
+                process = f"process {os.getpid()} on host {socket.gethostname()}"
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                record.writer = f"{process}, {now}, manager {self._name}"
+                self._has_saved = True
             if record != stored or durability is Durability.FSYNC:
                 location.make_folder(self.root)
                 location.write(self.root / RECORD_NAME, record.to_json(), durability)
@@ -347,9 +344,8 @@ class RunFolder:
             record.forget(step)
         call_hooks(self._on_deleted, step)
 
-    def wrote(self, step: int, record: RunRecord | None = None) -> bool:
+    def wrote(self, step: int, record: RunRecord) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
-        record = self.record() if record is None else record
         attempt = record.steps.get(step, StepRecord()).attempt
         return attempt is not None and attempt == attempt_of(data_folder(self.folder(step)))
 

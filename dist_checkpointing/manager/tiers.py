@@ -278,14 +278,15 @@ class Run:
             there already, and whether it can share files with the step that it grows from.
         """
         number = math.nan if metric is None else float(metric)
-        newest, stored = self.position, self._home.folder(step)
+        home, newest = self._home, self.position
         if newest is None:
             sound = (step for step in self.tries() if step not in self.damaged)
             newest = next(sound, None) if self.damaged else self.latest()
         if newest is not None and step <= newest and not overwrite:
             raise self._not_above(step, newest)
-        if self._has_disks and is_committed(stored) and not self._home.wrote(step):
-            finding = Finding("no manager of this root wrote it", path=str(stored))
+        is_stored = self._has_disks and is_committed(home.folder(step))
+        if is_stored and not home.wrote(step, home.record()):
+            finding = Finding("no manager of this root wrote it", path=str(home.folder(step)))
             raise CheckpointExistsError(f"step {step} is in the store already", [finding])
         parent, is_ours = self.near.begin(step, newest)
         can_share = self._is_incremental and parent != NO_STEP
