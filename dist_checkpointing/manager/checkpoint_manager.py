@@ -6,10 +6,11 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal, Self, SupportsFloat, get_origin, get_type_hints
+from typing import Any, Final, Literal, SupportsFloat, get_origin, get_type_hints
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
@@ -54,7 +55,7 @@ OnError = Literal["raise", "warn", "retry"]
 _MOST_STEPS: Final = 20
 
 
-class CheckpointManager:
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves, finds, loads and deletes the checkpoints of one run.
 
     ``ROOT/step-00000100`` is the checkpoint of step 100. ``ROOT/manager.json`` has a pointer to the
@@ -268,9 +269,6 @@ class CheckpointManager:
         finally:
             self._run.stop()
             self._saver.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error of this rank alone, the others would not come. A save in progress ends by

@@ -68,11 +68,14 @@ class FastDisks:
         return len(self.leaders) > 1
 
 
-def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) -> dict[int, Seal]:
+def whole_steps(
+    comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder, *, has_parts: bool
+) -> dict[int, Seal]:
     """The seals of the steps that the disks together hold as a whole, and the store does not.
 
     Collective. A disk that has not noted the commit of such a step notes it now. ``near`` is the
-    run on this rank's disk, ``home`` the run in the store.
+    run on this rank's disk, ``home`` the run in the store. What is committed on a disk that no part
+    is on (``has_parts``) is taken to be whole: its copy says what is missing.
     """
     what = "looking at what is on the disks"
     folders: dict[int, Path] = {}
@@ -116,7 +119,7 @@ def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) 
             lost = set(range(len(seal.files))).difference(
                 *(rows[step, attempt] for rows in held_by_ranks)
             )
-            if not lost:
+            if not (lost and has_parts):
                 whole[step] = seal
                 folder = folders.get(step)
                 if folder and is_in_attempt(folder, attempt) and not is_committed(folder):

@@ -122,7 +122,7 @@ class Run:
             self._copier = StoreCopier(near, self._home, self._retention, disks, drain)
         elif disks.leads:
             self._copier = PartCopier(near, self._home, disks)
-        whole = whole_steps(self._comm, disks, near, self._home)
+        whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
         with self._comm.agreed("beginning to copy into the store"):
             if self._leads:
                 self._copier.resume(whole)
