@@ -6,10 +6,11 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal, Self, SupportsFloat, get_origin, get_type_hints
+from typing import Any, Final, Literal, SupportsFloat, get_origin, get_type_hints
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
 from dist_checkpointing.comm import Comm
@@ -34,7 +35,7 @@ from dist_checkpointing.manager.latest_valid import (
     judge,
 )
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
+from dist_checkpointing.manager.save_log import Hooks, Stopwatch
 from dist_checkpointing.manager.tier_copies import Drain
 from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
@@ -43,7 +44,6 @@ from dist_checkpointing.planning.save_plan import PlanCache
 from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize, SaveHandle
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_folder import SaveHooks
 from dist_checkpointing.serialization.save_steps import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.incremental import require_sharing_strategy
@@ -55,7 +55,7 @@ OnError = Literal["raise", "warn", "retry"]
 _MOST_STEPS: Final = 20
 
 
-class CheckpointManager:
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves, finds, loads and deletes the checkpoints of one run.
 
     ``ROOT/step-00000100`` is the checkpoint of step 100. ``ROOT/manager.json`` has a pointer to the
@@ -144,13 +144,11 @@ class CheckpointManager:
         if retries < 0:
             raise ValueError(f"retries must be at least 0, not {retries}")
         kept = Retention() if retention is None else retention
-        self._run = Run(
-            self.root, kept, on_deleted, self._comm, fast, drain, incremental=incremental
-        )
+        hooks = on_saved, on_deleted
+        self._run = Run(self.root, kept, *hooks, self._comm, fast, drain, incremental=incremental)
         if fresh:
             self._run.position = NO_STEP
-        self._on_saved, self._on_error = on_saved, on_error
-        self._trusted, self._is_incremental = trusted, incremental
+        self._on_error, self._trusted = on_error, trusted
         if incremental:
             require_sharing_strategy(sharded_strategy, self._run.near.folder(0))
         self._save_options = {
@@ -194,7 +192,9 @@ class CheckpointManager:
             CheckpointExistsError: if another manager has saved here since this one did.
             CheckpointingException: see ``save``; also if the disk is too full.
         """
-        hooks, options, committed = self._begin(step, metric, Stopwatch(), options)
+        watch = Stopwatch()
+        self.wait()
+        hooks, options = self._run.begin(step, metric, watch, {**self._save_options, **options})
         try:
             save_with_hooks(
                 hooks,
@@ -205,9 +205,6 @@ class CheckpointManager:
                 plan_cache=self._plan_cache,
                 **options,
             )
-            with self._comm.agreed("moving the pointer"):
-                if self._comm.rank == 0:
-                    committed()
         finally:
             self._run.near.end_replacing()
 
@@ -234,14 +231,13 @@ class CheckpointManager:
                 the last asynchronous save, unless ``on_error="warn"``.
         """
         watch = Stopwatch()
-        hooks, options, committed = self._begin(step, metric, watch, options)
+        self.wait()
+        hooks, options = self._run.begin(step, metric, watch, {**self._save_options, **options})
         handle = self._saver._save(  # noqa: SLF001 - hooks are not for users
             hooks,
             state,
             self._run.near.folder(step),
-            self._strategy,
-            options.pop("common_strategy", None),
-            committed,
+            sharded_strategy=self._strategy,
             step=step,
             capture=capture,
             **options,
@@ -274,9 +270,6 @@ class CheckpointManager:
             self._run.stop()
             self._saver.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error of this rank alone, the others would not come. A save in progress ends by
         # itself.
@@ -307,7 +300,7 @@ class CheckpointManager:
         """
         if check not in ("contents", "structure"):
             raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
-        for step in self._tries("looking for a valid checkpoint"):
+        for step in self._comm.from_rank0("looking for a valid checkpoint", self._run.tries):
             try:
                 if check == "contents":
                     self.verify(step)
@@ -401,7 +394,9 @@ class CheckpointManager:
         given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]
         # Of a strategy of the caller this says nothing about the checkpoint.
         unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
-        for step in self._tries("looking for the newest checkpoint"):
+        for step in comm.from_rank0("looking for the newest checkpoint", self._run.tries):
+            # Raised by a load, anything else is about the template.
+            kinds: tuple[type[CheckpointingException], ...] = (CheckpointingException,)
             try:
                 folder = self._listed(step)
                 # Else the other ranks would wait for what rank 0 does not see either.
@@ -411,13 +406,10 @@ class CheckpointManager:
                 verify = comm.from_rank0(what, partial(is_verifiable, folder, given[0]))
                 if not verify:
                     self.verify(step)  # as far as that goes
-            except CheckpointingException as error:
-                skipped.append(self._skip(step, error))
-                continue
-            chosen = {"trusted": self._trusted, "verify": verify, **options}
-            try:
+                chosen = {"trusted": self._trusted, "verify": verify, **options}
+                kinds = (CorruptCheckpointError, *unreadable)
                 loaded: StateDict = load(template, folder, comm=comm, **chosen)
-            except (CorruptCheckpointError, *unreadable) as error:
+            except kinds as error:
                 skipped.append(self._skip(step, error))
                 continue
             if verify and chosen["verify"] is True:
@@ -438,10 +430,6 @@ class CheckpointManager:
             if is_valid:
                 self._run.verified(step)
 
-    def _tries(self, what: str) -> list[int]:
-        # Each caller has its own name for it, by which ranks that call different methods notice.
-        return self._comm.from_rank0(what, self._run.tries)
-
     def _skip(self, step: int, error: CheckpointingException) -> Finding:
         """Log why a step cannot be loaded."""
         if isinstance(error, RankFailedError):
@@ -452,34 +440,3 @@ class CheckpointManager:
         if self._run.position == step:
             self._run.position = None
         return finding
-
-    def _begin(
-        self,
-        step: int,
-        metric: SupportsFloat | None,
-        watch: Stopwatch,
-        options: Mapping[str, Any],
-    ) -> tuple[SaveHooks, dict[str, Any], Callable[[], None]]:
-        """Wait, check the step, and record on rank 0 that this manager will write its folder.
-
-        Returns:
-            What the save calls, its options, and what rank 0 calls after the commit. On rank 0 the
-            save may overwrite a checkpoint of ours that is of an abandoned branch.
-        """
-        self.wait()
-        overwrite = options.get("overwrite", False)
-        number, makes_room = self._run.begin(step, metric, overwrite=overwrite)
-        chosen = {**self._save_options, **options}
-        chosen["overwrite"] = overwrite | makes_room
-        if self._is_incremental:
-            base = self._comm.from_rank0("choosing the base", self._run.base)
-            chosen.setdefault("base", None if base is None else self.folder(base))
-        has_base = chosen.get("base") is not None
-        hooks = self._run.hooks(step, number, watch, has_base=has_base)
-
-        def committed() -> None:
-            saved = watch.saved(step, self.folder(step), number)
-            self._run.committed(step)
-            call_hooks(self._on_saved, saved)
-
-        return hooks, chosen, committed

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import uuid
+from collections import ChainMap
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, is_in_attempt
+from dist_checkpointing.format.run_steps import steps_of_manager
 from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, Seal
 from dist_checkpointing.manager.run_folder import RunFolder
 
@@ -66,67 +68,70 @@ class FastDisks:
         return len(self.leaders) > 1
 
 
-def whole_steps(comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder) -> dict[int, Seal]:
+def whole_steps(
+    comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder, *, has_parts: bool
+) -> dict[int, Seal]:
     """The seals of the steps that the disks together hold as a whole, and the store does not.
 
     Collective. A disk that has not noted the commit of such a step notes it now. ``near`` is the
-    run on this rank's disk, ``home`` the run in the store.
+    run on this rank's disk, ``home`` the run in the store. What is committed on a disk that no part
+    is on (``has_parts``) is taken to be whole: its copy says what is missing.
     """
     what = "looking at what is on the disks"
     folders: dict[int, Path] = {}
 
-    def committed() -> dict[int, str]:
+    def committed() -> dict[int, str | None]:
         if disks.leads:
-            folders.update((step, near.folder(step)) for step in near.all_steps())
-        names = {step: attempt_of(path) for step, path in folders.items() if is_committed(path)}
-        return {step: name for step, name in names.items() if name is not None}
+            folders.update((step, near.folder(step)) for step in steps_of_manager(near.root))
+        return {step: attempt_of(path) for step, path in folders.items() if is_committed(path)}
 
     saves_of_ranks = comm.exchange(what, committed)
 
-    def not_stored() -> list[tuple[int, str, int]]:
+    def not_stored() -> dict[tuple[int, str], int]:
         lowest: dict[tuple[int, str], int] = {}
         for rank, saves in enumerate(saves_of_ranks):
-            for save in saves.items():
-                lowest.setdefault(save, rank)
+            for step, name in saves.items():
+                if name is not None:
+                    lowest.setdefault((step, name), rank)
         record = home.record()
-        return [(*save, rank) for save, rank in lowest.items() if home.lacks(*save, record)]
+        return {save: rank for save, rank in lowest.items() if home.lacks(*save, record)}
 
-    candidates = comm.from_rank0(what, not_stored)
-    if not candidates:
+    ranks_of_saves = comm.from_rank0(what, not_stored)
+    if not ranks_of_saves:
         return {}
 
-    def read_seals() -> list[bytes | None]:
-        return [_seal_in(folders[s]) if rank == comm.rank else None for s, _, rank in candidates]
+    def read_seals() -> dict[tuple[int, str], bytes]:
+        own = (save for save, rank in ranks_of_saves.items() if rank == comm.rank)
+        return {save: seal for save in own if (seal := _seal_in(folders[save[0]])) is not None}
 
-    seals_of_ranks = comm.exchange(what, read_seals)
-    contents = [seals_of_ranks[rank][row] for row, (_, _, rank) in enumerate(candidates)]
-    seals = [content and Seal.from_json(content) for content in contents]
+    contents = ChainMap(*comm.exchange(what, read_seals))
+    seals = {save: Seal.from_json(contents[save]) for save in ranks_of_saves if save in contents}
 
-    def held() -> list[set[int]]:
-        pairs = zip(candidates, seals, strict=True)
-        return [_held(folders.get(step), seal) if seal else set() for (step, _, _), seal in pairs]
+    def held() -> dict[tuple[int, str], set[int]]:
+        return {save: rows_held(folders.get(save[0]), seal) for save, seal in seals.items()}
 
     held_by_ranks = comm.exchange(what, held)
     whole: dict[int, Seal] = {}
     with comm.agreed("noting a commit on every disk"):
-        for row, ((step, attempt, _), seal) in enumerate(zip(candidates, seals, strict=True)):
-            if not seal or step in whole:
+        for (step, attempt), seal in seals.items():
+            if step in whole:
                 continue
-            lost = set(range(len(seal.files))).difference(*(rows[row] for rows in held_by_ranks))
-            if lost:
-                if comm.rank == 0:
-                    logger.warning(
-                        "step %d is on some disks and not in the store, and is not loaded: %d of "
-                        "its %d files are on none of %s. A restart with the disk that is missing "
-                        "finds it again",
-                        *(step, len(lost), len(seal.files), ", ".join(disks.names)),
-                    )
-                continue
-            whole[step] = seal
-            folder = folders.get(step)
-            if folder and is_in_attempt(folder, attempt) and not is_committed(folder):
-                location.write(folder / SEAL_NAME, contents[row] or b"")
-                location.write(folder / CONFIG_FNAME, json.dumps(dict(seal.config)).encode())
+            lost = set(range(len(seal.files))).difference(
+                *(rows[step, attempt] for rows in held_by_ranks)
+            )
+            if not (lost and has_parts):
+                whole[step] = seal
+                folder = folders.get(step)
+                if folder and is_in_attempt(folder, attempt) and not is_committed(folder):
+                    location.write(folder / SEAL_NAME, contents[step, attempt])
+                    location.write(folder / CONFIG_FNAME, json.dumps(dict(seal.config)).encode())
+            elif comm.rank == 0:
+                logger.warning(
+                    "step %d is on some disks and not in the store, and is not loaded: %d of "
+                    "its %d files are on none of %s. A restart with the disk that is missing "
+                    "finds it again",
+                    *(step, len(lost), len(seal.files), ", ".join(disks.names)),
+                )
     return whole
 
 
@@ -141,7 +146,7 @@ def _seal_in(folder: Path) -> bytes | None:
     return content
 
 
-def _held(folder: Path | None, seal: Seal) -> set[int]:
+def rows_held(folder: Path | None, seal: Seal) -> set[int]:
     """The numbers of the files of a seal that a folder holds, in the size that they have."""
     if folder is None or not is_in_attempt(folder, seal.attempt):
         return set()

@@ -134,29 +134,20 @@ class RunFolder:
 
     def finish_replacing(self) -> None:
         """Delete what was set aside for saves that have committed; put back what was for others."""
-        if not self.is_on_disk:
-            return
         with self._lock, tolerant(f"what was set aside in {self.root} stays there"):
-            for name in location.names_in(self.root):
-                folder = self.root / name.removesuffix(_REPLACED)
-                if name.endswith(_REPLACED) and STEP_FOLDER.fullmatch(folder.name):
-                    self._finish_replacing(folder, self.root / name)
-
-    @staticmethod
-    def _finish_replacing(folder: Path, aside: Path) -> None:
-        FolderLock.acquire(aside).release()  # refused while the save goes on
-        if is_committed(folder) or not is_committed(aside):
-            remove_checkpoint(aside)
-            return
-        if is_there(folder):
-            # A save knows how to clear away what a kill may leave in the middle of a claim.
-            begin_attempt(folder, (), Durability.PAGE_CACHE, overwrite=False).release()
-            remove_checkpoint(folder)
-        aside.rename(folder)
-
-    def all_steps(self) -> list[int]:
-        """Every step that has a folder, newest first."""
-        return steps_of_manager(self.root)
+            for name in location.names_in(self.root) if self.is_on_disk else ():
+                folder, aside = self.root / name.removesuffix(_REPLACED), self.root / name
+                if folder == aside or not STEP_FOLDER.fullmatch(folder.name):
+                    continue
+                FolderLock.acquire(aside).release()  # refused while the save goes on
+                if is_committed(folder) or not is_committed(aside):
+                    remove_checkpoint(aside)
+                    continue
+                if is_there(folder):
+                    # A save knows how to clear away what a kill may leave in the middle of a claim.
+                    begin_attempt(folder, (), Durability.PAGE_CACHE, overwrite=False).release()
+                    remove_checkpoint(folder)
+                aside.rename(folder)
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
@@ -164,13 +155,13 @@ class RunFolder:
 
     def _steps_that(self, look: Callable[[Path], bool]) -> list[int]:
         """The steps of which a look at their folders says yes, oldest first."""
-        steps, threads = self.all_steps()[::-1], 1 if self.is_on_disk else _THREADS
+        steps, threads = steps_of_manager(self.root)[::-1], 1 if self.is_on_disk else _THREADS
         answers = in_threads(look, [*map(self.folder, steps)], threads)
         return [step for step, answer in zip(steps, answers, strict=True) if answer]
 
     def history(self) -> list[int]:
         """Every step of the history that has a folder, newest first."""
-        return self.record().history(self.all_steps())
+        return self.record().history(steps_of_manager(self.root))
 
     def go_back_with(self, other: RunRecord) -> None:
         """Let the run have come to the last step of its history that is one of another record's."""
@@ -227,7 +218,6 @@ class RunFolder:
             record.steps[step] = replace(
                 known, begun=attempt, begun_metric=metric, begun_parent=parent
             )
-            self._sign(record)
 
     def committed(self, step: int, *, is_latest: bool = True) -> None:
         """Move the pointer to the step that was claimed last, durably, now that it is committed.
@@ -238,14 +228,8 @@ class RunFolder:
             self._broken.discard(step)
             with self._changing(Durability.FSYNC, own=step) as record:
                 record.commit(step, self._begun, is_latest=is_latest)
-                self._sign(record)
             self.end_replacing()
             self.apply_retention(record)
-
-    def _sign(self, record: RunRecord) -> None:
-        process = f"process {os.getpid()} on host {socket.gethostname()}"
-        record.writer = f"{process}, {time.strftime('%Y-%m-%d %H:%M:%S')}, manager {self._name}"
-        self._has_saved = True
 
     def apply_retention(self, record: RunRecord | None = None) -> None:
         """Delete what retention asks for; errors are logged, and must not end a training.
@@ -255,7 +239,7 @@ class RunFolder:
         """
         with self._lock, tolerant(f"retention could not go through {self.root}"):
             record = self.record() if record is None else record
-            found = self.all_steps()
+            found = steps_of_manager(self.root)
             left, due = self._due(record, found)
             gone, deleted = [], []
             for step in [*left, *due.delete]:
@@ -282,10 +266,6 @@ class RunFolder:
                 with tolerant(f"retention could not deal with step {step}"):
                     self._strip(step)
 
-    def latest(self) -> int | None:
-        """The newest committed step of the history: the last one that was committed."""
-        return latest_step(self.root)
-
     def _due(self, record: RunRecord, found: Iterable[int]) -> tuple[list[int], Due]:
         """The steps that may have left something without a commit, and what is due of ``found``."""
         latest = record.latest
@@ -311,23 +291,27 @@ class RunFolder:
         remove_checkpoint(self.folder(step), attempt)
         self._broken.discard(step)
 
-    def record(self, stored: RunRecord | None = None, own: int | None = None) -> RunRecord:
-        """The record, ``stored`` or read, updated with what is committed.
-
-        The ``own`` step, which this manager has claimed, is not looked at.
-        """
-        stored = read_record(self.root) if stored is None else stored
-        return up_to_date(self.root, stored, {None, self._begun.attempt}, own)
+    def record(self) -> RunRecord:
+        """The record, updated with what is committed."""
+        return up_to_date(self.root, read_record(self.root))
 
     @contextmanager
     def _changing(
         self, durability: Durability = Durability.PAGE_CACHE, own: int | None = None
     ) -> Iterator[RunRecord]:
-        """Let the body change the record; write it if it is another one or must be durable."""
+        """Let the body change the record; write it if it is another one or must be durable.
+
+        The ``own`` step, which this manager saves, is not looked at, and the record is signed.
+        """
         with self._lock:
             stored = read_record(self.root)
-            record = self.record(stored, own)
+            record = up_to_date(self.root, stored, {None, self._begun.attempt}, own)
             yield record
+            if own is not None:
+                process = f"process {os.getpid()} on host {socket.gethostname()}"
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                record.writer = f"{process}, {now}, manager {self._name}"
+                self._has_saved = True
             if record != stored or durability is Durability.FSYNC:
                 location.make_folder(self.root)
                 location.write(self.root / RECORD_NAME, record.to_json(), durability)
@@ -360,9 +344,8 @@ class RunFolder:
             record.forget(step)
         call_hooks(self._on_deleted, step)
 
-    def wrote(self, step: int, record: RunRecord | None = None) -> bool:
+    def wrote(self, step: int, record: RunRecord) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
-        record = self.record() if record is None else record
         attempt = record.steps.get(step, StepRecord()).attempt
         return attempt is not None and attempt == attempt_of(data_folder(self.folder(step)))
 
@@ -372,7 +355,7 @@ class RunFolder:
         # Without tensors to delete, this completes a removal that was interrupted.
         for prefix in prefixes or [_NO_PREFIX]:
             remove_sharded_tensors(folder, prefix, comm=SingleProcess())
-        latest = self.latest()
+        latest = latest_step(self.root)
         if prefixes or (latest is not None and self._optimizer_prefixes(latest)):
             self.note(step, stripped=True)
             return

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Condition, Event, Lock, RLock, Thread
+from threading import Condition, Event, Lock, Thread
 from typing import Any, Final, Literal
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
@@ -35,9 +35,10 @@ from dist_checkpointing.format.commit import (
     is_committed,
     tolerant,
 )
-from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, is_in_attempt
+from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of
+from dist_checkpointing.format.run_steps import latest_step
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
-from dist_checkpointing.manager.disks import FastDisks
+from dist_checkpointing.manager.disks import FastDisks, rows_held
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.storage.options import Durability
@@ -86,10 +87,10 @@ class Order:
             verify_checkpoint(target, rank=disks.number, world_size=len(disks.leaders))
             return []
         seal = read_seal(target)
-        if seal is None or not is_in_attempt(source, self.attempt):
+        if seal is None or seal.attempt != self.attempt:
             return []
-        sizes = {file.name: file.num_bytes for file in seal.files.values()}
-        names = [name for name in sizes if location.size_of(source / name) == sizes[name]]
+        files = [*seal.files.values()]
+        names = [files[row].name for row in sorted(rows_held(source, seal))]
         in_threads(lambda name: put_file(source / name, target / name), names, _THREADS)
         return names
 
@@ -110,102 +111,72 @@ def put_file(source: Path, target: Location) -> None:
     file.close(is_durable=True)
 
 
-class Orders:
-    """Rank 0's side: gives orders below the root of the run in the store, and waits for reports."""
+class Copier:
+    """What the disk of this rank keeps until it is in the store; this one keeps and copies nothing.
 
-    def __init__(self, root: ObjectPath, disks: FastDisks) -> None:
-        self._root, self._disks = root, disks
-        self._number = 0
-        self._released: dict[int, str] = {}
-
-    def release(self, saves: Mapping[int, str]) -> None:
-        """Tell the other disks of saves that they need not keep for the store any more."""
-        self._released |= saves
-        for step in [*self._released][:-_MOST_RELEASED]:
-            del self._released[step]
-        # The next order says it again.
-        with tolerant("the other disks keep their parts a little longer"):
-            self._put(None)
-
-    def _put(self, order: Order | None) -> None:
-        if self._disks.are_many:
-            content = {
-                "run": self._disks.run,
-                "order": None if order is None else asdict(order),
-                "settled": self._released,
-            }
-            location.write(self._root / ORDER_NAME, json.dumps(content).encode())
-
-    def carry_out(self, phase: Phase, folder: str, attempt: str, copy: str) -> set[str]:
-        """Let every disk do its part; the names of all files that were copied.
-
-        Raises:
-            CorruptCheckpointError: if a part of the copy is not what was saved.
-            CheckpointingException: if a disk fails or does not answer; names it.
-            OSError: if the disk of this rank or the store fails.
-        """
-        self._number += 1
-        order = Order(self._number, phase, folder, attempt, copy)
-        self._put(order)
-        try:
-            return {*order.carried_out(self._root, self._disks), *self._reported(order)}
-        finally:
-            if self._disks.are_many:
-                with tolerant(f"reports of copying {folder} stay in the store"):
-                    self._put(None)
-                    delete_below(self._root / REPORTS / copy)
-
-    def _reported(self, order: Order) -> set[str]:
-        disks = range(1, len(self._disks.leaders))
-        waiting = {order.report_of(self._root, disk).key: disk for disk in disks}
-        store, below = self._root.store, (self._root / REPORTS / order.copy).prefix
-        names: set[str] = set()
-        last: object = None
-        silent, pause = 0.0, _FIRST_PAUSE
-        while waiting:
-            seen = {info.key: info for info in store.list_below(below)}
-            for key in sorted(waiting.keys() & seen.keys()):
-                names.update(self._result(order, waiting.pop(key)))
-            # What this process slept is counted: it may have been stopped itself.
-            silent, last = (0.0 if seen != last else silent + pause), seen
-            if silent > SILENT_SECONDS:
-                findings = [
-                    self._finding(
-                        f"this disk did nothing for {SILENT_SECONDS:.0f} s",
-                        order,
-                        disk,
-                        expected=f"a report that it did {order.phase} its part",
-                        remedy="Is its machine gone? The next manager of this run tries again if "
-                        "all disks are there, and goes on from the store if one is not.",
-                    )
-                    for disk in sorted(waiting.values())
-                ]
-                message = f"{order.folder} was not copied into the store"
-                raise CheckpointingException(message, findings)
-            if waiting:
-                Event().wait(pause)
-                pause = min(2 * pause, _LAST_PAUSE)
-        return names
-
-    def _result(self, order: Order, disk: int) -> list[str]:
-        path = order.report_of(self._root, disk)
-        report = parsed_object(path.store.get(path.key), path)
-        if "error" not in report:
-            return [str(name) for name in report["files"]]
-        kind = CorruptCheckpointError if report["is_damage"] else CheckpointingException
-        finding = self._finding(str(report["error"]), order, disk)
-        raise kind(f"a disk could not {order.phase} its part of {order.folder}", [finding])
-
-    def _finding(self, problem: str, order: Order, disk: int, **more: str) -> Finding:
-        path = f"{self._disks.names[disk]}/{order.folder}"
-        return Finding(problem, path=path, ranks=(self._disks.leaders[disk],), **more)
-
-
-class StoreCopier:
-    """Copies what is committed on the disks into the store; only rank 0 has one.
-
-    ``near`` is the run on the disk of this rank, ``home`` the run in the store.
+    ``near`` is the run on the disk, ``home`` the run in the store, or the same one. ``pending`` has
+    the steps with the names of their saves; it is replaced, never changed.
     """
+
+    def __init__(self, near: RunFolder, home: RunFolder) -> None:
+        self._near, self._home = near, home
+        self.pending: Mapping[int, str] = {}
+        self._changed = Condition()
+        self._is_woken = self._is_ending = False
+        self._pause = _FIRST_PAUSE  # between two looks for orders: often after each save
+        self._thread: Thread | None = None
+
+    def resume(self, whole: Mapping[int, Seal]) -> None:
+        """Keep the steps that the disks hold together, whatever is on this disk."""
+        with self._changed:
+            self.pending = {step: seal.attempt for step, seal in whole.items()}
+
+    def keep(self, step: int) -> None:
+        """Keep what this run has saved of a step."""
+        name = attempt_of(self._near.folder(step))
+        if name is not None:
+            with self._changed:
+                self.pending = {**self.pending, step: name}
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Do not keep these steps any more."""
+        with self._changed:
+            self.pending = {s: name for s, name in self.pending.items() if s not in steps}
+
+    def start(self) -> None:
+        """Let the thread copy what is not in the store yet."""
+        with self._changed:
+            self._is_woken, self._pause = True, _FIRST_PAUSE
+            self._changed.notify_all()
+            if self._thread is None and self.pending:
+                self._thread = Thread(target=self._work, name="drain", daemon=True)
+                self._thread.start()
+
+    def delete(self, step: int) -> None:
+        """Delete a step; see RunFolder."""
+        self._near.delete(step)
+
+    def copy_if_pending(self, step: int) -> None:
+        """Copy a step, unless that is done, or needs not be done."""
+
+    def finish(self) -> None:
+        """Wait for the copies."""
+
+    def _work(self) -> None:
+        """What the thread does."""
+
+    def end(self) -> None:
+        """End the thread, once it has done what it is at."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._is_ending = None, False
+
+
+class StoreCopier(Copier):
+    """Rank 0's side: copies into the store what the disks hold together, by orders to each disk."""
 
     def __init__(
         self,
@@ -215,56 +186,28 @@ class StoreCopier:
         disks: FastDisks,
         drain: Drain,
     ) -> None:
-        self._near, self._home, self._retention, self._drain = near, home, retention, drain
-        root: Any = home.root
-        self._orders = Orders(root, disks)
-        self._pending: Mapping[int, Seal | None] | None = None
+        super().__init__(near, home)
+        self._retention, self._disks, self._drain = retention, disks, drain
+        self._root: Any = home.root
+        self._orders_given = 0
+        self._whole: Mapping[int, Seal] = {}
         self._failed: dict[int, str] = {}
-        self._lock, self._copying = RLock(), Lock()
-        self._woken = Event()
-        self._worker: Thread | None = None
-        self._is_closing = False
+        self._released: dict[int, str] = {}
+        self._copying = Lock()
 
     def resume(self, whole: Mapping[int, Seal]) -> None:
-        """Go on with the steps that the disks hold together, whatever is on this disk."""
-        self._pending = whole
-        self._orders.release({})
-
-    @property
-    def pending(self) -> Mapping[int, Seal | None]:
-        """The steps that are not in the store yet, and that it would keep; replaced, never changed.
-
-        With the seal of those that an earlier manager has saved on more disks than one.
-        """
-        with self._lock:
-            if self._pending is None:
-                near, home, record = self._near, self._home, self._home.record()
-                saves = ((step, attempt_of(near.folder(step))) for step in near.committed_steps())
-                steps = (step for step, name in saves if home.lacks(step, name, record))
-                self._pending = dict.fromkeys(steps)
-            return self._pending
-
-    def keep(self, step: int) -> None:
-        """Keep a step on the disks, which this run has saved, until it is in the store."""
-        with self._lock:
-            self._pending = {**self.pending, step: None}
-
-    def _forget(self, steps: Collection[int]) -> None:
-        with self._lock:
-            left = self.pending.items()
-            self._pending = {step: seal for step, seal in left if step not in steps}
+        """Keep the steps that the disks hold together, whatever is on this disk."""
+        super().resume(whole)
+        self._whole = whole
+        self._release(())
 
     def start(self) -> None:
         """Copy, or let the thread copy, what is not in the store yet."""
         if self._drain == "wait":
             self._failed.clear()
             self._copy_all()
-            return
-        self._woken.set()
-        with self._lock:
-            if self._worker is None:
-                self._worker = Thread(target=self._work, name="drain", daemon=True)
-                self._worker.start()
+        else:
+            super().start()
 
     def finish(self) -> None:
         """Wait for the copies.
@@ -272,14 +215,10 @@ class StoreCopier:
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
-        if self._pending and self._drain == "wait":
+        if self._drain == "wait":
             self.start()
-        if self._worker is not None:
-            self._is_closing = True
-            self._woken.set()
-            self._worker.join()
-            self._worker, self._is_closing = None, False
-        newest = max(self._pending or (), default=None)
+        super().end()
+        newest = max(self.pending, default=None)
         if newest is not None:
             finding = Finding(
                 self._failed.get(newest, "it was not copied"),
@@ -288,12 +227,11 @@ class StoreCopier:
             )
             raise CheckpointingException(f"step {newest} is not in the store", [finding])
 
-    def end_orders(self) -> None:
+    def end(self) -> None:
         """Leave no orders in the store, unless a step is not there yet."""
-        if not self._pending:
+        if not self.pending:
             with tolerant("the last order stays in the store"):
-                root: Any = self._home.root
-                root.store.delete([(root / ORDER_NAME).key])
+                self._root.store.delete([(self._root / ORDER_NAME).key])
 
     def delete(self, step: int) -> None:
         """Delete a step on the disk of this rank and in the store; see RunFolder."""
@@ -303,7 +241,7 @@ class StoreCopier:
                 folders = [self._near]  # which says that there is no such step
             for folder in folders:
                 folder.delete(step)
-            self._forget({step})
+            self.forget({step})
 
     def copy_if_pending(self, step: int) -> None:
         """Copy a step, unless that is done, or needs not be done."""
@@ -315,9 +253,9 @@ class StoreCopier:
     def _work(self) -> None:
         is_last = False
         while not is_last:
-            self._woken.wait()
-            self._woken.clear()
-            is_last = self._is_closing  # read after that: finish() sets it before it wakes
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_woken or self._is_ending)
+                self._is_woken, is_last = False, self._is_ending
             self._failed.clear()  # another commit, or the end: try once more
             self._copy_all()
 
@@ -348,21 +286,20 @@ class StoreCopier:
         return None
 
     def _release(self, steps: Collection[int]) -> None:
-        """Note that steps need not be kept for the store any more."""
-        pending, names = self.pending, {}
-        for step in steps:
-            seal = pending.get(step)
-            name = attempt_of(self._near.folder(step)) if seal is None else seal.attempt
-            if name is not None:
-                names[step] = name
-        self._forget(steps)
-        self._orders.release(names)
+        """Let all disks forget steps that need not be kept for the store any more."""
+        self._released |= {step: name for step, name in self.pending.items() if step in steps}
+        for step in [*self._released][:-_MOST_RELEASED]:
+            del self._released[step]
+        self.forget(steps)
+        # The next order says it again.
+        with tolerant("the other disks keep their parts a little longer"):
+            self._put(None)
 
     def _copy(self, step: int) -> None:
         """Copy a step as a whole, or not at all."""
         source, target = self._near.folder(step), self._home.folder(step)
-        seal = self.pending.get(step)
-        if seal is None:
+        seal = self._whole.get(step)
+        if seal is None or seal.attempt != self.pending[step]:
             if not is_committed(source):
                 return  # deleted by hand
             seal = read_seal(source)
@@ -370,7 +307,7 @@ class StoreCopier:
             finding = Finding("the checkpoint has no seal", path=str(source))
             raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
         config = CheckpointingConfig(**seal.config)
-        newest, record = self._home.latest(), self._near.record()
+        newest, record = latest_step(self._home.root), self._near.record()
         parent, _ = self._home.begin(step, newest)
         metric = record.metrics.get(step)
         # What could not be copied at first comes after newer steps.
@@ -383,56 +320,103 @@ class StoreCopier:
             location.write(attempt.folder / SEAL_NAME, seal.to_json())
             location.write(attempt.folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
             save = (target.name, seal.attempt, attempt.id)
-            missing = seal.files.keys() - self._orders.carry_out("upload", *save)
+            missing = seal.files.keys() - self._carry_out("upload", *save)
             if missing:
                 problem = "the file is on none of the disks as it was saved"
                 findings = [Finding(problem, path=f"{target.name}/{n}") for n in sorted(missing)]
                 raise CorruptCheckpointError(f"step {step} is not whole", findings[:_MOST_FINDINGS])
-            self._orders.carry_out("verify", *save)
+            self._carry_out("verify", *save)
             attempt.commit(config)
         except BaseException:
             attempt.abandon()
             raise
         self._home.committed(step, is_latest=is_latest)
 
+    def _put(self, order: Order | None) -> None:
+        if self._disks.are_many:
+            content = {
+                "run": self._disks.run,
+                "order": None if order is None else asdict(order),
+                "settled": self._released,
+            }
+            location.write(self._root / ORDER_NAME, json.dumps(content).encode())
 
-class PartCopier:
-    """The side of every other disk: a thread that looks for orders, and reports.
+    def _carry_out(self, phase: Phase, folder: str, attempt: str, copy: str) -> set[str]:
+        """Let every disk do its part; the names of all files that were copied.
 
-    ``pending`` has the steps that the disk keeps for the store, with the names of their saves; it
-    is replaced, never changed. ``on_released`` is called after some of them have left it.
-    """
+        Raises:
+            CorruptCheckpointError: if a part of the copy is not what was saved.
+            CheckpointingException: if a disk fails or does not answer; names it.
+            OSError: if the disk of this rank or the store fails.
+        """
+        self._orders_given += 1
+        order = Order(self._orders_given, phase, folder, attempt, copy)
+        self._put(order)
+        try:
+            return {*order.carried_out(self._root, self._disks), *self._reported(order)}
+        finally:
+            if self._disks.are_many:
+                with tolerant(f"reports of copying {folder} stay in the store"):
+                    self._put(None)
+                    delete_below(self._root / REPORTS / copy)
 
-    def __init__(self, root: ObjectPath, disks: FastDisks, on_released: Callable[[], None]) -> None:
-        self._root, self._disks, self._on_released = root, disks, on_released
-        self.pending: Mapping[int, str] = {}
-        self._changed = Condition()
-        self._pause = _FIRST_PAUSE
-        self._is_stopping = False
-        self._thread: Thread | None = None
+    def _reported(self, order: Order) -> set[str]:
+        """What the other disks report, when all have."""
+        disks = range(1, len(self._disks.leaders))
+        waiting = {order.report_of(self._root, disk).key: disk for disk in disks}
+        names: set[str] = set()
+        last: object = None
+        silent, pause = 0.0, _FIRST_PAUSE
+        while waiting:
+            reports = self._root / REPORTS / order.copy
+            seen = {info.key: info for info in self._root.store.list_below(reports.prefix)}
+            for key in sorted(waiting.keys() & seen.keys()):
+                report = parsed_object(self._root.store.get(key), reports)
+                disk = waiting.pop(key)
+                if "error" in report:
+                    kind = CorruptCheckpointError if report["is_damage"] else CheckpointingException
+                    message = f"a disk could not {order.phase} its part of {order.folder}"
+                    raise kind(message, [self._finding(str(report["error"]), order, disk)])
+                names.update(map(str, report["files"]))
+            # What this process slept is counted: it may have been stopped itself.
+            silent, last = (0.0 if seen != last else silent + pause), seen
+            if silent > SILENT_SECONDS:
+                findings = [
+                    self._finding(
+                        f"this disk did nothing for {SILENT_SECONDS:.0f} s",
+                        order,
+                        disk,
+                        expected=f"a report that it did {order.phase} its part",
+                        remedy="Is its machine gone? The next manager of this run tries again if "
+                        "all disks are there, and goes on from the store if one is not.",
+                    )
+                    for disk in sorted(waiting.values())
+                ]
+                message = f"{order.folder} was not copied into the store"
+                raise CheckpointingException(message, findings)
+            if waiting:
+                Event().wait(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+        return names
 
-    def keep(self, saves: Mapping[int, str]) -> None:
-        """Keep saves, by their names, until they are in the store or given up."""
-        with self._changed:
-            self.pending = {**self.pending, **saves}
-            self._pause = _FIRST_PAUSE
-            self._changed.notify_all()
-            if self._thread is None and self.pending:
-                self._thread = Thread(target=self._work, name="drain", daemon=True)
-                self._thread.start()
+    def _finding(self, problem: str, order: Order, disk: int, **more: str) -> Finding:
+        path = f"{self._disks.names[disk]}/{order.folder}"
+        return Finding(problem, path=path, ranks=(self._disks.leaders[disk],), **more)
 
-    def forget(self, steps: Collection[int]) -> None:
-        """Do not keep these steps any more."""
-        with self._changed:
-            self.pending = {s: name for s, name in self.pending.items() if s not in steps}
 
-    def stop(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+class PartCopier(Copier):
+    """The side of every other disk: a thread that looks for orders, and reports."""
+
+    def __init__(self, near: RunFolder, home: RunFolder, disks: FastDisks) -> None:
+        super().__init__(near, home)
+        self._root: Any = home.root
+        self._disks = disks
+
+    def delete(self, step: int) -> None:
+        """Delete the part of a step, if there is one; see RunFolder."""
+        self.forget({step})
+        if is_committed(self._near.folder(step)):
+            self._near.delete(step)
 
     def _work(self) -> None:
         done, path = 0, self._root / ORDER_NAME
@@ -446,7 +430,7 @@ class PartCopier:
                     gone = dict(released & self.pending.items())
                     self.forget(gone)
                 if gone:
-                    self._on_released()
+                    self._near.apply_retention()
                 order = Order(**content["order"]) if content.get("order") else None
                 if order is not None and order.number > done:
                     self._report(order)
@@ -458,10 +442,10 @@ class PartCopier:
     def _waited(self) -> bool:
         """Wait for something to keep, and then for a while; False if it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping or self.pending)
-            self._changed.wait_for(lambda: self._is_stopping, self._pause)
+            self._changed.wait_for(lambda: self._is_ending or self.pending)
+            self._changed.wait_for(lambda: self._is_ending, self._pause)
             self._pause = min(2 * self._pause, _LAST_PAUSE)
-            return not self._is_stopping
+            return not self._is_ending
 
     def _report(self, order: Order) -> None:
         beats = self._root / REPORTS / order.copy / f"beat-{self._disks.number}"
@@ -479,7 +463,7 @@ class PartCopier:
         location.write(path, json.dumps(report).encode())
 
 
-def after_rank0(comm: Comm, step: str, work: Callable[[], object] | None) -> None:
+def after_rank0(comm: Comm, step: str, work: Callable[[], object]) -> None:
     """Let a thread of rank 0 do what takes any time; if it fails, all ranks raise. Collective.
 
     The ranks meet every few seconds, so that none takes another for dead. ``work`` of other ranks

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
-from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm import Comm, Outcome
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -24,14 +24,20 @@ from dist_checkpointing.filesystem.location import as_local_folder, check_room
 from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, ObjectPath
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.leftovers import PARTS_NAME, attempt_of, leftovers, number_of_save
-from dist_checkpointing.format.run_steps import NO_STEP
+from dist_checkpointing.format.leftovers import PARTS_NAME, leftovers, number_of_save
+from dist_checkpointing.format.run_steps import NO_STEP, latest_step, steps_of_manager
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
-from dist_checkpointing.manager.save_log import Stopwatch
-from dist_checkpointing.manager.tier_copies import Drain, PartCopier, StoreCopier, after_rank0
+from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
+from dist_checkpointing.manager.tier_copies import (
+    Copier,
+    Drain,
+    PartCopier,
+    StoreCopier,
+    after_rank0,
+)
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -53,49 +59,56 @@ class Run:
     Only rank 0 may call methods that are not collective and change files.
 
     Making one is collective if there are disks. It goes on with what the last manager left.
-    ``on_deleted`` is called with each step whose last checkpoint was deleted. A save goes
-    on from ``position``, the step that was loaded or saved last; NO_STEP if a history begins, None
-    for the latest. It is known on rank 0.
+    ``on_saved`` is called with each save, and ``on_deleted`` with each step whose last checkpoint
+    was deleted. A save goes on from ``position``, the step that was loaded or saved last; NO_STEP
+    if a history begins, None for the latest. It is known on rank 0.
     """
 
     def __init__(
         self,
         root: Any,
         retention: Retention,
+        on_saved: Hooks,
         on_deleted: Callable[[int], object],
         comm: Comm,
-        fast: str | PathLike[str] | None = None,
-        drain: Drain = "background",
+        fast: str | PathLike[str] | None,
+        drain: Drain,
         *,
-        incremental: bool = False,
+        incremental: bool,
     ) -> None:
-        self.root, self._retention, self._on_deleted = root, retention, on_deleted
-        self._comm = comm
+        self.root, self._retention, self._comm = root, retention, comm
+        self._on_saved, self._on_deleted = on_saved, on_deleted
+        self._is_incremental = incremental
         self.position: int | None = None
-        # Of the save that was begun last: what it grows from, and whether it replaces another.
-        self._parent = NO_STEP
-        self._sets_aside = False
-        self.near = self._home = RunFolder(root, retention, self._deleted)
-        self._disks: FastDisks | None = None
-        self._has_parts = False  # the steps on a disk may be parts of checkpoints
-        self._copier: StoreCopier | None = None
-        self._parts: PartCopier | None = None
         self.damaged: set[int] = set()  # a disk is not read for them; a save does not go on there
+        self.near = self._home = RunFolder(root, retention, self._deleted)
+        self._folders = [self.near]
+        self._copier = Copier(self.near, self._home)
+        self._has_disks, self._num_disks, self._leads = fast is not None, 1, comm.rank == 0
+        self._has_parts = False  # the steps on a disk may be parts of checkpoints
+        if comm.rank == 0:
+            self._home.finish_commits()
         if fast is not None:
-            self._use_disks(as_local_folder(fast).absolute(), drain, incremental=incremental)
-        self._resume()
+            self._use_disks(as_local_folder(fast).absolute(), drain)
 
-    def _use_disks(self, fast: Path, drain: Drain, *, incremental: bool) -> None:
+    def _use_disks(self, fast: Path, drain: Drain) -> None:
+        """Go on with what the last manager has left on the disks. Collective."""
         if not isinstance(self.root, ObjectPath):
             finding = Finding("fast= needs a root in an object store", found=str(self.root))
             raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-        self.near = near = RunFolder(fast, self._retention, self._deleted, lambda: self._pending)
-        self._disks = disks = FastDisks(self._comm, fast)
+        self.near = near = RunFolder(
+            fast, self._retention, self._deleted, lambda: self._copier.pending
+        )
+        self._folders = [near, self._home]
+        disks = FastDisks(self._comm, fast)
+        self._num_disks, self._leads = len(disks.leaders), disks.leads
         self._has_parts = disks.are_many or self._comm.from_rank0(
             "looking for parts that other machines have left",
-            lambda: any(PARTS_NAME in leftovers(near.folder(step)) for step in near.all_steps()),
+            lambda: any(
+                PARTS_NAME in leftovers(near.folder(step)) for step in steps_of_manager(fast)
+            ),
         )
-        if self._has_parts and incremental:
+        if self._has_parts and self._is_incremental:
             finding = Finding(
                 "incremental=True shares files of a checkpoint that is whole on one disk",
                 found=", ".join(disks.names),
@@ -104,25 +117,16 @@ class Run:
             )
             raise UnsupportedFormatError("not all ranks share a disk", [finding])
         if self._comm.rank == 0:
+            near.finish_commits()
+            self._agree_on_history()
             self._copier = StoreCopier(near, self._home, self._retention, disks, drain)
         elif disks.leads:
-            self._parts = PartCopier(self.root, disks, near.apply_retention)
-
-    def _resume(self) -> None:
-        if self._comm.rank == 0:
-            for folder in self._folders:
-                folder.finish_commits()
-            if self._disks is not None:
-                self._agree_on_history()
-        if self._disks is not None and self._has_parts:
-            whole = whole_steps(self._comm, self._disks, self.near, self._home)
-            with self._comm.agreed("beginning to copy into the store"):
-                if self._copier is not None:
-                    self._copier.resume(whole)
-            if self._parts is not None:
-                self._parts.keep({step: seal.attempt for step, seal in whole.items()})
-        if self._copier is not None:
-            self._copier.start()
+            self._copier = PartCopier(near, self._home, disks)
+        whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
+        with self._comm.agreed("beginning to copy into the store"):
+            if self._leads:
+                self._copier.resume(whole)
+        self._copier.start()
 
     def _agree_on_history(self) -> None:
         """Let disk and store go back where the run has, and only the other one was told."""
@@ -133,20 +137,10 @@ class Run:
             # Another machine has gone back while this disk was away, or had not been copied.
             self.near.go_back_with(home)
 
-    @property
-    def _pending(self) -> Collection[int]:
-        """The steps that this disk keeps because they are not in the store yet."""
-        copier = self._copier or self._parts
-        return () if copier is None else copier.pending
-
-    @property
-    def _folders(self) -> list[RunFolder]:
-        return [self._home] if self.near is self._home else [self.near, self._home]
-
     def best_place(self, step: int) -> Path:
         """Where a step can be read: on the disk as far as it is there and whole."""
         local, stored = self.near.folder(step), self._home.folder(step)
-        if self.near is self._home or not is_committed(stored):
+        if not self._has_disks or not is_committed(stored):
             return local
         if step in self.damaged:
             return stored
@@ -154,7 +148,8 @@ class Run:
         is_same = number_of_save(local) == number_of_save(data) != 0
         if not self._has_parts:
             # Another one in the store was saved by another machine while this disk was away.
-            return local if (is_same or step in self._pending) and is_committed(local) else stored
+            is_near = is_same or step in self._copier.pending
+            return local if is_near and is_committed(local) else stored
         seal = read_seal(data) if is_same else None
         if seal is None:
             return stored
@@ -171,7 +166,7 @@ class Run:
         """
         if not self._has_parts:
             # Only rank 0 knows what is to be copied.
-            is_near = self._disks is None or self._comm.from_rank0(
+            is_near = not self._has_disks or self._comm.from_rank0(
                 f"finding step {step}", lambda: self.best_place(step) == self.near.folder(step)
             )
             return (self.near if is_near else self._home).folder(step)
@@ -181,8 +176,7 @@ class Run:
             return self.best_place(step) if near else self._home.folder(step)
 
     def _require_stored(self, step: int) -> None:
-        if self._copier is not None:
-            self._copier.copy_if_pending(step)
+        self._copier.copy_if_pending(step)
         if not is_committed(self._home.folder(step)):
             finding = Finding(
                 "it is neither in the store nor whole on the disks",
@@ -198,22 +192,22 @@ class Run:
         """
         if not self._has_parts:
             return sorted((s for f in self._folders for s in f.history()), reverse=True)
-        pending = {*self._pending} - self.near.record().abandoned
-        return sorted([*2 * self._home.history(), *pending], reverse=True)
+        return sorted([*2 * self._home.history(), *self._whole_on_disks()], reverse=True)
+
+    def _whole_on_disks(self) -> set[int]:
+        """The steps of the history that the disks hold together, and the store does not."""
+        return {*self._copier.pending} - self.near.record().abandoned
 
     def committed_steps(self) -> list[int]:
         """Every step that is in the root, or whole on the disks; oldest first."""
-        if self._has_parts:
-            return sorted({*self._pending, *self._home.committed_steps()})
-        return sorted({step for folder in self._folders for step in folder.committed_steps()})
+        near = self._copier.pending if self._has_parts else self.near.committed_steps()
+        return sorted({*near, *(self._home.committed_steps() if self._has_disks else ())})
 
     def latest(self) -> int | None:
         """The newest one of the steps that the root and the disks say were committed last."""
-        steps = {folder.latest() for folder in self._folders}
-        if self._has_parts and self._copier is not None:
-            resumed = {step for step, seal in self._copier.pending.items() if seal is not None}
-            resumed -= self.near.record().abandoned
-            steps = (steps | resumed) & {*self.committed_steps()}
+        steps = {latest_step(folder.root) for folder in self._folders}
+        if self._has_parts:
+            steps = (steps | self._whole_on_disks()) & {*self.committed_steps()}
         return max((step for step in steps if step is not None), default=None)
 
     def best(self) -> int | None:
@@ -222,75 +216,82 @@ class Run:
         steps = set(self.committed_steps()) - self.near.record().abandoned
         return next((s for s in self._retention.best_steps(metrics) if s in steps), None)
 
-    def hooks(
-        self, step: int, metric: float | None, watch: Stopwatch, *, has_base: bool
-    ) -> SaveHooks:
-        """What a save of a step calls, on all ranks."""
-        disks, folder = self._disks, self.near.folder(step)
-        num_disks = 1 if disks is None else len(disks.leaders)
-
-        def check(index: Index) -> None:
-            watch.num_bytes = index.num_bytes
-            # How much a base leaves to write is known when its parts have been compared.
-            check_room(folder, 0 if has_base else watch.num_bytes // num_disks)
-            if self._sets_aside:
-                self.near.set_aside(step)
-
-        parts = None
-        if disks is not None and disks.are_many:
-            on_part = partial(self._part_committed, step)
-            parts = Disks(str(self._home.folder(step)), disks.leads, on_part)
-        return SaveHooks(check, partial(self.near.claimed, step, metric, self._parent), parts)
-
-    def base(self) -> int | None:
-        """The step that the save that was begun last grows from, if it can share files with it."""
-        is_there = self._parent != NO_STEP and is_committed(self.near.folder(self._parent))
-        return self._parent if is_there else None
-
     def begin(
-        self, step: int, metric: SupportsFloat | None, *, overwrite: bool
-    ) -> tuple[float | None, bool]:
+        self,
+        step: int,
+        metric: SupportsFloat | None,
+        watch: Stopwatch,
+        options: Mapping[str, Any],
+    ) -> tuple[SaveHooks, dict[str, Any]]:
         """Record that this manager will write the folder of a step, before it exists. Collective.
 
         Without ``overwrite`` the step must be above the one that the run has come to.
 
         Returns:
-            The metric of rank 0, and whether the new save overwrites what is there: a checkpoint
-            that a manager of this run wrote and that is not in the history, or parts of a step that
-            is nowhere whole. On a disk such a checkpoint is set aside instead.
+            What the save calls, and its options. It overwrites a checkpoint that a manager of this
+            run wrote and that is not in the history, or parts of a step that is nowhere whole. On a
+            disk such a checkpoint is set aside instead.
         """
-        makes_room, number = False, math.nan
-        with self._comm.agreed("beginning a save"):
-            if type(step) is not int or step < 0:
-                finding = Finding("a step must be an int of at least 0", found=repr(step))
-                raise CheckpointingException("cannot save this step", [finding])
-            if self._comm.rank == 0:
-                number = math.nan if metric is None else float(metric)
-                makes_room = self._begin(step, overwrite=overwrite)
-        if self._disks is not None and self._disks.are_many:
-            number, self._parent = self._comm.from_rank0(
-                "sending metric and parent", lambda: (number, self._parent)
-            )
+        what, overwrite = "beginning a save", bool(options.get("overwrite", False))
+        number, parent, is_ours, has_base = self._comm.from_rank0(
+            what,
+            lambda: self._begin(step, metric, overwrite=overwrite),
+            after=Outcome.of(what, partial(_require_step, step)),
+        )
+        disks, folder = None, self.near.folder(step)
+        if self._num_disks > 1:
             with self._comm.agreed("beginning a save on every disk"):
-                if self._parts is not None:
-                    _, makes_room = self.near.begin(step, self._parent)
-        return None if math.isnan(number) else number, makes_room
+                if self._leads and self._comm.rank:
+                    _, is_ours = self.near.begin(step, parent)
+            on_part = partial(self._part_committed, step)
+            disks = Disks(str(self._home.folder(step)), self._leads, on_part)
+        is_whole_on_disk = self.near.is_on_disk and not self._has_parts
+        sets_aside = is_ours and is_whole_on_disk and not overwrite
+        chosen = {**options, "overwrite": overwrite or (is_ours and not is_whole_on_disk)}
+        if self._is_incremental:
+            chosen.setdefault("base", self.near.folder(parent) if has_base else None)
 
-    def _begin(self, step: int, *, overwrite: bool) -> bool:
-        newest, home = self.position, self._home
+        def check(index: Index) -> None:
+            watch.num_bytes = index.num_bytes
+            # How much a base leaves to write is known when its parts have been compared.
+            has_base = chosen.get("base") is not None
+            check_room(folder, 0 if has_base else watch.num_bytes // self._num_disks)
+            if sets_aside:
+                self.near.set_aside(step)
+
+        def committed() -> None:
+            saved = watch.saved(step, self.best_place(step), number)
+            self._committed(step)
+            call_hooks(self._on_saved, saved)
+
+        return SaveHooks(
+            check, partial(self.near.claimed, step, number, parent), committed, disks
+        ), chosen
+
+    def _begin(
+        self, step: int, metric: SupportsFloat | None, *, overwrite: bool
+    ) -> tuple[float | None, int, bool, bool]:
+        """Begin a save on rank 0.
+
+        Returns:
+            Its metric, the step that it grows from, whether a manager of this run wrote what is
+            there already, and whether it can share files with the step that it grows from.
+        """
+        number = math.nan if metric is None else float(metric)
+        home, newest = self._home, self.position
         if newest is None:
             sound = (step for step in self.tries() if step not in self.damaged)
             newest = next(sound, None) if self.damaged else self.latest()
         if newest is not None and step <= newest and not overwrite:
             raise self._not_above(step, newest)
-        is_stored = home is not self.near and is_committed(home.folder(step))
-        if is_stored and not home.wrote(step):
+        is_stored = self._has_disks and is_committed(home.folder(step))
+        if is_stored and not home.wrote(step, home.record()):
             finding = Finding("no manager of this root wrote it", path=str(home.folder(step)))
             raise CheckpointExistsError(f"step {step} is in the store already", [finding])
-        self._parent, is_ours = self.near.begin(step, newest)
-        is_whole_on_disk = self.near.is_on_disk and not self._has_parts
-        self._sets_aside = is_ours and is_whole_on_disk and not overwrite
-        return is_ours and not is_whole_on_disk
+        parent, is_ours = self.near.begin(step, newest)
+        can_share = self._is_incremental and parent != NO_STEP
+        has_base = can_share and is_committed(self.near.folder(parent))
+        return None if math.isnan(number) else number, parent, is_ours, has_base
 
     def _not_above(self, step: int, newest: int) -> CheckpointingException:
         """The error of a save that would go back in the history, or into that of another run."""
@@ -309,24 +310,21 @@ class Run:
 
     def _part_committed(self, step: int) -> None:
         """Note that rank 0 has committed what this disk holds a part of."""
-        folder = self.near.folder(step)
-        with tolerant(f"{folder}: a commit is not recorded"):
-            name = attempt_of(folder)
-            if self._parts is not None:
-                self._parts.keep({} if name is None else {step: name})
+        with tolerant(f"{self.near.folder(step)}: a commit is not recorded"):
+            self._copier.keep(step)
+            self._copier.start()
             self.near.committed(step)
 
-    def committed(self, step: int) -> None:
+    def _committed(self, step: int) -> None:
         """Move the pointer, and copy the step or let it be copied."""
         self.position = step
-        if self._copier is not None:
+        if self._has_disks:
             with tolerant(f"the store has steps that step {step} has not grown from"):
                 self._home.go_back_with(self.near.record())
             self._copier.keep(step)
         self.damaged.discard(step)
         self.near.committed(step)
-        if self._copier is not None:
-            self._copier.start()
+        self._copier.start()
 
     def verified(self, step: int) -> None:
         """Record that all of a step has been read back and compared, where it was read."""
@@ -339,17 +337,15 @@ class Run:
             self.position = None
         with self._comm.agreed(f"deleting step {step}"):
             if self._comm.rank == 0:
-                (self._copier or self._home).delete(step)
-        if self._disks is not None and self._disks.are_many:
+                self._copier.delete(step)
+        if self._num_disks > 1:
             with self._comm.agreed(f"deleting step {step} on every disk"):
-                if self._parts is not None:
-                    self._parts.forget({step})
-                    if is_committed(self.near.folder(step)):
-                        self.near.delete(step)
+                if self._leads and self._comm.rank:
+                    self._copier.delete(step)
 
     def _deleted(self, step: int) -> None:
-        others = [f for f in self._folders if self.near is not self._home]
-        if self._comm.rank == 0 and not any(is_committed(f.folder(step)) for f in others):
+        is_left = self._has_disks and any(is_committed(f.folder(step)) for f in self._folders)
+        if self._comm.rank == 0 and not is_left:
             self._on_deleted(step)
 
     def close(self) -> None:
@@ -358,13 +354,15 @@ class Run:
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
-        if self._disks is not None:
-            work = None if self._copier is None else self._copier.finish
-            after_rank0(self._comm, "copying checkpoints into the store", work)
+        if self._has_disks:
+            after_rank0(self._comm, "copying checkpoints into the store", self._copier.finish)
 
     def stop(self) -> None:
-        """End the thread that copies the part of this disk, once all ranks have closed the run."""
-        if self._parts is not None:
-            self._parts.stop()
-        if self._copier is not None:
-            self._copier.end_orders()
+        """End what copies the part of this disk, once all ranks have closed the run."""
+        self._copier.end()
+
+
+def _require_step(step: object) -> None:
+    if type(step) is not int or step < 0:
+        finding = Finding("a step must be an int of at least 0", found=repr(step))
+        raise CheckpointingException("cannot save this step", [finding])

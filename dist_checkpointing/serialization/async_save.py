@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait as wait_for
 from contextlib import AbstractContextManager, contextmanager, suppress
 from os import PathLike
-from typing import Any, Final, Literal, Unpack, cast
+from typing import Any, Final, Literal, Unpack
 
 import torch
 
@@ -31,7 +31,6 @@ from dist_checkpointing.serialization.save_steps import (
     Capture,
     JobOptions,
     SaveJob,
-    SaveOptions,
     require_known,
 )
 from dist_checkpointing.storage.progress import Meter, Progress, ProgressOption
@@ -42,6 +41,7 @@ from dist_checkpointing.threads import Ownership, fill, run_in_background
 
 logger: logging.Logger = logging.getLogger(__name__)
 Finalize = Literal["background", "caller"]
+_KNOWN = AsyncSaveOptions.__optional_keys__ | {"sharded_strategy", "common_strategy"}
 
 
 class _Captured(threading.Event):
@@ -59,7 +59,7 @@ class _Captured(threading.Event):
 class SaveHandle:
     """A save that goes on behind the training. Any thread may ask, but no forked process.
 
-    Its saver makes it and calls ``run`` and ``finish``. One object a rank. ``await handle`` is
+    Its saver makes it and calls ``start`` and ``finish``. One object a rank. ``await handle`` is
     ``handle.result()`` without blocking the event loop (with ``finalize="caller"``, it blocks for
     the commit).
 
@@ -186,9 +186,29 @@ class SaveHandle:
 
         hook = optimizer.register_step_pre_hook(wait)
 
-    def run(self, work: Callable[[], None], finish: Callable[[Comm], None] | None = None) -> None:
-        """Let a thread do this rank's work; ``result`` or ``finish`` calls ``finish`` after it."""
-        if finish is not None:
+    def start(self, job: SaveJob, background_comm: Comm | None, retries: int) -> None:
+        """Let a thread write and commit; without a ``background_comm``, ``result`` commits."""
+
+        def finish(comm: Comm) -> None:
+            try:
+                job.finish(comm, None if background_comm is None else job.write_local, retries)
+            except BaseException as error:
+                # The tracebacks of all ranks are in its text.
+                logger.error("the save into %s failed: %s", self.checkpoint_dir, error)  # noqa: TRY400
+                raise
+
+        def work() -> None:
+            if not self.captured.is_set():
+                try:
+                    job.capture_behind()
+                finally:
+                    self.captured.set()
+            if background_comm is None:
+                job.write_behind()
+            else:
+                finish(background_comm)
+
+        if background_comm is None:
             self._finish = finish
             self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.checkpoint_dir)
         self._outcome = run_in_background(work, f"async-save-{self.checkpoint_dir.name}")
@@ -295,40 +315,38 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
-        arguments = (sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy)
-        return self._save(SaveHooks(), *arguments, on_committed, **options)
+        return self._save(
+            SaveHooks(after_commit=on_committed),
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy=sharded_strategy,
+            common_strategy=common_strategy,
+            **options,
+        )
 
     def _save(
         self,
         hooks: SaveHooks,
         state: ShardedStateDict | ShardedStateful,
         checkpoint_dir: str | PathLike[str],
-        sharded_strategy: Selection[SaveShardedStrategy],
-        common_strategy: Selection[SaveCommonStrategy],
-        on_committed: Callable[[], None] | None,
         /,
         *,
         step: int | None = None,
         capture: Capture = "copy",
         progress: ProgressOption | None = None,
-        **options: Unpack[SaveOptions],
+        **options: Unpack[JobOptions],
     ) -> SaveHandle:
         """``save`` with hooks, for the rest of the library."""
         with self._turn():
-            require_known("AsyncSaver.save", options)
+            require_known("AsyncSaver.save", options, _KNOWN)
             comm = self._comm
             meter = Meter("asynchronous save", comm.rank, progress)
             _check_choice("capture", capture, ("copy", "background"))
             if self._is_closed:
                 raise ValueError("the saver is closed")
             self.wait()
-            shared = {
-                **options,
-                "sharded_strategy": sharded_strategy,
-                "common_strategy": common_strategy,
-                "plan_cache": self._plan_cache,
-            }
-            job = SaveJob(comm.rank, meter, hooks, cast("JobOptions", shared), step)
+            options["plan_cache"] = self._plan_cache
+            job = SaveJob(comm.rank, meter, hooks, options, step)
             job.plan(state, checkpoint_dir, comm)
             handle = SaveHandle(job.folder.path, step, comm, meter)
             try:
@@ -341,47 +359,14 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
                         handle.captured.set()
                     else:
                         job.watch_state()
-                self._start(job, handle, on_committed)
+                # It does not refer to the saver, which may be dropped while this goes on.
+                handle.start(job, self._background_comm, self._retries)
             except BaseException as error:
                 job.release_buffers()
                 job.folder.give_up(error)
                 raise
             self._last = handle
             return handle
-
-    def _start(
-        self, job: SaveJob, handle: SaveHandle, on_committed: Callable[[], None] | None
-    ) -> None:
-        # Nothing below refers to the saver, which may be dropped while this goes on.
-        background_comm, retries = self._background_comm, self._retries
-
-        def finish(comm: Comm) -> None:
-            try:
-                try:
-                    job.finish(comm, None if background_comm is None else job.write_local, retries)
-                finally:
-                    job.release_buffers()
-                if on_committed is not None:
-                    with comm.agreed("after the commit"):
-                        if comm.rank == 0:
-                            on_committed()
-            except BaseException as error:
-                # The tracebacks of all ranks are in its text.
-                logger.error("the save into %s failed: %s", handle.checkpoint_dir, error)  # noqa: TRY400
-                raise
-
-        def work() -> None:
-            if not handle.captured.is_set():
-                try:
-                    job.capture_behind()
-                finally:
-                    handle.captured.set()
-            if background_comm is None:
-                job.write_behind()
-            else:
-                finish(background_comm)
-
-        handle.run(work, finish if background_comm is None else None)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait for the save under way, if there is one. Collective.

@@ -173,4 +173,5 @@ def save_with_hooks(
     except BaseException as error:
         job.folder.give_up(error)
         raise
+    hooks.call_after_commit(comm)
     return None

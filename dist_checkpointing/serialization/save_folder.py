@@ -83,13 +83,23 @@ class SaveHooks:
             strategies) before the folder is touched; what it raises, all ranks raise.
         after_claim: Called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
             it), before anything is written; what it raises, all ranks raise.
+        after_commit: Called on rank 0 once the checkpoint is there, and stays; what it raises, all
+            ranks raise.
         disks: The disks of a save whose ranks do not share one. The folder of a rank then holds a
             part of the checkpoint, which only CheckpointManager loads.
     """
 
     before_claim: Callable[[Index], None] = lambda _: None
     after_claim: Callable[[str], None] = lambda _: None
+    after_commit: Callable[[], object] | None = None
     disks: Disks | None = None
+
+    def call_after_commit(self, comm: Comm) -> None:
+        """Call ``after_commit``, if there is one. Collective."""
+        if self.after_commit is not None:
+            with comm.agreed("after the commit"):
+                if comm.rank == 0:
+                    self.after_commit()
 
 
 class _Claim(NamedTuple):

@@ -536,24 +536,27 @@ class SaveJob:
     ) -> None:
         """Commit what all ranks have written behind, or what ``write`` writes now. Collective.
 
-        That is done once more, with all that it takes, for every retry.
+        That is done once more, with all that it takes, for every retry. Buffers are free after it.
         """
-        for tries_left in range(retries, -1, -1):
-            try:
-                if tries_left == retries:
-                    self.folder.make_durable(comm)
-                else:
-                    self._start_over(comm)
-                self._gather(write or self._written_behind, comm)
-                self.commit(comm)
-            except BaseException as error:
-                self.folder.give_up(error)
-                is_silent = isinstance(error, RankFailedError) and error.silent_ranks
-                if not tries_left or is_silent or not isinstance(error, CheckpointingException):
-                    raise
-                logger.warning("writing once more (%d tries left): %s", tries_left, error)
-            else:
-                return
+        try:
+            for tries_left in range(retries, -1, -1):
+                try:
+                    if tries_left == retries:
+                        self.folder.make_durable(comm)
+                    else:
+                        self._start_over(comm)
+                    self._gather(write or self._written_behind, comm)
+                    self.commit(comm)
+                    break
+                except BaseException as error:
+                    self.folder.give_up(error)
+                    is_silent = isinstance(error, RankFailedError) and error.silent_ranks
+                    if not tries_left or is_silent or not isinstance(error, CheckpointingException):
+                        raise
+                    logger.warning("writing once more (%d tries left): %s", tries_left, error)
+        finally:
+            self.release_buffers()
+        self._hooks.call_after_commit(comm)
 
     def _start_over(self, comm: Comm) -> None:
         """Claim the folder again, which was cleared away, and get ready to write. Collective."""
