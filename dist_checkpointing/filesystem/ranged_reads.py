@@ -46,8 +46,6 @@ class ReadLimits:
         small_bytes: Chunks up to this size are read together with their neighbours.
         run_bytes: About so much is read together.
         gap_bytes: So much between small chunks is read over.
-        strided_gap: Bytes between the runs of a strided part that are read over; None where that
-            depends on the length of the runs.
         most_unwanted: So much of a small chunk is read in vain rather than by a read of its own.
         run_threads: Reads of small neighbours at a time. Where a read takes no waiting, many small
             copies are work for the interpreter, and threads would only take turns.
@@ -58,7 +56,6 @@ class ReadLimits:
     small_bytes: int = 2**18
     run_bytes: int = 2**22
     gap_bytes: int = 2**16
-    strided_gap: int | None = None
     most_unwanted: int = READ_WHOLE_BYTES
     run_threads: int = 1
 
@@ -67,7 +64,8 @@ class LocalFile:
     """A file of a mounted file system, to read from.
 
     Its ``descriptor`` is -1 for an object of a store, ``num_bytes`` 0 if it is no regular file, and
-    ``most_gap`` as ``ReadLimits.strided_gap``.
+    ``most_gap`` the bytes between the runs of a strided part that are read over; None where that
+    depends on the length of the runs.
     """
 
     most_gap: int | None = None
@@ -298,7 +296,6 @@ def reads_below(
         small_bytes=part_bytes // 4,
         run_bytes=part_bytes - part_bytes // 4,
         gap_bytes=_MOST_STORE_GAP_BYTES,
-        strided_gap=_MOST_STORE_GAP_BYTES,
         most_unwanted=_MOST_STORE_GAP_BYTES,
         run_threads=at_a_time,
     )

@@ -307,8 +307,8 @@ class Attempt:
                 )
                 return
             clear_temporaries(self.folder)
-            names, left = [self.folder / name for name in self.creates], []
-            for name in reversed(self.creates):
+            names, left = self.creates, []
+            for name in reversed(names):
                 try:
                     local_folder.remove(self.folder / name, self.folder)
                 except OSError as error:
@@ -318,7 +318,7 @@ class Attempt:
             self.creates = tuple(left)
             with tolerant("could not note what a failed save left"):
                 if self._durability is Durability.FSYNC:
-                    local_folder.fsync_removal(names, self.folder)
+                    location.fsync_folders(names, self.folder, to_root=True)
                 note_attempt(self.folder, self.id, self.creates, self._durability)
                 self.make_durable()
 

@@ -70,11 +70,6 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
     return noted
 
 
-def end_removal(folder: Path) -> None:
-    """Forget what was written down."""
-    local_folder.remove_all([folder / REMOVAL_NAME], folder)
-
-
 def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     """Name of the last attempt in a folder, and what it was about to create."""
     data = location.read_regular(folder / ATTEMPT_NAME, _MAX_BYTES)
@@ -137,7 +132,7 @@ _START_BYTES: Final = len(_START % (b"0" * 32))
 def clear(folder: Path, names: Iterable[str]) -> None:
     """Delete what an attempt created, and what speaks of it."""
     clear_temporaries(folder)
-    local_folder.remove_all([folder / name for name in sorted({*names, REMOVAL_NAME})], folder)
+    location.remove_all(sorted({*names, REMOVAL_NAME}), folder)
 
 
 def clear_temporaries(folder: Path) -> None:

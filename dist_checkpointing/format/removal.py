@@ -97,7 +97,7 @@ def remove_from_store(
     """
     store = root.store
     # Before the claim: nothing that a later save writes is in this list.
-    found = [*store.list_below(root.prefix)]
+    found = [*root.objects()]
     numbers, decided = numbers_in(root, found)
     if not numbers:
         raise _not_ours(root, "no save of this library claimed this prefix")
@@ -106,7 +106,7 @@ def remove_from_store(
     try:
         if _marks_of_commits(root, claim.found) != _marks_of_commits(root, found):
             commits = _commits_in_order(root, claim.numbers, claim.decided, attempt)
-            found = [*store.list_below(root.prefix)]
+            found = [*root.objects()]
             claim.require_held()
         store.delete([(root / CONFIG_FNAME).key])
         for some in commits:

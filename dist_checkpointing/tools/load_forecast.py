@@ -20,6 +20,7 @@ import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.filesystem.ranged_reads import StoreFile
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -339,7 +340,8 @@ def _cost(
             decoded.append(place.num_bytes + size)
             continue
         for window in windows:
-            gap, is_mapped = reader.files.limits.strided_gap, reader.files.maps_files
+            gap = None if isinstance(reader.files.folder, Path) else StoreFile.most_gap
+            is_mapped = reader.files.maps_files
             num_bytes, buffer = bytes_read(window, itemsize, gap, is_mapped=is_mapped)
             read_bytes += num_bytes
             buffers.append(buffer)

@@ -245,7 +245,7 @@ def drop_all_but(root: Path, kept: Index) -> None:
     if rest is not None:
         write_tree(root, *rest, write=local_folder.write_content)
         local_folder.fsync_folder(root)
-    local_folder.remove_all([root / name for name in unused], root)
+    location.remove_all(unused, root)
 
 
 def _split(
