@@ -390,11 +390,6 @@ class FileUse:
     modified: float
     inode: tuple[int, int] | None = None
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether it has another name elsewhere."""
-        return self.inode is not None
-
 
 def use_below(folder: Location) -> dict[str, FileUse]:
     """What each file below a folder takes, by its relative name; of a file what it takes itself."""
@@ -494,13 +489,6 @@ def remove_all(names: Iterable[str], root: Path) -> None:
     for name in gone:
         local_folder.remove(root / name, root)
     fsync_folders(gone, root, to_root=True)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Make all files below a folder durable, then their names."""
-    names = files_below(folder)
-    fsync_file(*(f"{folder}/{name}" for name in names))
-    fsync_folders(names, folder, to_root=True)
 
 
 def check_room(folder: Location, num_bytes: int) -> None:

@@ -8,10 +8,11 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,7 @@ class ReadLimits:
     run_threads: int = 1
 
 
-class LocalFile:
+class LocalFile(AbstractContextManager["LocalFile"]):
     """A file of a mounted file system, to read from.
 
     Its ``descriptor`` is -1 for an object of a store, ``num_bytes`` 0 if it is no regular file, and
@@ -79,9 +80,6 @@ class LocalFile:
             raise
         self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
         self._close = weakref.finalize(self, os.close, self.descriptor) if stays_open else None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._close is None:  # else when nobody knows it any more
@@ -147,7 +145,7 @@ def _require_size(size: int, num_bytes: int, *, is_all: bool) -> None:
         raise WrongSizeError(size)
 
 
-class StoreFile:
+class StoreFile(AbstractContextManager["StoreFile"]):
     """An object of a store, read like a ``LocalFile``. It is asked for with the first read."""
 
     descriptor = -1
@@ -157,9 +155,6 @@ class StoreFile:
         self._path, self._name, self._reads = path, name, reads
         self._required, self._is_all = 0, False
         self._ahead, self._ahead_at = np.empty(0, dtype=np.uint8), 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass

@@ -256,27 +256,27 @@ class Attempt:
         Everything else must be durable by now, but for the names in the folder itself and in
         ``.dckpt``, where most of the last files are.
         """
-        self._require_held()
         self._write_commit(CONFIG_FNAME, json.dumps(vars(config)).encode())
         self._lock.release()
 
-    def commit_as_foreign(self, name: str, content: bytes) -> None:
-        """Make the folder one of another program, by its file; nothing tells then who wrote it."""
-        self._require_held()
-        self._write_commit(name, content)
+    def commit_as_foreign(self, name: str, content: bytes | None, file: Location | None) -> None:
+        """Make the folder one of another program, by its file; nothing tells then who wrote it.
+
+        Without content that is the one file in the folder, and takes the place of ``file``.
+        """
+        if content is not None:
+            self._write_commit(name, content)
+        else:
+            assert isinstance(file, Path)
+            self._require_held()
+            (self.folder / name).replace(file)
+            local_folder.fsync_folder(file.parent)
         with tolerant(f"{self.folder / DCKPT_FOLDER} is of no use any more"):
             local_folder.remove(self.folder / DCKPT_FOLDER, self.folder)
         self._lock.release()
-
-    def commit_file(self, name: str, path: Path) -> None:
-        """Let the one file in the folder take the place of another path; the folder goes."""
-        self._require_held()
-        (self.folder / name).replace(path)
-        local_folder.fsync_folder(path.parent)
-        with tolerant(f"{self.folder} is of no use any more"):
-            local_folder.remove(self.folder / DCKPT_FOLDER, self.folder)
-            self._lock.release()
-            self.folder.rmdir()
+        if content is None:
+            with tolerant(f"{self.folder} is of no use any more"):
+                self.folder.rmdir()
 
     def _require_held(self) -> None:
         if not is_in_attempt(self.folder, self.id):
@@ -284,6 +284,7 @@ class Attempt:
             raise CheckpointExistsError(f"{self.folder} is not committed", [finding])
 
     def _write_commit(self, name: str, content: bytes) -> None:
+        self._require_held()
         if self._durability is Durability.FSYNC:
             local_folder.fsync_folder(self.folder / DCKPT_FOLDER, self.folder)
         self._may_be_committed = True
@@ -307,13 +308,11 @@ class Attempt:
                 )
                 return
             clear_temporaries(self.folder)
-            names, left = self.creates, []
+            names, left = self.creates, dict.fromkeys(self.creates)
             for name in reversed(names):
-                try:
+                with tolerant(f"could not remove {name} of a failed save"):
                     local_folder.remove(self.folder / name, self.folder)
-                except OSError as error:
-                    logger.warning("could not remove %s of a failed save: %s", name, error)
-                    left.append(name)
+                    del left[name]
             # What is gone is no longer ours: the next file of that name may be somebody else's.
             self.creates = tuple(left)
             with tolerant("could not note what a failed save left"):
