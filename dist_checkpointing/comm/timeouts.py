@@ -110,8 +110,7 @@ class RankNotes:
         self._global_ranks = global_ranks
         self._question: Future[bool] | None = None
         self._acknowledged: int | None = None
-        self._verdicts: list[int] = []
-        self._written: list[int] = []
+        self._written: list[tuple[int, str]] = []
 
     def note(self, record: Record) -> None:
         """Write where this rank is; the store sends no answer to this."""
@@ -126,10 +125,8 @@ class RankNotes:
             watched = range(self._world_size if self._rank == 0 else 1)
             gone = partial(self.dead, watched, _GONE_AFTER)
             self._question = _in_thread(lambda: bool(self.store.check([_FLAG]) or gone()))
-        elif self._question.done():
-            question, self._question = self._question, None
-            return question.result()
-        return False
+            return False
+        return self._question.done() and self.require_answer(0.0)
 
     def dead(self, ranks: Sequence[int], after: int) -> set[int]:
         """The ranks that have missed so many heartbeats in a row.
@@ -145,13 +142,12 @@ class RankNotes:
                 self._beats[rank] = (beat, missed + 1 if beat == last else 0)
         return {rank for rank in ranks if self._beats.get(rank, (b"", 0))[1] >= after}
 
-    def require_answer(self, timeout_seconds: float) -> None:
+    def require_answer(self, timeout_seconds: float) -> bool:
         """Wait for the answer to the last question, since until then the store answers nothing
-        else; StoreSilentError if there is none.
+        else; False without a question, StoreSilentError if there is no answer.
         """
-        if self._question is not None:
-            question, self._question = self._question, None
-            _wait_for(question, timeout_seconds)
+        question, self._question = self._question, None
+        return question is not None and _wait_for(question, timeout_seconds)
 
     def raise_flag(self) -> None:
         """Let ranks that wait in a collective know that it will not end."""
@@ -159,8 +155,8 @@ class RankNotes:
 
     def put_payload(self, number: int, payload: bytes) -> None:
         """Write the payload of this rank in a step."""
-        self.store.set(f"{number}/value/{self._rank}", payload.decode("latin-1"))
-        self._written.append(number)
+        self._written.append((number, f"{number}/value/{self._rank}"))
+        self.store.set(self._written[-1][1], payload.decode("latin-1"))
 
     def payload(self, number: int, rank: int) -> bytes:
         """The payload of a rank in a step."""
@@ -215,13 +211,14 @@ class RankNotes:
         Rank 0 waits for ``timeout_seconds`` until the others have read it.
         """
         self._acknowledged = number
-        self._verdicts.append(number)
         if self._rank:
             self.store.set(f"{number}/heard/{self._rank}", "1")
         else:
             # Rank 0 may hold the store: it must not end before all ranks have read the verdict.
             keys = [f"{number}/heard/{rank}" for rank in verdict.present if rank]
             self._await(keys, timeout_seconds)
+            heard = (f"{number}/heard/{rank}" for rank in range(1, self._world_size))
+            self._written += ((number, key) for key in (f"{number}/verdict", *heard))
         if not verdict.absent:
             self._delete_before(number)
 
@@ -233,15 +230,10 @@ class RankNotes:
 
     def _delete_before(self, number: int) -> None:
         """Delete the keys of earlier steps: all ranks have come to this one."""
-        keys = [f"{old}/value/{self._rank}" for old in self._written if old < number]
-        if self._rank == 0:
-            others = range(1, self._world_size)
-            for old in (old for old in self._verdicts if old < number):
-                keys += [f"{old}/verdict", *(f"{old}/heard/{rank}" for rank in others)]
-        for key in keys:
-            self.store.delete_key(key)
-        self._written = [old for old in self._written if old >= number]
-        self._verdicts = [old for old in self._verdicts if old >= number]
+        for step, key in self._written:
+            if step < number:
+                self.store.delete_key(key)
+        self._written = [row for row in self._written if row[0] >= number]
 
     def _await(self, keys: Sequence[str], timeout_seconds: float) -> bool:
         if not timeout_seconds or not keys:

@@ -324,10 +324,6 @@ class Index(Mapping[str, StoredTensor]):
         row = self._row.get(key)
         return None if row is None else self.chunk_shape_column[row]
 
-    def dtype_of(self, key: str) -> dtypes.DType:
-        """Dtype of a tensor that it holds."""
-        return dtypes.from_name(self.dtype_column[self._row[key]])
-
     @_for_last_keys
     def dtypes_of(self, keys: Iterable[str]) -> tuple[Int64s, list[dtypes.DType | None]]:
         """Dtype of each key as a position in the list; that of None for a key that is not there."""

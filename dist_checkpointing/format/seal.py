@@ -282,26 +282,24 @@ def _digested(folder: Location, name: str) -> SealedFile:
 def check_files(seal: Seal, folder: Location, names: Iterable[str]) -> list[Finding]:
     """What is wrong with some files, by size and digest; empty if they are as they were sealed."""
 
-    def damage(name: str) -> tuple[str, object, object] | None:
-        sealed = seal.files.get(name)
+    def damage(name: str) -> Finding | None:
+        sealed, path = seal.files.get(name), str(folder / name)
         if sealed is None:
-            return "the seal does not name this file", None, None
+            return Finding("the seal does not name this file", path=path)
         size = location.size_of(folder / name)
         if size is None:
-            return "the file is missing", None, None
+            return Finding("the file is missing", path=path)
         if size != sealed.num_bytes:
-            return "the file has another size", f"{sealed.num_bytes} bytes", size
+            expected = f"{sealed.num_bytes} bytes"
+            return Finding("the file has another size", None, expected, size, path=path)
         digest = None if sealed.digest is None else _digested(folder, name).digest
         if digest != sealed.digest:
-            return "the file is not what was saved: its digest differs", sealed.digest, digest
+            problem = "the file is not what was saved: its digest differs"
+            return Finding(problem, None, sealed.digest, digest, path=path)
         return None
 
     looked_at = [] if seal.is_open else [*names]
-    return [
-        Finding(found[0], expected=found[1], found=found[2], path=str(folder / name))
-        for name, found in zip(looked_at, in_threads(damage, looked_at, _THREADS), strict=True)
-        if found is not None
-    ]
+    return [*filter(None, in_threads(damage, looked_at, _THREADS))]
 
 
 def check_config(seal: Seal, folder: Location) -> list[Finding]:

@@ -333,7 +333,7 @@ def _cost(
     places = dict(zip(chunks, reader.places(chunks), strict=True))
     read_bytes, decoded, buffers = 0, list[int](), list[int]()
     for (chunk, _), windows in by_chunk.items():
-        place, itemsize = places[chunk], index.dtype_of(chunk.fqn).itemsize
+        place, itemsize = places[chunk], index[chunk.fqn].dtype.itemsize
         if place is not None and place.is_read_whole:
             size = max(window.start + window.array_size for window in windows) * itemsize
             read_bytes += place.num_bytes
