@@ -77,18 +77,17 @@ def start_heartbeat(shared: Any) -> None:
     rank = str(dist.get_rank())
 
     def beat() -> None:
-        failures = 0  # in a row: one lost connection is no death
-        while not stop.is_set() and failures < _MOST_FAILURES:
+        store, failures = None, 0  # in a row: one lost connection is no death
+        while failures < _MOST_FAILURES:
             try:
-                store = dist.distributed_c10d.PrefixStore(_HEARTBEATS, shared.clone())
-                while not stop.is_set():
-                    store.set(rank, str(time.time_ns()))
-                    failures = 0
-                    stop.wait(_BEAT_SECONDS)
+                store = store or dist.distributed_c10d.PrefixStore(_HEARTBEATS, shared.clone())
+                store.set(rank, str(time.time_ns()))
+                failures = 0
             except RuntimeError as error:
-                failures += 1
+                store, failures = None, failures + 1
                 logger.debug("a heartbeat failed: %s", error)
-                stop.wait(_BEAT_SECONDS)
+            if stop.wait(_BEAT_SECONDS):
+                return
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 

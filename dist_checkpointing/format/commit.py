@@ -33,20 +33,11 @@ from dist_checkpointing.errors import (
     Finding,
     InvalidShardingError,
 )
-from dist_checkpointing.filesystem import local_folder, location, object_store_locks
+from dist_checkpointing.filesystem import local_folder, location, object_store_locks as claims
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
 from dist_checkpointing.filesystem.location import as_location, is_file, is_there
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
-from dist_checkpointing.filesystem.object_store_locks import (
-    BEATS,
-    CLAIMS,
-    COMMITS,
-    PERIOD,
-    HeldClaim,
-    brief,
-    require_conditions,
-)
 from dist_checkpointing.format.foreign_formats import (
     COMMON_STATE_FNAME,
     MODEL_INDEX_NAME,
@@ -152,7 +143,7 @@ def _not_found(folder: Location) -> CheckpointNotFoundError:
             message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
             if isinstance(folder, Path) and not folder.is_absolute():
                 remedy += f" The current folder is {Path.cwd()}."
-    elif is_there(folder / ATTEMPT_NAME) or is_there(folder / CLAIMS):
+    elif is_there(folder / ATTEMPT_NAME) or is_there(folder / claims.CLAIMS):
         problem, remedy = "a save was begun here and never committed", "Load an older checkpoint."
     if is_there(folder / "manager.json"):
         remedy = (
@@ -413,10 +404,10 @@ def read_commit(folder: Location, decided: Iterable[int] | None = None) -> Commi
     cannot be read.
     """
     if decided is None:
-        names = (name.removesuffix(".json") for name in location.names_in(folder / COMMITS))
+        names = (name.removesuffix(".json") for name in location.names_in(folder / claims.COMMITS))
         decided = (int(name) for name in names if name.isdecimal())
     for number in sorted(decided, reverse=True):
-        path = folder / f"{COMMITS}/{number}.json"
+        path = folder / f"{claims.COMMITS}/{number}.json"
         data = location.read_regular(path, _MAX_BYTES)
         if data is None:
             continue  # removed meanwhile
@@ -456,7 +447,7 @@ class StoreAttempt:
     id: str
     folder: ObjectPath
     creates: tuple[str, ...]
-    _claim: HeldClaim
+    _claim: claims.HeldClaim
     _replaces: Commit | None = None
 
     @classmethod
@@ -466,7 +457,7 @@ class StoreAttempt:
         creates: Iterable[str],
         *,
         overwrite: bool = False,
-        period: float = PERIOD,
+        period: float = claims.PERIOD,
     ) -> StoreAttempt:
         """Claim a prefix, and clear away what saves without a commit left below it.
 
@@ -475,11 +466,11 @@ class StoreAttempt:
         if the store ignores conditional puts.
         """
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        require_conditions(root)
+        claims.require_conditions(root)
         there = refuse_committed(root, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.names_in(root / DATA) if DATA in there else []
-        claim = HeldClaim.acquire(root, period, None if DCKPT_FOLDER in there else ([], []))
+        claim = claims.HeldClaim.acquire(root, period, None if DCKPT_FOLDER in there else ([], []))
         attempt = cls(claim.attempt, root / DATA / claim.attempt, names, claim)
         try:
             commit = _completed_commit(root, claim)
@@ -513,7 +504,7 @@ class StoreAttempt:
         start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
         checksum = "" if start is None else start[-33:-1].decode(errors="replace")
         outcome = {"attempt": self.id, "config": vars(config), "seal": checksum}
-        if object_store_locks.decide(root, self._claim.number, outcome) != outcome:
+        if claims.decide(root, self._claim.number, outcome) != outcome:
             raise self._claim.lost()
         _publish(root, self.id, config)
         self._claim.stop()
@@ -528,7 +519,7 @@ class StoreAttempt:
             return
         with tolerant("what a failed save wrote was not deleted"):
             if self._claim.end().get("attempt") != self.id:
-                object_store_locks.delete_below(brief(self.folder))
+                claims.delete_below(claims.brief(self.folder))
             else:
                 logger.warning("%s: the failed save is a checkpoint after all", self._claim.folder)
 
@@ -564,7 +555,7 @@ def finish_commit(folder: Location) -> None:
             StoreAttempt.begin(folder, ()).release()
 
 
-def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
+def _completed_commit(root: ObjectPath, claim: claims.HeldClaim) -> Commit | None:
     """The commit below a prefix; its ``metadata.json`` is put if the save was cut off before."""
     commit = read_commit(root, claim.decided)
     if commit is not None and not is_file(root / CONFIG_FNAME):
@@ -583,8 +574,8 @@ def _publish(root: ObjectPath, attempt: str, config: CheckpointingConfig) -> Non
 def clear_saves(root: ObjectPath, attempts: Iterable[str]) -> None:
     """Delete the data of saves that cannot commit any more, or were replaced."""
     for attempt in attempts:
-        object_store_locks.delete_below(root / DATA / attempt)
-        root.store.delete([(root / f"{BEATS}/{attempt}").key])
+        claims.delete_below(root / DATA / attempt)
+        root.store.delete([(root / f"{claims.BEATS}/{attempt}").key])
 
 
 @contextmanager

@@ -475,14 +475,16 @@ def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> Bools:
     return found
 
 
+def are_extents(values: list[Any]) -> bool:
+    """Whether what came out of a JSON file are ints from 0 to 2**62."""
+    # type() and not isinstance(): JSON true is an int to Python.
+    are_ints = {int}.issuperset(map(type, values))
+    return are_ints and 0 <= min(values, default=0) <= max(values, default=0) < MAX_EXTENT
+
+
 def ints_from_json(values: Any) -> list[int]:
     """A list of shapes or offsets as it came out of a JSON file."""
-    # type() and not isinstance(): JSON true is an int to Python.
-    if (
-        not isinstance(values, list)
-        or not {int}.issuperset(map(type, values))
-        or not 0 <= min(values, default=0) <= max(values, default=0) < MAX_EXTENT
-    ):
+    if not isinstance(values, list) or not are_extents(values):
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")
     if len(values) > MAX_AXES:
         raise ValueError(f"expected at most {MAX_AXES} axes, found {len(values)}")

@@ -26,7 +26,6 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import (
     MAX_AXES,
-    MAX_EXTENT,
     Bools,
     Box,
     ChunkGrid,
@@ -35,6 +34,7 @@ from dist_checkpointing.format.geometry import (
     Part,
     PieceColumns,
     Pieces,
+    are_extents,
     ints_from_json,
     padded_rows,
     rows_from_lists,
@@ -126,11 +126,9 @@ def shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[
         raise ValueError("columns of different length")
     given = [shape for shape in column if shape is not None] if optional else column
     are_lists = {list}.issuperset(map(type, given))
-    numbers = [*itertools.chain.from_iterable(given)] if are_lists else [-1]
     if (
-        not {int}.issuperset(map(type, numbers))
-        or min(numbers, default=0) < 0
-        or max(numbers, default=0) >= MAX_EXTENT
+        not are_lists
+        or not are_extents([*itertools.chain.from_iterable(given)])
         or max(map(len, given), default=0) > MAX_AXES
     ):
         for key, shape in zip(keys, column, strict=True):

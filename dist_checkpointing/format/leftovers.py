@@ -153,8 +153,8 @@ def refuse_foreign(
         names = [n for n in names if DCKPT_FOLDER in there and n.startswith(f"{DCKPT_FOLDER}/")]
     foreign = {n for n in names if n not in left and location.is_there(folder / n)}
     # What is written below a link would lie outside of the checkpoint.
-    above = {parent for n in names for parent in Path(n).parents}
-    links = {p.as_posix() for p in above if p.parts and (folder / p).is_symlink()} - left
+    above = location.folders_of(names) - left
+    links = {name for name in above if (folder / name).is_symlink()}
     findings = [
         Finding(
             f"{'is a link' if name in links else 'exists'}, and no unfinished save of ours made it",
