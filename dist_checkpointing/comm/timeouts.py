@@ -327,7 +327,8 @@ class Steps:
                 ranks = enumerate(keys)
                 return {rank: Absence.AWAY for rank, key in ranks if not store.check([key])}
 
-            gone = self._asked(absent, _patience(self.timeout_seconds), step)
+            patience = _patience(self.timeout_seconds)
+            gone = self._answered(step, lambda: asked(absent, patience))
             if gone:
                 raise self._absent_error(gone, step) from error
             raise contact_lost(step, error, [self._global_ranks[self._rank]]) from error
@@ -484,7 +485,7 @@ class Steps:
 
         # The others decide up to two patiences after the deadline; then their verdict is read.
         longest = deadline - time.monotonic() + 4 * patience
-        number, verdict, payloads = self._asked(decided, longest, step.label)
+        number, verdict, payloads = self._answered(step.label, lambda: asked(decided, longest))
         if number < step.number:
             # The others failed in a step that this rank had ended: all go on from that step.
             self._number, self._last_value = number, None
@@ -500,10 +501,6 @@ class Steps:
             present = (self._global_ranks[rank] for rank in verdict.present)
             raise contact_lost(verdict.label, problem, present)
         return verdict, payloads
-
-    def _asked(self, question: Callable[[], T], timeout_seconds: float, label: str) -> T:
-        """The answer of the store, or an error if it does not answer in time."""
-        return self._answered(label, lambda: asked(question, timeout_seconds))
 
     def _answered(self, label: str, question: Callable[[], T]) -> T:
         try:

@@ -210,7 +210,11 @@ class TorchComm(Comm):
     ) -> tuple[Mapping[int, Failure], list[bytes]]:
         """The failures and the payloads of all ranks, see ``_all_outcomes``."""
         data = payload or b""
-        size = _room_for(len(data)) if everywhere else int(len(data) > HEAD_BYTES)
+        size = int(len(data) > HEAD_BYTES)
+        if everywhere:
+            # Rounded up by at most an eighth: the same for ranks that pass about as much.
+            step_bytes = 1 << max(6, len(data).bit_length() - 4)
+            size = -(-len(data) // step_bytes) * step_bytes
         steps, channel = self._steps, self._steps.channel
         with steps.start_step(label, failure) as (step, deadline):
             extra = int(failure is not None)
@@ -243,12 +247,6 @@ def _forget(steps: Steps, owner: int) -> None:
     """Delete what a comm has left in the store, but not in a forked process."""
     if os.getpid() == owner and dist.is_initialized():
         steps.clear()
-
-
-def _room_for(num_bytes: int) -> int:
-    """``num_bytes`` rounded up by at most an eighth: the same for ranks that say about as much."""
-    step = 1 << max(6, num_bytes.bit_length() - 4)
-    return -(-num_bytes // step) * step
 
 
 def _end_group(group: dist.ProcessGroup, owner: int) -> None:

@@ -343,7 +343,7 @@ def resealing(folder: Path) -> Iterator[None]:
     before = {name: _identity(folder / name) for name in seal.files}
     # What the seal does not name may be of a removal that was cut off, if there was one.
     unknown = () if seal.is_open else unnamed_files(seal, folder)
-    _replace(folder, replace(seal, is_open=True))
+    local_folder.write_atomic(folder / SEAL_NAME, replace(seal, is_open=True).to_json())
     yield
     files = {}
     for name, file in seal.files.items():
@@ -360,11 +360,8 @@ def resealing(folder: Path) -> Iterator[None]:
         if not _is_unsealed(name):
             files[name] = _digested(folder, name)
     tables = {name: keys for name, keys in seal.tables.items() if name in files}
-    _replace(folder, replace(seal, files=files, tables=tables, is_open=False))
-
-
-def _replace(folder: Path, seal: Seal) -> None:
-    local_folder.write_atomic(folder / SEAL_NAME, seal.to_json())
+    sealed = replace(seal, files=files, tables=tables, is_open=False)
+    local_folder.write_atomic(folder / SEAL_NAME, sealed.to_json())
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
