@@ -104,7 +104,7 @@ class RankNotes:
         self._rank = rank
         self._world_size = len(global_ranks)
         self._heartbeats = dist.distributed_c10d.PrefixStore(_HEARTBEATS, store.underlying_store)
-        self._beats: dict[int, tuple[bytes, int]] = {}
+        self._beats = dict.fromkeys(range(self._world_size), (b"", 0))
         self._next_look = 0.0
         self._global_ranks = global_ranks
         self._question: Future[bool] | None = None
@@ -137,9 +137,9 @@ class RankNotes:
         if now >= self._next_look and self._heartbeats.check(keys):
             self._next_look = now + _BEAT_SECONDS
             for rank, beat in zip(ranks, self._heartbeats.multi_get(keys), strict=True):
-                last, missed = self._beats.get(rank, (b"", 0))
+                last, missed = self._beats[rank]
                 self._beats[rank] = (beat, missed + 1 if beat == last else 0)
-        return {rank for rank in ranks if self._beats.get(rank, (b"", 0))[1] >= after}
+        return {rank for rank in ranks if self._beats[rank][1] >= after}
 
     def require_answer(self, timeout_seconds: float) -> bool:
         """Wait for the answer to the last question, since until then the store answers nothing

@@ -42,12 +42,6 @@ def status_of(path: Path | str, *, follows: bool = True) -> os.stat_result | Non
         raise
 
 
-def is_folder(path: Path) -> bool:
-    """Whether the path is a folder or a link to one."""
-    status = status_of(path)
-    return status is not None and stat.S_ISDIR(status.st_mode)
-
-
 def raise_unless_gone(error: OSError) -> None:
     """Raise an error, unless it says that a file or folder is not there."""
     if error.errno not in NOT_THERE:

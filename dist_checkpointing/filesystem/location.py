@@ -233,7 +233,8 @@ def is_folder(path: Location) -> bool:
     """Like ``is_there``, whether the path is a folder or a link to one."""
     if isinstance(path, ObjectPath):
         return any(True for _ in path.objects())
-    return local_folder.is_folder(path)
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def size_of(path: Location) -> int | None:
@@ -437,21 +438,19 @@ write = local_folder.write_atomic
 fsync_file = fsync_folder = local_folder.fsync_folder
 
 
-def temporaries(names: Iterable[str], root: Location) -> list[Path]:
-    """Temporary files that killed writers of these files below ``root`` have left."""
+def remove_temporaries(names: Iterable[str], root: Location) -> None:
+    """Delete the temporary files that killed writers of these files below ``root`` have left."""
     if isinstance(root, ObjectPath):
-        return []
+        return
     targets = {root / name for name in names}
-    paths = []
     for folder in sorted({target.parent for target in targets}):
         if local_folder.is_real_folder(folder, root):
             with os.scandir(folder) as entries:
-                for entry in entries:
+                for entry in [*entries]:
                     match = TEMPORARY_NAME.fullmatch(entry.name)
                     is_ours = match is not None and folder / match[1] in targets
                     if is_ours and entry.is_file(follow_symlinks=False):
-                        paths.append(folder / entry.name)
-    return paths
+                        local_folder.remove(folder / entry.name, root)
 
 
 def folders_of(names: Iterable[str]) -> set[str]:

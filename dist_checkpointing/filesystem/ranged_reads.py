@@ -267,12 +267,10 @@ class FolderReads:
                     return file.num_bytes
             except FileNotFoundError:
                 return None
-        if name not in self.sizes:
-            size = location.size_of(self.folder / name)
-            if size is None:
-                return None
+        size = self.sizes.get(name)
+        if size is None and (size := location.size_of(self.folder / name)) is not None:
             self.sizes[name] = size
-        return self.sizes[name]
+        return size
 
 
 def reads_below(

@@ -141,8 +141,7 @@ def clear_temporaries(folder: Path) -> None:
     For a process that has the lock of the folder.
     """
     names = {*leftovers(folder), ATTEMPT_NAME, REMOVAL_NAME, DCP_METADATA_NAME}
-    for path in location.temporaries(names, folder):
-        local_folder.remove(path, folder)
+    location.remove_temporaries(names, folder)
 
 
 def refuse_foreign(
