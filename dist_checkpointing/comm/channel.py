@@ -73,7 +73,7 @@ class Channel:
     def _reduced(self, numbers: Sequence[int], operation: Any, deadline: float) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         options = _options(dist.AllreduceOptions, deadline, reduceOp=operation)
-        self._end(lambda: self._group.allreduce([tensor], options), deadline, tensor.nbytes)
+        self._end(self._group.allreduce, deadline, tensor.nbytes, [tensor], options)
         found: list[int] = tensor.tolist()
         return found
 
@@ -82,11 +82,8 @@ class Channel:
         sent = _with_length(payload, longest)
         rows = torch.empty(self._world_size, len(sent), dtype=torch.uint8)
         received, options = [list(rows.unbind())], _options(AllgatherOptions, deadline)
-        self._end(
-            lambda: self._group.allgather(received, [sent], options),
-            deadline,
-            rows.nbytes + sent.nbytes,
-        )
+        size = rows.nbytes + sent.nbytes
+        self._end(self._group.allgather, deadline, size, received, [sent], options)
         return [_without_length(row) for row in rows.numpy()]
 
     def gather_at_rank0(self, payload: bytes, deadline: float, *, has_rest: bool) -> list[bytes]:
@@ -98,11 +95,8 @@ class Channel:
         rows = torch.empty(self._world_size if self._rank == 0 else 0, len(head), dtype=torch.uint8)
         options = _options(dist.GatherOptions, deadline, rootRank=0)
         tensors = [list(rows.unbind())] if self._rank == 0 else []
-        self._end(
-            lambda: self._group.gather(tensors, [head], options),
-            deadline,
-            rows.nbytes + head.nbytes,
-        )
+        size = rows.nbytes + head.nbytes
+        self._end(self._group.gather, deadline, size, tensors, [head], options)
         heads = [_without_length(row) for row in rows.numpy()]
         if not has_rest:
             return heads
@@ -113,12 +107,9 @@ class Channel:
         if self._rank == 0:
             received = [max(0, _length(row) - HEAD_BYTES) for row in rows.numpy()]
         rest, rests = rest[: sent[0]], rest.new_empty(sum(received))
-        all_to_all = _options(dist.AllToAllOptions, deadline)
-        self._end(
-            lambda: self._group.alltoall_base(rests, rest, received, sent, all_to_all),
-            deadline,
-            rest.nbytes + rests.nbytes,
-        )
+        options, size = _options(dist.AllToAllOptions, deadline), rest.nbytes + rests.nbytes
+        exchange = self._group.alltoall_base
+        self._end(exchange, deadline, size, rests, rest, received, sent, options)
         stops = np.cumsum(received).tolist()
         return [
             head + rests.numpy()[stop - size : stop].tobytes()
@@ -147,12 +138,13 @@ class Channel:
         self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int, deadline: float
     ) -> None:
         options = _options(dist.BroadcastOptions, deadline, rootRank=source, rootTensor=0)
-        self._end(lambda: group.broadcast([tensor], options), deadline, tensor.nbytes)
+        self._end(group.broadcast, deadline, tensor.nbytes, [tensor], options)
 
-    def _end(self, start: Callable[[], Any], deadline: float, num_bytes: int) -> None:
-        work = None
+    def _end(
+        self, start: Callable[..., Any], deadline: float, num_bytes: int, *arguments: Any
+    ) -> None:
         try:
-            work = start()
+            work = start(*arguments)
             if num_bytes <= _SMALL_BYTES:
                 self.recent.append(work)
             self._wait(work, deadline)

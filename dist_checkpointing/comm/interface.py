@@ -135,11 +135,9 @@ class Comm(ABC):
         It is called when all ranks have come, and none with an error. ``after`` is what this rank
         has done before. It is agreed on with this step, so that ranks wait for each other once.
         """
-        before = after or Outcome(step, None, None)
+        before = after or Outcome(step)
         self.agree(before.step, before.error)
-        outcome: Outcome[Any] = Outcome(step, None, None)
-        if self.rank == 0:
-            outcome = Outcome.of(step, lambda: self._pack(produce()))
+        outcome = Outcome.of(step, lambda: self._pack(produce()) if self.rank == 0 else None)
         failure, packed = self._broadcast_agreed(step, (outcome.failure, outcome.result))
         self._raise_any(step, {} if failure is None else {0: failure}, outcome.error)
         result: T = self._unpack(packed)

@@ -59,16 +59,16 @@ class Outcome(Generic[T]):
     """
 
     step: str
-    result: T | None
-    error: Exception | None
+    result: T | None = None
+    error: Exception | None = None
 
     @classmethod
     def of(cls, step: str, produce: Callable[[], T]) -> Outcome[T]:
         """What comes of calling ``produce``."""
         try:
-            return cls(step, produce(), None)
+            return cls(step, produce())
         except Exception as error:  # noqa: BLE001 - the other ranks must get any error
-            return cls(step, None, error)
+            return cls(step, error=error)
 
     @property
     def failure(self) -> Failure | None:

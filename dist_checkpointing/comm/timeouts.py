@@ -77,18 +77,17 @@ def start_heartbeat(shared: Any) -> None:
     rank = str(dist.get_rank())
 
     def beat() -> None:
-        failures = 0  # in a row: one lost connection is no death
-        while not stop.is_set() and failures < _MOST_FAILURES:
+        store, failures = None, 0  # in a row: one lost connection is no death
+        while failures < _MOST_FAILURES:
             try:
-                store = dist.distributed_c10d.PrefixStore(_HEARTBEATS, shared.clone())
-                while not stop.is_set():
-                    store.set(rank, str(time.time_ns()))
-                    failures = 0
-                    stop.wait(_BEAT_SECONDS)
+                store = store or dist.distributed_c10d.PrefixStore(_HEARTBEATS, shared.clone())
+                store.set(rank, str(time.time_ns()))
+                failures = 0
             except RuntimeError as error:
-                failures += 1
+                store, failures = None, failures + 1
                 logger.debug("a heartbeat failed: %s", error)
-                stop.wait(_BEAT_SECONDS)
+            if stop.wait(_BEAT_SECONDS):
+                return
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
@@ -105,13 +104,12 @@ class RankNotes:
         self._rank = rank
         self._world_size = len(global_ranks)
         self._heartbeats = dist.distributed_c10d.PrefixStore(_HEARTBEATS, store.underlying_store)
-        self._beats: dict[int, tuple[bytes, int]] = {}
+        self._beats = dict.fromkeys(range(self._world_size), (b"", 0))
         self._next_look = 0.0
         self._global_ranks = global_ranks
         self._question: Future[bool] | None = None
         self._acknowledged: int | None = None
-        self._verdicts: list[int] = []
-        self._written: list[int] = []
+        self._written: list[tuple[int, str]] = []
 
     def note(self, record: Record) -> None:
         """Write where this rank is; the store sends no answer to this."""
@@ -126,10 +124,8 @@ class RankNotes:
             watched = range(self._world_size if self._rank == 0 else 1)
             gone = partial(self.dead, watched, _GONE_AFTER)
             self._question = _in_thread(lambda: bool(self.store.check([_FLAG]) or gone()))
-        elif self._question.done():
-            question, self._question = self._question, None
-            return question.result()
-        return False
+            return False
+        return self._question.done() and self.require_answer(0.0)
 
     def dead(self, ranks: Sequence[int], after: int) -> set[int]:
         """The ranks that have missed so many heartbeats in a row.
@@ -141,17 +137,16 @@ class RankNotes:
         if now >= self._next_look and self._heartbeats.check(keys):
             self._next_look = now + _BEAT_SECONDS
             for rank, beat in zip(ranks, self._heartbeats.multi_get(keys), strict=True):
-                last, missed = self._beats.get(rank, (b"", 0))
+                last, missed = self._beats[rank]
                 self._beats[rank] = (beat, missed + 1 if beat == last else 0)
-        return {rank for rank in ranks if self._beats.get(rank, (b"", 0))[1] >= after}
+        return {rank for rank in ranks if self._beats[rank][1] >= after}
 
-    def require_answer(self, timeout_seconds: float) -> None:
+    def require_answer(self, timeout_seconds: float) -> bool:
         """Wait for the answer to the last question, since until then the store answers nothing
-        else; StoreSilentError if there is none.
+        else; False without a question, StoreSilentError if there is no answer.
         """
-        if self._question is not None:
-            question, self._question = self._question, None
-            _wait_for(question, timeout_seconds)
+        question, self._question = self._question, None
+        return question is not None and _wait_for(question, timeout_seconds)
 
     def raise_flag(self) -> None:
         """Let ranks that wait in a collective know that it will not end."""
@@ -159,8 +154,8 @@ class RankNotes:
 
     def put_payload(self, number: int, payload: bytes) -> None:
         """Write the payload of this rank in a step."""
-        self.store.set(f"{number}/value/{self._rank}", payload.decode("latin-1"))
-        self._written.append(number)
+        self._written.append((number, f"{number}/value/{self._rank}"))
+        self.store.set(self._written[-1][1], payload.decode("latin-1"))
 
     def payload(self, number: int, rank: int) -> bytes:
         """The payload of a rank in a step."""
@@ -215,13 +210,14 @@ class RankNotes:
         Rank 0 waits for ``timeout_seconds`` until the others have read it.
         """
         self._acknowledged = number
-        self._verdicts.append(number)
         if self._rank:
             self.store.set(f"{number}/heard/{self._rank}", "1")
         else:
             # Rank 0 may hold the store: it must not end before all ranks have read the verdict.
             keys = [f"{number}/heard/{rank}" for rank in verdict.present if rank]
             self._await(keys, timeout_seconds)
+            heard = (f"{number}/heard/{rank}" for rank in range(1, self._world_size))
+            self._written += ((number, key) for key in (f"{number}/verdict", *heard))
         if not verdict.absent:
             self._delete_before(number)
 
@@ -233,15 +229,10 @@ class RankNotes:
 
     def _delete_before(self, number: int) -> None:
         """Delete the keys of earlier steps: all ranks have come to this one."""
-        keys = [f"{old}/value/{self._rank}" for old in self._written if old < number]
-        if self._rank == 0:
-            others = range(1, self._world_size)
-            for old in (old for old in self._verdicts if old < number):
-                keys += [f"{old}/verdict", *(f"{old}/heard/{rank}" for rank in others)]
-        for key in keys:
-            self.store.delete_key(key)
-        self._written = [old for old in self._written if old >= number]
-        self._verdicts = [old for old in self._verdicts if old >= number]
+        for step, key in self._written:
+            if step < number:
+                self.store.delete_key(key)
+        self._written = [row for row in self._written if row[0] >= number]
 
     def _await(self, keys: Sequence[str], timeout_seconds: float) -> bool:
         if not timeout_seconds or not keys:
@@ -336,7 +327,8 @@ class Steps:
                 ranks = enumerate(keys)
                 return {rank: Absence.AWAY for rank, key in ranks if not store.check([key])}
 
-            gone = self._asked(absent, _patience(self.timeout_seconds), step)
+            patience = _patience(self.timeout_seconds)
+            gone = self._answered(step, lambda: asked(absent, patience))
             if gone:
                 raise self._absent_error(gone, step) from error
             raise contact_lost(step, error, [self._global_ranks[self._rank]]) from error
@@ -493,7 +485,7 @@ class Steps:
 
         # The others decide up to two patiences after the deadline; then their verdict is read.
         longest = deadline - time.monotonic() + 4 * patience
-        number, verdict, payloads = self._asked(decided, longest, step.label)
+        number, verdict, payloads = self._answered(step.label, lambda: asked(decided, longest))
         if number < step.number:
             # The others failed in a step that this rank had ended: all go on from that step.
             self._number, self._last_value = number, None
@@ -509,10 +501,6 @@ class Steps:
             present = (self._global_ranks[rank] for rank in verdict.present)
             raise contact_lost(verdict.label, problem, present)
         return verdict, payloads
-
-    def _asked(self, question: Callable[[], T], timeout_seconds: float, label: str) -> T:
-        """The answer of the store, or an error if it does not answer in time."""
-        return self._answered(label, lambda: asked(question, timeout_seconds))
 
     def _answered(self, label: str, question: Callable[[], T]) -> T:
         try:

@@ -27,12 +27,12 @@ from dist_checkpointing.comm.rank_failures import (
     Absence,
     Failure,
     Outcome,
-    Verdict,
     absent_ranks,
     agreement,
     collection,
     contact_lost,
     merge_failures,
+    step_of,
 )
 from dist_checkpointing.comm.timeouts import (
     Steps,
@@ -192,16 +192,12 @@ class TorchComm(Comm):
     def _all_outcomes(
         self, outcome: Outcome[Any], number: int | None, *, everywhere: bool = True
     ) -> tuple[Mapping[int, Failure], list[Any]]:
-        label, failure = collection(outcome.step), outcome.failure
-        verdict, payloads = self._gather(
-            label, outcome.result or b"", failure, number, everywhere=everywhere
-        )
-        return self._failures_in(verdict, outcome.step), payloads
+        label, payload = collection(outcome.step), outcome.result or b""
+        return self._gather(label, payload, outcome.failure, number, everywhere=everywhere)
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         # Without a failure all have the same number, and nothing else travels.
-        verdict, _ = self._gather(agreement(step), None, failure, 0)
-        return self._failures_in(verdict, step)
+        return self._gather(agreement(step), None, failure, 0)[0]
 
     def _gather(
         self,
@@ -211,17 +207,21 @@ class TorchComm(Comm):
         number: int | None = None,
         *,
         everywhere: bool = True,
-    ) -> tuple[Verdict | None, list[bytes]]:
-        """The payloads of all ranks; the verdict if they could not be passed, or a rank failed."""
+    ) -> tuple[Mapping[int, Failure], list[bytes]]:
+        """The failures and the payloads of all ranks, see ``_all_outcomes``."""
         data = payload or b""
-        size = _room_for(len(data)) if everywhere else int(len(data) > HEAD_BYTES)
+        size = int(len(data) > HEAD_BYTES)
+        if everywhere:
+            # Rounded up by at most an eighth: the same for ranks that pass about as much.
+            step_bytes = 1 << max(6, len(data).bit_length() - 4)
+            size = -(-len(data) // step_bytes) * step_bytes
         steps, channel = self._steps, self._steps.channel
         with steps.start_step(label, failure) as (step, deadline):
             extra = int(failure is not None)
             content = f"{size} {number}"
             is_same, highest = steps.meet(step, deadline, (size, extra), content, extra)
             if is_same and number is not None:
-                return None, [data] * self.world_size
+                return {}, [data] * self.world_size
             size, num_failed = highest or (size, 0)
 
             def transfer() -> list[bytes]:
@@ -231,32 +231,22 @@ class TorchComm(Comm):
 
             found = None if num_failed else steps.transferred(step, transfer)
             if found is not None:
-                return None, found
-            return steps.decide_in_store(
+                return {}, found
+            verdict, payloads = steps.decide_in_store(
                 step,
                 deadline,
                 None if payload is None else b"" if num_failed else payload,
                 sources=range(self.world_size),
                 everywhere=everywhere,
             )
-
-    def _failures_in(self, verdict: Verdict | None, step: str) -> Mapping[int, Failure]:
-        if verdict is None:
-            return {}
-        failures = absent_ranks(verdict.absent, step, self.timeout_seconds)
-        return failures | {rank: f for rank, f in verdict.values.items() if f is not None}
+        failures = absent_ranks(verdict.absent, step_of(label), self.timeout_seconds)
+        return failures | {rank: f for rank, f in verdict.values.items() if f is not None}, payloads
 
 
 def _forget(steps: Steps, owner: int) -> None:
     """Delete what a comm has left in the store, but not in a forked process."""
     if os.getpid() == owner and dist.is_initialized():
         steps.clear()
-
-
-def _room_for(num_bytes: int) -> int:
-    """``num_bytes`` rounded up by at most an eighth: the same for ranks that say about as much."""
-    step = 1 << max(6, num_bytes.bit_length() - 4)
-    return -(-num_bytes // step) * step
 
 
 def _end_group(group: dist.ProcessGroup, owner: int) -> None:

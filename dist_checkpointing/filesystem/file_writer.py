@@ -156,7 +156,7 @@ class _Upload:
         self._begun: list[Any] = []
         self._waiting: queue.Queue[Any] = queue.Queue(1)
         self._sender: threading.Thread | None = None
-        self._is_ended = self._is_given_up = False
+        self._is_given_up = False
         self._sent: Future[str | None] = Future()
 
     def write(self, parts: Sequence[Any], num_bytes: int, *, stays: bool = False) -> None:
@@ -195,20 +195,20 @@ class _Upload:
             self._sender.start()
 
     def _send(self) -> None:
-        fill(self._sent, lambda: self._path.store.put_parts(self._path.key, self._parts()))
-        while not self._is_ended:  # nobody must wait for room
-            self._is_ended = self._waiting.get() is None
+        parts = iter(self._waiting.get, None)
+        fill(self._sent, lambda: self._path.store.put_parts(self._path.key, self._parts(parts)))
+        for _ in parts:  # nobody must wait for room
+            pass
 
-    def _parts(self) -> Iterator[Any]:
+    def _parts(self, waiting: Iterator[memoryview]) -> Iterator[memoryview]:
         yield from self._begun
         self._begun = []
-        while not self._is_ended:
-            part = self._waiting.get()
-            self._is_ended = part is None
+        for part in waiting:
             if self._is_given_up:
-                raise InterruptedError("the save was given up")
-            if part is not None:
-                yield part
+                break
+            yield part
+        if self._is_given_up:
+            raise InterruptedError("the save was given up")
 
     def close(self, *, is_durable: bool) -> str | None:
         del is_durable  # what the store has answered is durable

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -40,12 +40,6 @@ def status_of(path: Path | str, *, follows: bool = True) -> os.stat_result | Non
         if error.errno in NOT_THERE:
             return None
         raise
-
-
-def is_folder(path: Path) -> bool:
-    """Whether the path is a folder or a link to one."""
-    status = status_of(path)
-    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def raise_unless_gone(error: OSError) -> None:
@@ -183,24 +177,6 @@ def remove(path: Path, root: Path) -> None:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                     raise
                 return
-
-
-def remove_all(paths: Iterable[Path], root: Path) -> None:
-    """Delete files and folders, see ``remove``, such that none comes back with a power cut."""
-    gone = list(paths)
-    for path in gone:
-        remove(path, root)
-    fsync_removal(gone, root)
-
-
-def fsync_removal(gone: Iterable[Path], root: Path) -> None:
-    """Make it durable that files and folders below ``root`` are gone."""
-    folders = {root}
-    for folder in {path.parent for path in gone}:
-        while folder not in folders and not is_folder(folder):
-            folder = folder.parent  # noqa: PLW2901 - it went with the file
-        folders.add(folder)
-    fsync_folder(*folders)
 
 
 def is_real_folder(path: Path, root: Path) -> bool:

@@ -115,29 +115,23 @@ def as_local_folder(path: str | os.PathLike[str]) -> Path:
 
 def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
     """Check that all ranks save into the same folder (absolute paths), in the same format."""
-    formats = [saved_as for _, saved_as in destinations]
-    folders = [os.path.normpath(name) for name, _ in destinations]
-    once = "Give every rank the same path; broadcast a name that holds the time or date."
-    for names, what, field, message, remedy in (
-        (
-            formats,
-            "format",
-            "found",
-            "save in different formats",
-            "Pass the same strategy on every rank.",
-        ),
-        (folders, "folder", "path", "name different folders for one checkpoint", once),
-    ):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, name in enumerate(names):
-            ranks_of.setdefault(name, []).append(rank)
-        if len(ranks_of) > 1:
-            findings = []
-            for name, ranks in ranks_of.items():
-                known: dict[str, Any] = {field: name, "ranks": tuple(ranks[:_MOST_NAMED])}
-                problem = f"this is the {what} on some ranks only"
-                findings.append(Finding(problem, remedy=remedy, **known))
-            raise CheckpointingException(f"the ranks {message}", findings)
+    names = [saved_as for _, saved_as in destinations]
+    what, message = "format", "the ranks save in different formats"
+    remedy = "Pass the same strategy on every rank."
+    if len({*names}) == 1:
+        names = [os.path.normpath(name) for name, _ in destinations]
+        what, message = "folder", "the ranks name different folders for one checkpoint"
+        remedy = "Give every rank the same path; broadcast a name that holds the time or date."
+    ranks_of: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks_of.setdefault(name, []).append(rank)
+    if len(ranks_of) > 1:
+        findings = []
+        for name, ranks in ranks_of.items():
+            found, path = (name, None) if what == "format" else (None, name)
+            problem, named = f"this is the {what} on some ranks only", tuple(ranks[:_MOST_NAMED])
+            findings.append(Finding(problem, None, None, found, named, path, remedy))
+        raise CheckpointingException(message, findings)
 
 
 def read_bytes(path: Location, max_bytes: int) -> bytes:
@@ -238,8 +232,9 @@ def is_file(path: Location) -> bool:
 def is_folder(path: Location) -> bool:
     """Like ``is_there``, whether the path is a folder or a link to one."""
     if isinstance(path, ObjectPath):
-        return any(True for _ in path.store.list_below(path.prefix))
-    return local_folder.is_folder(path)
+        return any(True for _ in path.objects())
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def size_of(path: Location) -> int | None:
@@ -346,28 +341,25 @@ def files_below(folder: Location, names: Iterable[str] = ("",)) -> dict[str, int
     but for those that ``names`` are. OSError if a folder cannot be read.
     """
     if isinstance(folder, ObjectPath):
-        objects, start = folder.store.list_below(folder.prefix), len(folder.prefix)
-        return {info.key[start:]: info.num_bytes for info in objects}
-    sizes: dict[str, int | None] = {}
-    folders: list[str] = []
-    for name in names:
-        path = f"{folder}/{name}"
-        status = status_of(path)
-        if status is not None and stat.S_ISREG(status.st_mode):
-            sizes[name] = status.st_size
-        elif status is not None:
-            folders.append(path)
-    for path, status in _statuses_below(folders, raise_unless_gone).items():
-        size = status.st_size if stat.S_ISREG(status.st_mode) else None
-        sizes[path.removeprefix(f"{folder}/")] = size
-    return sizes
+        return {info.key.removeprefix(folder.prefix): info.num_bytes for info in folder.objects()}
+    return {
+        name: status.st_size if stat.S_ISREG(status.st_mode) else None
+        for name, status in _statuses_below(folder, names, raise_unless_gone).items()
+    }
 
 
 def _statuses_below(
-    folders: list[str], on_error: Callable[[OSError], None]
+    root: Path, names: Iterable[str], on_error: Callable[[OSError], None]
 ) -> dict[str, os.stat_result]:
-    """All below some folders but folders, by path; links are not followed."""
-    statuses = {}
+    """All but folders, see ``files_below``."""
+    statuses, folders = {}, []
+    for name in names:
+        path = f"{root}/{name}"
+        status = status_of(path)
+        if status is not None and stat.S_ISREG(status.st_mode):
+            statuses[name] = status
+        elif status is not None:
+            folders.append(path)
     while folders:
         try:
             entries = os.scandir(folders.pop())
@@ -380,7 +372,8 @@ def _statuses_below(
                     folders.append(entry.path)
                     continue
                 with suppress(FileNotFoundError):  # a save that is going on renames files
-                    statuses[entry.path] = entry.stat(follow_symlinks=False)
+                    name = entry.path.removeprefix(f"{root}/")
+                    statuses[name] = entry.stat(follow_symlinks=False)
     return statuses
 
 
@@ -398,20 +391,17 @@ class FileUse:
     modified: float
     inode: tuple[int, int] | None = None
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether it has another name elsewhere."""
-        return self.inode is not None
-
 
 def use_below(folder: Location) -> dict[str, FileUse]:
     """What each file below a folder takes, by its relative name; of a file what it takes itself."""
     if isinstance(folder, ObjectPath):
-        objects, start = folder.store.list_below(folder.prefix), len(folder.prefix)
-        return {i.key[start:]: FileUse(i.num_bytes, i.num_bytes, i.modified) for i in objects}
-    statuses = {folder.name: folder.stat()} if folder.is_file() else {}
-    for path, status in _statuses_below([str(folder)], lambda _: None).items():
-        statuses[path.removeprefix(f"{folder}/")] = status
+        return {
+            info.key.removeprefix(folder.prefix): FileUse(
+                info.num_bytes, info.num_bytes, info.modified
+            )
+            for info in folder.objects()
+        }
+    root, name = (folder.parent, folder.name) if folder.is_file() else (folder, "")
     return {
         name: FileUse(
             status.st_size,
@@ -419,7 +409,7 @@ def use_below(folder: Location) -> dict[str, FileUse]:
             status.st_mtime,
             (status.st_dev, status.st_ino) if status.st_nlink > 1 else None,
         )
-        for name, status in statuses.items()
+        for name, status in _statuses_below(root, [name], lambda _: None).items()
     }
 
 
@@ -448,21 +438,19 @@ write = local_folder.write_atomic
 fsync_file = fsync_folder = local_folder.fsync_folder
 
 
-def temporaries(names: Iterable[str], root: Location) -> list[Path]:
-    """Temporary files that killed writers of these files below ``root`` have left."""
+def remove_temporaries(names: Iterable[str], root: Location) -> None:
+    """Delete the temporary files that killed writers of these files below ``root`` have left."""
     if isinstance(root, ObjectPath):
-        return []
+        return
     targets = {root / name for name in names}
-    paths = []
     for folder in sorted({target.parent for target in targets}):
         if local_folder.is_real_folder(folder, root):
             with os.scandir(folder) as entries:
-                for entry in entries:
+                for entry in [*entries]:
                     match = TEMPORARY_NAME.fullmatch(entry.name)
                     is_ours = match is not None and folder / match[1] in targets
                     if is_ours and entry.is_file(follow_symlinks=False):
-                        paths.append(folder / entry.name)
-    return paths
+                        local_folder.remove(folder / entry.name, root)
 
 
 def folders_of(names: Iterable[str]) -> set[str]:
@@ -480,7 +468,7 @@ def fsync_folders(names: Iterable[str], root: Location, *, to_root: bool = False
     """Make the names of files durable in every folder from them up to ``root``.
 
     Those in ``root`` itself, unless ``to_root``, are made durable by the commit, once. Folders that
-    only other machines have are left out.
+    only other machines have, and those that are gone with the files, are left out.
     """
     if isinstance(root, ObjectPath):
         return
@@ -492,6 +480,14 @@ def fsync_folders(names: Iterable[str], root: Location, *, to_root: bool = False
 
     # Each waits for the disk, which serves those that wait together at once.
     in_threads(sync, folders, min(_MOST_SYNCS, 1 + len(folders) // _SYNCS_A_THREAD))
+
+
+def remove_all(names: Iterable[str], root: Path) -> None:
+    """Delete files and folders, see ``local_folder.remove``; none comes back with a power cut."""
+    gone = list(names)
+    for name in gone:
+        local_folder.remove(root / name, root)
+    fsync_folders(gone, root, to_root=True)
 
 
 def check_room(folder: Location, num_bytes: int) -> None:

@@ -195,15 +195,21 @@ def _release(at: int, file: int | None, holder: Holder, owner: int) -> None:
 def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
     """Take the lock; None if the file has changed meanwhile, and the caller must try again."""
     device = os.fstat(at).st_dev
-    if device in _without_flock:
-        return _take_file(at, folder)
+    if device in _without_flock:  # the file itself is the lock
+        holder = Holder.current(Kind.FILE)
+        if not _claimed(at, LOCK_NAME, holder, folder):
+            return None
+        for name in os.listdir(at):
+            if name.startswith(f"{LOCK_NAME}."):  # of processes that were killed as they took it
+                _unlink(at, name)
+        return None, holder
     file, is_new = _lock_file(at, folder)
     if file is None:
         return None
     with ExitStack() as undo:
         undo.callback(os.close, file)
         try:
-            holder = _take_flock(at, file, folder)
+            held = _take_flock(at, file, folder)
         except OSError as error:
             if error.errno not in _NO_FLOCK:
                 raise
@@ -217,10 +223,10 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
             if is_new:
                 _unlink(at, LOCK_NAME)  # it names no holder, so no process could take it over
             return None
-        if holder is None:
+        if held is None:
             return None
         undo.pop_all()
-        return file, holder
+        return file, held
 
 
 def _lock_file(at: int, folder: Path) -> tuple[int | None, bool]:
@@ -275,17 +281,6 @@ def _is_at(file: int, at: int) -> bool:
         finally:
             os.close(named)
     return False
-
-
-def _take_file(at: int, folder: Path) -> tuple[None, Holder] | None:
-    """Like ``_take``, if the file itself is the lock."""
-    holder = Holder.current(Kind.FILE)
-    if not _claimed(at, LOCK_NAME, holder, folder):
-        return None
-    for name in os.listdir(at):
-        if name.startswith(f"{LOCK_NAME}."):  # of processes that were killed as they took it over
-            _unlink(at, name)
-    return None, holder
 
 
 def _claimed(at: int, name: str, holder: Holder, folder: Path) -> bool:

@@ -414,7 +414,7 @@ def listed_once(folder: Location) -> Location:
     """
     if isinstance(folder, Path) or isinstance(folder.store, KnownStore):
         return folder
-    infos = {info.key: info for info in folder.store.list_below(folder.prefix)}
+    infos = {info.key: info for info in folder.objects()}
     store = KnownStore(folder.store.url, folder.store.options, folder.prefix, infos)
     return replace(folder, store=store)
 
@@ -428,10 +428,10 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
     if url.startswith("memory://"):
         return MemoryStore()
     names = ("endpoint", "region", "access_key_id", "secret_access_key")
-    given = ((name, getattr(options, name)) for name in names)
+    given = {name: getattr(options, name) for name in names}
     variables = ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     endpoint = options.endpoint or next(filter(None, map(os.environ.get, variables)), "")
-    config: Any = {name: value for name, value in given if value is not None}
+    config: Any = {name: value for name, value in given.items() if value is not None}
     return from_url(
         url,
         config=config,
@@ -573,6 +573,10 @@ class ObjectPath:
     def prefix(self) -> str:
         """How the keys of all objects in this folder begin."""
         return f"{self.key}/" if self.key else ""
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Every object in this folder and below, in order of the keys."""
+        return self.store.list_below(self.prefix)
 
     def absolute(self) -> ObjectPath:
         """Itself: there is no working directory."""

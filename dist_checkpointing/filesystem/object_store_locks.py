@@ -140,7 +140,7 @@ def numbers_in(
     ``found`` are objects of it that have been listed already.
     """
     numbers: dict[str, list[int]] = {CLAIMS: [], COMMITS: []}
-    for info in folder.store.list_below((folder / ".dckpt").prefix) if found is None else found:
+    for info in (folder / ".dckpt").objects() if found is None else found:
         kind, _, name = info.key.removeprefix(folder.prefix).rpartition("/")
         number = name.removesuffix(".json")
         if kind in numbers and number.isdecimal():
@@ -150,7 +150,7 @@ def numbers_in(
 
 def delete_below(folder: ObjectPath) -> None:
     """Delete every object below a prefix."""
-    folder.store.delete([info.key for info in folder.store.list_below(folder.prefix)])
+    folder.store.delete([info.key for info in folder.objects()])
 
 
 def decide(folder: ObjectPath, number: int, outcome: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class HeldClaim(Claim):
             raise _in_use(Claim.read(folder, number) or claim)
         held = cls(claim)
         # A removal between the list and the put may have made the numbers begin again.
-        held.found = [*folder.store.list_below((folder / ".dckpt").prefix)]
+        held.found = [*(folder / ".dckpt").objects()]
         held.numbers, held.decided = numbers_in(folder, held.found)
         if number in held.decided:
             held.stop()

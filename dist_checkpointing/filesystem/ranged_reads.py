@@ -8,10 +8,11 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +47,6 @@ class ReadLimits:
         small_bytes: Chunks up to this size are read together with their neighbours.
         run_bytes: About so much is read together.
         gap_bytes: So much between small chunks is read over.
-        strided_gap: Bytes between the runs of a strided part that are read over; None where that
-            depends on the length of the runs.
         most_unwanted: So much of a small chunk is read in vain rather than by a read of its own.
         run_threads: Reads of small neighbours at a time. Where a read takes no waiting, many small
             copies are work for the interpreter, and threads would only take turns.
@@ -58,16 +57,16 @@ class ReadLimits:
     small_bytes: int = 2**18
     run_bytes: int = 2**22
     gap_bytes: int = 2**16
-    strided_gap: int | None = None
     most_unwanted: int = READ_WHOLE_BYTES
     run_threads: int = 1
 
 
-class LocalFile:
+class LocalFile(AbstractContextManager["LocalFile"]):
     """A file of a mounted file system, to read from.
 
     Its ``descriptor`` is -1 for an object of a store, ``num_bytes`` 0 if it is no regular file, and
-    ``most_gap`` as ``ReadLimits.strided_gap``.
+    ``most_gap`` the bytes between the runs of a strided part that are read over; None where that
+    depends on the length of the runs.
     """
 
     most_gap: int | None = None
@@ -81,9 +80,6 @@ class LocalFile:
             raise
         self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
         self._close = weakref.finalize(self, os.close, self.descriptor) if stays_open else None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._close is None:  # else when nobody knows it any more
@@ -149,7 +145,7 @@ def _require_size(size: int, num_bytes: int, *, is_all: bool) -> None:
         raise WrongSizeError(size)
 
 
-class StoreFile:
+class StoreFile(AbstractContextManager["StoreFile"]):
     """An object of a store, read like a ``LocalFile``. It is asked for with the first read."""
 
     descriptor = -1
@@ -159,9 +155,6 @@ class StoreFile:
         self._path, self._name, self._reads = path, name, reads
         self._required, self._is_all = 0, False
         self._ahead, self._ahead_at = np.empty(0, dtype=np.uint8), 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -274,12 +267,10 @@ class FolderReads:
                     return file.num_bytes
             except FileNotFoundError:
                 return None
-        if name not in self.sizes:
-            size = location.size_of(self.folder / name)
-            if size is None:
-                return None
+        size = self.sizes.get(name)
+        if size is None and (size := location.size_of(self.folder / name)) is not None:
             self.sizes[name] = size
-        return self.sizes[name]
+        return size
 
 
 def reads_below(
@@ -298,7 +289,6 @@ def reads_below(
         small_bytes=part_bytes // 4,
         run_bytes=part_bytes - part_bytes // 4,
         gap_bytes=_MOST_STORE_GAP_BYTES,
-        strided_gap=_MOST_STORE_GAP_BYTES,
         most_unwanted=_MOST_STORE_GAP_BYTES,
         run_threads=at_a_time,
     )

@@ -10,6 +10,7 @@ xxh3_128 for more than 240 bytes. The upper half, that of xxh3_128, lies in a fi
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -212,10 +213,9 @@ def parse_table(data: bytes, path: str) -> ChecksumColumns:
         if version != _VERSION:
             raise ValueError(f"version {version} of the table is not known")
         widths = (1, 1, 1, 1, width, width, 2, 1)
-        row_bytes = sum(
-            n * np.dtype(dtype).itemsize for n, dtype in zip(widths, _DTYPES, strict=True)
-        )
-        size = _HEAD.size + names_size + rows * row_bytes
+        stored = [*zip(widths, _DTYPES, strict=True)]
+        sizes = (rows * count * np.dtype(dtype).itemsize for count, dtype in stored)
+        *starts, size = itertools.accumulate(sizes, initial=_HEAD.size + names_size)
         if width > _MAX_AXES or size + DIGEST_BYTES != len(data):
             raise ValueError(f"{len(data)} bytes, where {size + DIGEST_BYTES} are expected")
         if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
@@ -223,12 +223,12 @@ def parse_table(data: bytes, path: str) -> ChecksumColumns:
         names = local_folder.parse_json(data[_HEAD.size : _HEAD.size + names_size])
         if not isinstance(names, list) or not {str}.issuperset(map(type, names)):
             raise ValueError("expected a list of keys")
-        position = _HEAD.size + names_size
-        columns: list[Array] = []
-        for number, (count, dtype) in enumerate(zip(widths, _DTYPES, strict=True)):
-            column = np.frombuffer(data, dtype, rows * count, position)
-            columns.append(column.reshape(rows, count) if number in _WIDE else column)
-            position += column.nbytes
+        columns: list[Array] = [
+            np.frombuffer(data, dtype, rows * count, start)
+            for start, (count, dtype) in zip(starts, stored, strict=True)
+        ]
+        for number in _WIDE:
+            columns[number] = columns[number].reshape(rows, widths[number])
         table = ChecksumColumns(names, *columns)
         if rows and (int(table.keys.max()) >= len(names) or int(table.ndim.max()) > width):
             raise ValueError("a row names no key, or has more axes than there are")

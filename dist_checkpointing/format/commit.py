@@ -33,20 +33,11 @@ from dist_checkpointing.errors import (
     Finding,
     InvalidShardingError,
 )
-from dist_checkpointing.filesystem import local_folder, location, object_store_locks
+from dist_checkpointing.filesystem import local_folder, location, object_store_locks as claims
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
 from dist_checkpointing.filesystem.location import as_location, is_file, is_there
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
-from dist_checkpointing.filesystem.object_store_locks import (
-    BEATS,
-    CLAIMS,
-    COMMITS,
-    PERIOD,
-    HeldClaim,
-    brief,
-    require_conditions,
-)
 from dist_checkpointing.format.foreign_formats import (
     COMMON_STATE_FNAME,
     MODEL_INDEX_NAME,
@@ -152,7 +143,7 @@ def _not_found(folder: Location) -> CheckpointNotFoundError:
             message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
             if isinstance(folder, Path) and not folder.is_absolute():
                 remedy += f" The current folder is {Path.cwd()}."
-    elif is_there(folder / ATTEMPT_NAME) or is_there(folder / CLAIMS):
+    elif is_there(folder / ATTEMPT_NAME) or is_there(folder / claims.CLAIMS):
         problem, remedy = "a save was begun here and never committed", "Load an older checkpoint."
     if is_there(folder / "manager.json"):
         remedy = (
@@ -256,27 +247,27 @@ class Attempt:
         Everything else must be durable by now, but for the names in the folder itself and in
         ``.dckpt``, where most of the last files are.
         """
-        self._require_held()
         self._write_commit(CONFIG_FNAME, json.dumps(vars(config)).encode())
         self._lock.release()
 
-    def commit_as_foreign(self, name: str, content: bytes) -> None:
-        """Make the folder one of another program, by its file; nothing tells then who wrote it."""
-        self._require_held()
-        self._write_commit(name, content)
+    def commit_as_foreign(self, name: str, content: bytes | None, file: Location | None) -> None:
+        """Make the folder one of another program, by its file; nothing tells then who wrote it.
+
+        Without content that is the one file in the folder, and takes the place of ``file``.
+        """
+        if content is not None:
+            self._write_commit(name, content)
+        else:
+            assert isinstance(file, Path)
+            self._require_held()
+            (self.folder / name).replace(file)
+            local_folder.fsync_folder(file.parent)
         with tolerant(f"{self.folder / DCKPT_FOLDER} is of no use any more"):
             local_folder.remove(self.folder / DCKPT_FOLDER, self.folder)
         self._lock.release()
-
-    def commit_file(self, name: str, path: Path) -> None:
-        """Let the one file in the folder take the place of another path; the folder goes."""
-        self._require_held()
-        (self.folder / name).replace(path)
-        local_folder.fsync_folder(path.parent)
-        with tolerant(f"{self.folder} is of no use any more"):
-            local_folder.remove(self.folder / DCKPT_FOLDER, self.folder)
-            self._lock.release()
-            self.folder.rmdir()
+        if content is None:
+            with tolerant(f"{self.folder} is of no use any more"):
+                self.folder.rmdir()
 
     def _require_held(self) -> None:
         if not is_in_attempt(self.folder, self.id):
@@ -284,6 +275,7 @@ class Attempt:
             raise CheckpointExistsError(f"{self.folder} is not committed", [finding])
 
     def _write_commit(self, name: str, content: bytes) -> None:
+        self._require_held()
         if self._durability is Durability.FSYNC:
             local_folder.fsync_folder(self.folder / DCKPT_FOLDER, self.folder)
         self._may_be_committed = True
@@ -307,18 +299,16 @@ class Attempt:
                 )
                 return
             clear_temporaries(self.folder)
-            names, left = [self.folder / name for name in self.creates], []
-            for name in reversed(self.creates):
-                try:
+            names, left = self.creates, dict.fromkeys(self.creates)
+            for name in reversed(names):
+                with tolerant(f"could not remove {name} of a failed save"):
                     local_folder.remove(self.folder / name, self.folder)
-                except OSError as error:
-                    logger.warning("could not remove %s of a failed save: %s", name, error)
-                    left.append(name)
+                    del left[name]
             # What is gone is no longer ours: the next file of that name may be somebody else's.
             self.creates = tuple(left)
             with tolerant("could not note what a failed save left"):
                 if self._durability is Durability.FSYNC:
-                    local_folder.fsync_removal(names, self.folder)
+                    location.fsync_folders(names, self.folder, to_root=True)
                 note_attempt(self.folder, self.id, self.creates, self._durability)
                 self.make_durable()
 
@@ -414,10 +404,10 @@ def read_commit(folder: Location, decided: Iterable[int] | None = None) -> Commi
     cannot be read.
     """
     if decided is None:
-        names = (name.removesuffix(".json") for name in location.names_in(folder / COMMITS))
+        names = (name.removesuffix(".json") for name in location.names_in(folder / claims.COMMITS))
         decided = (int(name) for name in names if name.isdecimal())
     for number in sorted(decided, reverse=True):
-        path = folder / f"{COMMITS}/{number}.json"
+        path = folder / f"{claims.COMMITS}/{number}.json"
         data = location.read_regular(path, _MAX_BYTES)
         if data is None:
             continue  # removed meanwhile
@@ -457,7 +447,7 @@ class StoreAttempt:
     id: str
     folder: ObjectPath
     creates: tuple[str, ...]
-    _claim: HeldClaim
+    _claim: claims.HeldClaim
     _replaces: Commit | None = None
 
     @classmethod
@@ -467,7 +457,7 @@ class StoreAttempt:
         creates: Iterable[str],
         *,
         overwrite: bool = False,
-        period: float = PERIOD,
+        period: float = claims.PERIOD,
     ) -> StoreAttempt:
         """Claim a prefix, and clear away what saves without a commit left below it.
 
@@ -476,11 +466,11 @@ class StoreAttempt:
         if the store ignores conditional puts.
         """
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        require_conditions(root)
+        claims.require_conditions(root)
         there = refuse_committed(root, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.names_in(root / DATA) if DATA in there else []
-        claim = HeldClaim.acquire(root, period, None if DCKPT_FOLDER in there else ([], []))
+        claim = claims.HeldClaim.acquire(root, period, None if DCKPT_FOLDER in there else ([], []))
         attempt = cls(claim.attempt, root / DATA / claim.attempt, names, claim)
         try:
             commit = _completed_commit(root, claim)
@@ -516,7 +506,7 @@ class StoreAttempt:
         outcome = {"attempt": self.id, "config": vars(config), "seal": checksum}
         # Readers go there from the commit on, where another checkpoint has been.
         _put_config(self.folder, config)
-        if object_store_locks.decide(root, self._claim.number, outcome) != outcome:
+        if claims.decide(root, self._claim.number, outcome) != outcome:
             raise self._claim.lost()
         _put_config(root, config)
         self._claim.stop()
@@ -531,7 +521,7 @@ class StoreAttempt:
             return
         with tolerant("what a failed save wrote was not deleted"):
             if self._claim.end().get("attempt") != self.id:
-                object_store_locks.delete_below(brief(self.folder))
+                claims.delete_below(claims.brief(self.folder))
             else:
                 logger.warning("%s: the failed save is a checkpoint after all", self._claim.folder)
 
@@ -567,7 +557,7 @@ def finish_commit(folder: Location) -> None:
             StoreAttempt.begin(folder, ()).release()
 
 
-def _completed_commit(root: ObjectPath, claim: HeldClaim) -> Commit | None:
+def _completed_commit(root: ObjectPath, claim: claims.HeldClaim) -> Commit | None:
     """The commit below a prefix; its ``metadata.json`` is put if the save was cut off before."""
     commit = read_commit(root, claim.decided)
     if commit is not None and not is_file(root / CONFIG_FNAME):
@@ -586,8 +576,8 @@ def _put_config(folder: ObjectPath, config: CheckpointingConfig) -> None:
 def clear_saves(root: ObjectPath, attempts: Iterable[str]) -> None:
     """Delete the data of saves that cannot commit any more, or were replaced."""
     for attempt in attempts:
-        object_store_locks.delete_below(root / DATA / attempt)
-        root.store.delete([(root / f"{BEATS}/{attempt}").key])
+        claims.delete_below(root / DATA / attempt)
+        root.store.delete([(root / f"{claims.BEATS}/{attempt}").key])
 
 
 @contextmanager

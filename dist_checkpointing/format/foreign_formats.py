@@ -126,8 +126,5 @@ def model_names(folder: Location) -> frozenset[str]:
         return frozenset()
     with local_folder.parsing("the index cannot be read", path, remedy="Delete it by hand."):
         names = location.read_json(path, _MAX_INDEX_BYTES)["weight_map"].values()
-        return frozenset(filter(_is_name, names)) | {MODEL_INDEX_NAME}
-
-
-def _is_name(name: str) -> bool:
-    return Path(name).name == name and name.endswith(MODEL_SUFFIX)
+        files = {n for n in names if Path(n).name == n and n.endswith(MODEL_SUFFIX)}
+        return frozenset({*files, MODEL_INDEX_NAME})

@@ -267,8 +267,6 @@ Integers = npt.NDArray[np.int32] | Int64s
 MAX_EXTENT = 1 << 62
 MAX_AXES = 64
 """More axes than that no array of numpy has."""
-_ONLY_INT = frozenset([int])
-_ONLY_LIST = frozenset([list])
 _ALL = slice(None)
 
 
@@ -296,11 +294,6 @@ class Pieces:
             np.array([box.shape for box, _ in rows], dtype=np.int64).reshape(len(rows), ndim),
             np.array([flat or (-1, -1) for _, flat in rows], dtype=np.int64).reshape(-1, 2),
         )
-
-    @classmethod
-    def from_lists(cls, offsets: Any, shapes: Any, flat: Any) -> Pieces:
-        """The table from three lists as stored."""
-        return cls.checked(*map(rows_from_lists, (offsets, shapes, flat)))
 
     @classmethod
     def checked(cls, offsets: Int64s, shapes: Int64s, flat: Int64s) -> Pieces:
@@ -482,14 +475,16 @@ def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> Bools:
     return found
 
 
+def are_extents(values: list[Any]) -> bool:
+    """Whether what came out of a JSON file are ints from 0 to 2**62."""
+    # type() and not isinstance(): JSON true is an int to Python.
+    are_ints = {int}.issuperset(map(type, values))
+    return are_ints and 0 <= min(values, default=0) <= max(values, default=0) < MAX_EXTENT
+
+
 def ints_from_json(values: Any) -> list[int]:
     """A list of shapes or offsets as it came out of a JSON file."""
-    # type() and not isinstance(): JSON true is an int to Python.
-    if (
-        not isinstance(values, list)
-        or not _ONLY_INT.issuperset(map(type, values))
-        or not 0 <= min(values, default=0) <= max(values, default=0) < MAX_EXTENT
-    ):
+    if not isinstance(values, list) or not are_extents(values):
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")
     if len(values) > MAX_AXES:
         raise ValueError(f"expected at most {MAX_AXES} axes, found {len(values)}")
@@ -498,12 +493,12 @@ def ints_from_json(values: Any) -> list[int]:
 
 def rows_from_lists(rows: Any) -> Int64s:
     """Lists of ints, all of one length, as they came out of a JSON file: ``[rows, ints]``."""
-    if not isinstance(rows, list) or not _ONLY_LIST.issuperset(map(type, rows)):
+    if not isinstance(rows, list) or not {list}.issuperset(map(type, rows)):
         raise ValueError("expected a list of lists")
     widths = set(map(len, rows)) or {0}
     if len(widths) > 1 or max(widths) > MAX_AXES:
         raise ValueError(f"expected lists of one length up to {MAX_AXES}, found {sorted(widths)}")
     numbers = [*itertools.chain.from_iterable(rows)]
-    if not _ONLY_INT.issuperset(map(type, numbers)):
+    if not {int}.issuperset(map(type, numbers)):
         raise ValueError("expected lists of ints")
     return np.array(numbers, dtype=np.int64).reshape(len(rows), widths.pop())

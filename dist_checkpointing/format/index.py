@@ -26,7 +26,6 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import (
     MAX_AXES,
-    MAX_EXTENT,
     Bools,
     Box,
     ChunkGrid,
@@ -35,6 +34,7 @@ from dist_checkpointing.format.geometry import (
     Part,
     PieceColumns,
     Pieces,
+    are_extents,
     ints_from_json,
     padded_rows,
     rows_from_lists,
@@ -126,28 +126,20 @@ def shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[
         raise ValueError("columns of different length")
     given = [shape for shape in column if shape is not None] if optional else column
     are_lists = {list}.issuperset(map(type, given))
-    numbers = [*itertools.chain.from_iterable(given)] if are_lists else [-1]
     if (
-        not {int}.issuperset(map(type, numbers))
-        or min(numbers, default=0) < 0
-        or max(numbers, default=0) >= MAX_EXTENT
+        not are_lists
+        or not are_extents([*itertools.chain.from_iterable(given)])
         or max(map(len, given), default=0) > MAX_AXES
     ):
         for key, shape in zip(keys, column, strict=True):
-            if shape is not None or not optional:
-                extents(key, shape)
+            try:
+                ints_from_json([] if optional and shape is None else shape)
+            except ValueError as error:
+                raise ValueError(f"{key!r}: {error}") from None
     rows = [None if shape is None else tuple(shape) for shape in column]
     # Many tensors have few shapes: equal ones are one object.
     known: dict[Any, Any] = {}
     return list(map(known.setdefault, rows, rows))
-
-
-def extents(key: str, shape: Any) -> list[int]:
-    """The shape of one key, checked."""
-    try:
-        return ints_from_json(shape)
-    except ValueError as error:
-        raise ValueError(f"{key!r}: {error}") from None
 
 
 _is_fingerprint = re.compile("[0-9a-f]{32}").fullmatch
@@ -324,10 +316,6 @@ class Index(Mapping[str, StoredTensor]):
         row = self._row.get(key)
         return None if row is None else self.chunk_shape_column[row]
 
-    def dtype_of(self, key: str) -> dtypes.DType:
-        """Dtype of a tensor that it holds."""
-        return dtypes.from_name(self.dtype_column[self._row[key]])
-
     @_for_last_keys
     def dtypes_of(self, keys: Iterable[str]) -> tuple[Int64s, list[dtypes.DType | None]]:
         """Dtype of each key as a position in the list; that of None for a key that is not there."""
@@ -419,7 +407,8 @@ class Index(Mapping[str, StoredTensor]):
             keys, codec = strings(content["keys"]), content["codec"]
             if codec is not None and not isinstance(codec, str):
                 raise ValueError(f"expected a string, found {codec!r}")
-            strings([*content["objects"]])
+            objects = strings([*content["objects"]])
+            grids = shapes(objects, [*content["objects"].values()])
             pieces = content["pieces"]
             if not isinstance(pieces, dict) or [*pieces.values()] != [*range(len(tables))]:
                 raise ValueError("expected pieces by key")
@@ -429,7 +418,7 @@ class Index(Mapping[str, StoredTensor]):
                 shapes(keys, content["global_shapes"]),
                 shapes(keys, content["chunk_shapes"], optional=True),
                 PieceColumns.of(dict(zip(pieces, tables, strict=True))) if tables else {},
-                {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
+                dict(zip(objects, grids, strict=True)),
                 codec,
                 fingerprints_of_json(keys, content.get("fingerprints")),
             )
@@ -499,25 +488,21 @@ class StatedSize:
     num_bytes: int
     num_parts: int
 
-    @property
-    def is_large(self) -> bool:
-        """Whether it is worth a look at the files."""
-        return self.num_bytes > LARGE_BYTES or self.num_parts > MANY_PARTS
-
 
 def stated_size(tensor: StoredTensor) -> StatedSize:
     return StatedSize(tensor.key, tensor.num_bytes, tensor.num_parts)
 
 
 def large_tensors(index: Index, keys: Iterable[str]) -> list[StatedSize]:
-    """The sizes of those of the tensors that are large."""
-    return [size for size in (stated_size(index[key]) for key in keys) if size.is_large]
+    """The sizes of those of the tensors that are large: it is worth a look at the files."""
+    sizes = (stated_size(index[key]) for key in keys)
+    return [s for s in sizes if s.num_bytes > LARGE_BYTES or s.num_parts > MANY_PARTS]
 
 
 def large_objects(grids: Mapping[str, Ints]) -> list[StatedSize]:
     """The sizes of those of the sharded objects, by key, that have many cells."""
-    stated = [StatedSize(key, 0, math.prod(shape)) for key, shape in grids.items()]
-    return [size for size in stated if size.is_large]
+    sizes = (StatedSize(key, 0, math.prod(shape)) for key, shape in grids.items())
+    return [size for size in sizes if size.num_parts > MANY_PARTS]
 
 
 def meets_many(tensor: StoredTensor, box: Box) -> bool:

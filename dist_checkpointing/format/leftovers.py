@@ -70,11 +70,6 @@ def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
     return noted
 
 
-def end_removal(folder: Path) -> None:
-    """Forget what was written down."""
-    local_folder.remove_all([folder / REMOVAL_NAME], folder)
-
-
 def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     """Name of the last attempt in a folder, and what it was about to create."""
     data = location.read_regular(folder / ATTEMPT_NAME, _MAX_BYTES)
@@ -137,7 +132,7 @@ _START_BYTES: Final = len(_START % (b"0" * 32))
 def clear(folder: Path, names: Iterable[str]) -> None:
     """Delete what an attempt created, and what speaks of it."""
     clear_temporaries(folder)
-    local_folder.remove_all([folder / name for name in sorted({*names, REMOVAL_NAME})], folder)
+    location.remove_all(sorted({*names, REMOVAL_NAME}), folder)
 
 
 def clear_temporaries(folder: Path) -> None:
@@ -146,8 +141,7 @@ def clear_temporaries(folder: Path) -> None:
     For a process that has the lock of the folder.
     """
     names = {*leftovers(folder), ATTEMPT_NAME, REMOVAL_NAME, DCP_METADATA_NAME}
-    for path in location.temporaries(names, folder):
-        local_folder.remove(path, folder)
+    location.remove_temporaries(names, folder)
 
 
 def refuse_foreign(
@@ -158,8 +152,8 @@ def refuse_foreign(
         names = [n for n in names if DCKPT_FOLDER in there and n.startswith(f"{DCKPT_FOLDER}/")]
     foreign = {n for n in names if n not in left and location.is_there(folder / n)}
     # What is written below a link would lie outside of the checkpoint.
-    above = {parent for n in names for parent in Path(n).parents}
-    links = {p.as_posix() for p in above if p.parts and (folder / p).is_symlink()} - left
+    above = location.folders_of(names) - left
+    links = {name for name in above if (folder / name).is_symlink()}
     findings = [
         Finding(
             f"{'is a link' if name in links else 'exists'}, and no unfinished save of ours made it",

@@ -18,19 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import local_folder, location, object_store_locks as claims
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectInfo, ObjectPath
-from dist_checkpointing.filesystem.object_store_locks import (
-    BEATS,
-    CLAIMS,
-    COMMITS,
-    PERIOD,
-    HeldClaim,
-    fence_numbers,
-    numbers_in,
-    read_outcome,
-)
 from dist_checkpointing.format.commit import (
     DATA,
     StoreAttempt,
@@ -87,7 +77,7 @@ def _not_ours(folder: Location, problem: str) -> CheckpointNotFoundError:
 
 
 def remove_from_store(
-    root: ObjectPath, period: float = PERIOD, *, attempt: str | None = None
+    root: ObjectPath, period: float = claims.PERIOD, *, attempt: str | None = None
 ) -> None:
     """Delete a checkpoint, and what unfinished saves left below its prefix.
 
@@ -97,22 +87,24 @@ def remove_from_store(
     """
     store = root.store
     # Before the claim: nothing that a later save writes is in this list.
-    found = [*store.list_below(root.prefix)]
-    numbers, decided = numbers_in(root, found)
+    found = [*root.objects()]
+    numbers, decided = claims.numbers_in(root, found)
     if not numbers:
         raise _not_ours(root, "no save of this library claimed this prefix")
     commits = _commits_in_order(root, numbers, decided, attempt)
-    claim = HeldClaim.acquire(root, period, (numbers, decided))
+    claim = claims.HeldClaim.acquire(root, period, (numbers, decided))
     try:
         if _marks_of_commits(root, claim.found) != _marks_of_commits(root, found):
             commits = _commits_in_order(root, claim.numbers, claim.decided, attempt)
-            found = [*store.list_below(root.prefix)]
+            found = [*root.objects()]
             claim.require_held()
         store.delete([(root / CONFIG_FNAME).key])
         for some in commits:
-            store.delete([(root / f"{COMMITS}/{number}.json").key for number in some])
-        below = tuple((root / name).prefix for name in (DATA, BEATS))
-        earlier = [(root / f"{CLAIMS}/{n}.json").key for n in claim.numbers if n < claim.number]
+            store.delete([(root / f"{claims.COMMITS}/{number}.json").key for number in some])
+        below = tuple((root / name).prefix for name in (DATA, claims.BEATS))
+        earlier = [
+            (root / f"{claims.CLAIMS}/{n}.json").key for n in claim.numbers if n < claim.number
+        ]
         store.delete([*(info.key for info in found if info.key.startswith(below)), *earlier])
         claim.forget()
         store.delete([claim.path.key])
@@ -126,26 +118,26 @@ def remove_from_store(
 
 def _marks_of_commits(root: ObjectPath, found: Iterable[ObjectInfo]) -> list[object]:
     """What changes when a claim is decided, or the numbers of claims have begun again."""
-    below = (root / COMMITS).prefix
+    below = (root / claims.COMMITS).prefix
     return [info if info.etag else object() for info in found if info.key.startswith(below)]
 
 
 def _commits_in_order(
-    root: ObjectPath, claims: list[int], decided: list[int], attempt: str | None
+    root: ObjectPath, numbers: list[int], decided: list[int], attempt: str | None
 ) -> tuple[set[int], set[int]]:
     """The numbers of the commits that a removal deletes at first, and of the one that goes last.
 
     That is the checkpoint: an older commit must not come to light again. CheckpointNotFoundError if
     it is another one than ``attempt``.
     """
-    outcomes = {number: read_outcome(root, number) for number in decided}
+    outcomes = {number: claims.read_outcome(root, number) for number in decided}
     last = [number for number in decided if "attempt" in outcomes[number]][-1:]
     for number in last if attempt is not None else ():
         name = str(outcomes[number]["attempt"])
         # A copy from a disk keeps the name that the save had there.
         if attempt != name and attempt != attempt_of(root / DATA / name):
             raise _not_ours(root, "another save is the checkpoint")
-    return {*decided} - {*last} - fence_numbers(root, claims, outcomes), {*last}
+    return {*decided} - {*last} - claims.fence_numbers(root, numbers, outcomes), {*last}
 
 
 def is_leftover(folder: Location) -> bool:
@@ -153,7 +145,7 @@ def is_leftover(folder: Location) -> bool:
     if is_committed(folder):
         return False
     if isinstance(folder, ObjectPath):
-        return bool(location.names_in(folder / CLAIMS))
+        return bool(location.names_in(folder / claims.CLAIMS))
     return attempt_of(folder) is not None or is_spent(folder)
 
 

@@ -77,7 +77,7 @@ class SealedFile:
     def put(cls, folder: Location, name: str, data: bytes, durability: Durability) -> SealedFile:
         """Write a small file, see ``file_writer.put``."""
         file_writer.put(folder, name, data, durability)
-        return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
+        return cls.of_bytes(name, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,26 +282,24 @@ def _digested(folder: Location, name: str) -> SealedFile:
 def check_files(seal: Seal, folder: Location, names: Iterable[str]) -> list[Finding]:
     """What is wrong with some files, by size and digest; empty if they are as they were sealed."""
 
-    def damage(name: str) -> tuple[str, object, object] | None:
-        sealed = seal.files.get(name)
+    def damage(name: str) -> Finding | None:
+        sealed, path = seal.files.get(name), str(folder / name)
         if sealed is None:
-            return "the seal does not name this file", None, None
+            return Finding("the seal does not name this file", path=path)
         size = location.size_of(folder / name)
         if size is None:
-            return "the file is missing", None, None
+            return Finding("the file is missing", path=path)
         if size != sealed.num_bytes:
-            return "the file has another size", f"{sealed.num_bytes} bytes", size
+            expected = f"{sealed.num_bytes} bytes"
+            return Finding("the file has another size", None, expected, size, path=path)
         digest = None if sealed.digest is None else _digested(folder, name).digest
         if digest != sealed.digest:
-            return "the file is not what was saved: its digest differs", sealed.digest, digest
+            problem = "the file is not what was saved: its digest differs"
+            return Finding(problem, None, sealed.digest, digest, path=path)
         return None
 
     looked_at = [] if seal.is_open else [*names]
-    return [
-        Finding(found[0], expected=found[1], found=found[2], path=str(folder / name))
-        for name, found in zip(looked_at, in_threads(damage, looked_at, _THREADS), strict=True)
-        if found is not None
-    ]
+    return [*filter(None, in_threads(damage, looked_at, _THREADS))]
 
 
 def check_config(seal: Seal, folder: Location) -> list[Finding]:
@@ -345,7 +343,7 @@ def resealing(folder: Path) -> Iterator[None]:
     before = {name: _identity(folder / name) for name in seal.files}
     # What the seal does not name may be of a removal that was cut off, if there was one.
     unknown = () if seal.is_open else unnamed_files(seal, folder)
-    _replace(folder, replace(seal, is_open=True))
+    local_folder.write_atomic(folder / SEAL_NAME, replace(seal, is_open=True).to_json())
     yield
     files = {}
     for name, file in seal.files.items():
@@ -362,11 +360,8 @@ def resealing(folder: Path) -> Iterator[None]:
         if not _is_unsealed(name):
             files[name] = _digested(folder, name)
     tables = {name: keys for name, keys in seal.tables.items() if name in files}
-    _replace(folder, replace(seal, files=files, tables=tables, is_open=False))
-
-
-def _replace(folder: Path, seal: Seal) -> None:
-    local_folder.write_atomic(folder / SEAL_NAME, seal.to_json())
+    sealed = replace(seal, files=files, tables=tables, is_open=False)
+    local_folder.write_atomic(folder / SEAL_NAME, sealed.to_json())
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:

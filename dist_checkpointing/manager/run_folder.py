@@ -191,8 +191,8 @@ class RunFolder:
         check_room(self.root, 0)
         with self._lock:
             # Once: another process may be writing one later, to note that it has verified a step.
-            for path in [] if self._has_saved else location.temporaries([RECORD_NAME], self.root):
-                path.unlink()
+            if not self._has_saved:
+                location.remove_temporaries([RECORD_NAME], self.root)
             is_here = (is_there if self.is_on_disk else is_folder)(self.folder(step))
             with self._changing() as record:
                 if self._has_saved and self._name not in (record.writer or self._name):

@@ -265,24 +265,14 @@ class SaveFolder:
                     durability=self.durability,
                     is_all_here=self.disks is None,
                 )
-                self._commit(attempt, writer.commit_file)
+                if writer.commit_file is None:
+                    attempt.commit(self.config)
+                else:
+                    assert isinstance(attempt, Attempt)
+                    attempt.commit_as_foreign(*writer.commit_file, self.file)
         if self.disks is not None:
             self._attempt = None  # nothing is removed from here on
             self._note_commit(attempt, self.disks, comm)
-
-    def _commit(
-        self, attempt: Attempt | StoreAttempt, commit_file: tuple[str, bytes | None] | None
-    ) -> None:
-        if commit_file is None:
-            attempt.commit(self.config)
-            return
-        assert isinstance(attempt, Attempt)
-        name, content = commit_file
-        if content is not None:
-            attempt.commit_as_foreign(name, content)
-        else:
-            assert isinstance(self.file, Path)
-            attempt.commit_file(name, self.file)
 
     def _note_commit(self, part: Attempt | StoreAttempt | None, disks: Disks, comm: Comm) -> None:
         """Note on every disk but rank 0's that rank 0 has committed, and of what. Collective.

@@ -183,7 +183,7 @@ class SaveJob:
         self._replicas: ReplicaComparison | None = None
         self._common_files: Sequence[SealedFile] | None = None
         # What came of ``write_behind``, or the error that left it without copies.
-        self._outcome: Outcome[driver.Written] = Outcome(_WRITING, None, None)
+        self._outcome: Outcome[driver.Written] = Outcome(_WRITING)
         self._of_ranks: Sequence[driver.Written] = ()
         self._buffers: StagingBuffers | None = None
 
@@ -445,7 +445,7 @@ class SaveJob:
             self.capture()
             self._require_unchanged()
         except Exception as error:  # noqa: BLE001 - all ranks must hear of it
-            self._outcome = Outcome(_WRITING, None, error)
+            self._outcome = Outcome(_WRITING, error=error)
 
     # Writing.
 
@@ -512,7 +512,7 @@ class SaveJob:
             with comm.agreed(_WRITING):
                 request = self.strategy.request(self.folder.data)
             written = driver.Written(save=self._save_number())
-            self._outcome = Outcome(_WRITING, written, None)
+            self._outcome = Outcome(_WRITING, written)
             request.add_finalize_fn(lambda: self.finish(comm))
             return request
         with comm.agreed("copying the state"):

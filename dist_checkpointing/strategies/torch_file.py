@@ -159,7 +159,7 @@ class TorchFileWriter(StorageWriter):
         cells: dict[str, dict[Ints, Any]] = {}
         for row in np.flatnonzero(table.is_object).tolist():
             cells.setdefault(table.key(row), {})[table.box(row).offset] = data_of(row)
-        rows = [(key, index.dtype_of(key), index[key].global_shape) for key in index]
+        rows = [(key, index[key].dtype, index[key].global_shape) for key in index]
         path = self.checkpoint_dir / _FILE_NAME
         starts = create(path, rows, self.common, cells)
 

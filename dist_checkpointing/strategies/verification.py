@@ -189,7 +189,7 @@ def split_filled(
         wanted.setdefault(leaf.key, []).append(leaf)
     filled, others = [], []
     for key, known in parts.items():
-        dtype = index.dtype_of(key).torch
+        dtype = index[key].dtype.torch
         for part in known:
             found = (values_of(leaf, part, dtype) for leaf in wanted[key])
             values = next((memory for memory in found if memory is not None), None)

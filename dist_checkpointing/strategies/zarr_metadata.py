@@ -13,7 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.format.file_names import disk_name, disk_names
-from dist_checkpointing.format.geometry import Ints, Pieces, padded_rows, renumbered
+from dist_checkpointing.format.geometry import (
+    Ints,
+    Pieces,
+    padded_rows,
+    renumbered,
+    rows_from_lists,
+)
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
@@ -213,6 +219,7 @@ def parse(name: str, node: Mapping[str, Any]) -> StoredTensor:
         chunk = tuple(node["chunk_grid"]["configuration"]["chunk_shape"])
         dtype = tensor_memory.from_name(node["data_type"])
         return StoredTensor(key, dtype, tuple(node["shape"]), chunk)
-    pieces = Pieces.from_lists(ours["offsets"], ours["shapes"], ours["flat"])
+    columns = (ours[name] for name in ("offsets", "shapes", "flat"))
+    pieces = Pieces.checked(*map(rows_from_lists, columns))
     dtype = tensor_memory.from_name(ours["data_type"])
     return StoredTensor(key, dtype, tuple(ours["global_shape"]), None, pieces)

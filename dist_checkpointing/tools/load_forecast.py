@@ -20,6 +20,7 @@ import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.filesystem.ranged_reads import StoreFile
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -332,14 +333,15 @@ def _cost(
     places = dict(zip(chunks, reader.places(chunks), strict=True))
     read_bytes, decoded, buffers = 0, list[int](), list[int]()
     for (chunk, _), windows in by_chunk.items():
-        place, itemsize = places[chunk], index.dtype_of(chunk.fqn).itemsize
+        place, itemsize = places[chunk], index[chunk.fqn].dtype.itemsize
         if place is not None and place.is_read_whole:
             size = max(window.start + window.array_size for window in windows) * itemsize
             read_bytes += place.num_bytes
             decoded.append(place.num_bytes + size)
             continue
         for window in windows:
-            gap, is_mapped = reader.files.limits.strided_gap, reader.files.maps_files
+            gap = None if isinstance(reader.files.folder, Path) else StoreFile.most_gap
+            is_mapped = reader.files.maps_files
             num_bytes, buffer = bytes_read(window, itemsize, gap, is_mapped=is_mapped)
             read_bytes += num_bytes
             buffers.append(buffer)

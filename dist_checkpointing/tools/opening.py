@@ -113,7 +113,7 @@ class Files:
             len(uses),
             sum(use.num_bytes for use in uses),
             sum(use.num_bytes_stored for use in uses),
-            sum(use.num_bytes for use in uses if use.is_shared),
+            sum(use.num_bytes for use in uses if use.inode is not None),
         )
 
     def own_text(self) -> str:

@@ -80,7 +80,7 @@ def adopt(folder: Path) -> None:
     its end. Nothing is deleted: a checkpoint that is there stays one. CheckpointExistsError if a
     save is writing there.
     """
-    if not local_folder.is_folder(folder):
+    if not location.is_folder(folder):
         return
     with FolderLock.acquire(folder):
         known, theirs = leftovers(folder), _made_by_megatron(folder)

@@ -277,7 +277,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         self._folder = SaveFolder(self.path, SaveHooks(), overwrite=self.overwrite)
         config = CheckpointingConfig(*self._writes, self._common.backend, self._common.version)
         self._folder.config, self._folder.durability = config, writer.options.durability
-        planned = Outcome("planning the save", laid_out[0][1], None)
+        planned = Outcome("planning the save", laid_out[0][1])
         self._folder.claim(SingleProcess(), planned, lambda _: names, durable=True)
         set_up_writer(writer, rank=0, world_size=len(plans))
         self._writer = writer

@@ -113,7 +113,7 @@ class SafetensorsWriter(StorageWriter):
 
     def _rows(self, index: Index) -> list[TensorRow]:
         """The tensors as they are stored."""
-        return [(key, self._stored(index.dtype_of(key)), index[key].global_shape) for key in index]
+        return [(key, self._stored(index[key].dtype), index[key].global_shape) for key in index]
 
     def _stored(self, dtype: DType) -> DType:
         is_cast = self.dtype is not None and dtype.name in FLOATING
@@ -146,7 +146,7 @@ class SafetensorsWriter(StorageWriter):
                 key, data = table.key(row), data_of(row)
                 assert isinstance(data, torch.Tensor)
                 number, shape = file_of[key], table.global_shape(row)
-                dtype = self._stored(index.dtype_of(key)).torch
+                dtype = self._stored(index[key].dtype).torch
                 array = tensor_memory.as_numpy(data.detach().to("cpu", dtype).contiguous())
                 for box, values in values_of_part(table.box(row), table.flat_range(row), array):
                     start, window = files[number].starts[key], Window(0, shape, box)

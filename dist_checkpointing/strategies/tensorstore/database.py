@@ -150,7 +150,7 @@ def _place(base: BaseParts, table: ShardTable, index: Index, row: int) -> tuple[
         return 0, _ANY
     stored, wanted = base.index.chunk_shape(key), index.chunk_shape(key)
     is_padded = wanted is not None and math.prod(wanted) != box.num_elements
-    itemsize, chunk = index.dtype_of(key).itemsize, tuple(stored or ())
+    itemsize, chunk = index[key].dtype.itemsize, tuple(stored or ())
     if base.same_box[row]:
         if wanted is None or not is_padded:
             return 0, int(table.num_bytes[row])
@@ -245,7 +245,7 @@ def drop_all_but(root: Path, kept: Index) -> None:
     if rest is not None:
         write_tree(root, *rest, write=local_folder.write_content)
         local_folder.fsync_folder(root)
-    local_folder.remove_all([root / name for name in unused], root)
+    location.remove_all(unused, root)
 
 
 def _split(

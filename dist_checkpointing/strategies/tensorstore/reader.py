@@ -23,8 +23,8 @@ from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor
 from dist_checkpointing.format.leftovers import (
+    REMOVAL_NAME,
     PlannedRemoval,
-    end_removal,
     note_removal,
     noted_removal,
 )
@@ -272,7 +272,7 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
         # Once the index does not name them they are unreachable; what follows frees their space.
         local_folder.write_atomic(root / INDEX_NAME, kept.to_json())
         database.drop_all_but(root, kept)
-        end_removal(root)
+        store.remove_all([REMOVAL_NAME], root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         from dist_checkpointing.strategies.tensorstore import database  # noqa: PLC0415 - it writes

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME, PlannedRemoval
 from dist_checkpointing.strategies.base import PathOrStr, PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.metadata import (
@@ -90,7 +90,7 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
         _, kept, unused = _parted(root, key_prefix)
         # Once it does not name them they are unreachable; files of nothing else are freed then.
         local_folder.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
-        local_folder.remove_all([root / file for file in unused], root)
+        location.remove_all(unused, root)
 
     def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
         metadata, kept, unused = _parted(Path(checkpoint_dir), key_prefix)

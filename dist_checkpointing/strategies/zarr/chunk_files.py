@@ -35,8 +35,8 @@ from dist_checkpointing.format.index import (
     size_of_files,
 )
 from dist_checkpointing.format.leftovers import (
+    REMOVAL_NAME,
     PlannedRemoval,
-    end_removal,
     note_removal,
     noted_removal,
 )
@@ -431,13 +431,13 @@ class ZarrFolderLoadStrategy(PlannedLoadStrategy):
                 removed[key] = tuple(self.folders_of(index[key]))
         return index, removed
 
-    def files_of(self, root: Path, removed: Mapping[str, Iterable[str]]) -> Iterator[Path]:
+    def files_of(self, root: Path, removed: Mapping[str, Iterable[str]]) -> Iterator[str]:
         """The files of tensors to remove."""
-        for folder in (root / name for names in removed.values() for name in names):
-            if local_folder.is_real_folder(folder, root):
-                for path in sorted(folder.iterdir()):
-                    if self.file_names.fullmatch(path.name) and path.is_file():
-                        yield path
+        for folder in itertools.chain.from_iterable(removed.values()):
+            if local_folder.is_real_folder(root / folder, root):
+                for name in location.names_in(root / folder):
+                    if self.file_names.fullmatch(name) and (root / folder / name).is_file():
+                        yield f"{folder}/{name}"
 
     @abstractmethod
     def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
@@ -450,15 +450,15 @@ class ZarrFolderLoadStrategy(PlannedLoadStrategy):
             return
         note_removal(root, removed)
         self.hide(root, index.without(removed), removed)
-        local_folder.remove_all(self.files_of(root, removed), root)
+        location.remove_all(self.files_of(root, removed), root)
         for folder in sorted(root / name for names in removed.values() for name in names)[::-1]:
             if local_folder.is_real_folder(folder, root) and not any(folder.iterdir()):
                 local_folder.remove(folder, root)
-        end_removal(root)
+        location.remove_all([REMOVAL_NAME], root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         root = Path(checkpoint_dir)
         index, removed = self.stored_and_removed(root, key_prefix)
-        files = tuple(path.relative_to(root).as_posix() for path in self.files_of(root, removed))
+        files = tuple(self.files_of(root, removed))
         keys = tuple(key for key in index if key in removed)
         return PlannedRemoval(keys, files, is_unfinished=bool(noted_removal(root)))
