@@ -114,8 +114,6 @@ def _chunk_bytes(stored: StoredTensor) -> int:
 
 def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
     backend, version = checkpoint.backend
-    if backend in ("safetensors", "torch_file", "deepspeed"):
-        return {}
     tables = [n for n in sizes if n.startswith(f"{CHECKSUMS_NAME}/") and n.endswith(".bin")]
     facts = {
         "checksums": f"in {counted(len(tables), 'table')}" if tables else "none were kept",
