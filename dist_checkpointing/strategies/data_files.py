@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -177,14 +177,19 @@ def write_window(descriptor: int, start: int, window: Window, values: Array) -> 
 
     Byte ranges of different writers never overlap, so no lock is needed.
     """
-    parts = values[..., np.newaxis]
     axes = axes_apart(window, values.itemsize, maps_files=False, most_gap=0)
     positions = (start + run_positions(window, axes, values.itemsize)).tolist()
-    for index, position in zip(np.ndindex(*values.shape[:axes]), positions, strict=True):
-        data = bytes_of(parts[index])
-        while data:
-            written = os.pwrite(descriptor, data, position)
-            data, position = data[written:], position + written  # noqa: PLW2901
+    blocks: Iterable[memoryview]
+    if values.flags.c_contiguous:
+        whole, size = bytes_of(values), values.nbytes // max(1, len(positions))
+        blocks = (whole[first : first + size] for first in range(0, len(whole), max(1, size)))
+    else:
+        parts = values[..., np.newaxis]
+        blocks = (bytes_of(parts[index]) for index in np.ndindex(*values.shape[:axes]))
+    for block, position in zip(blocks, positions, strict=True):
+        done = os.pwrite(descriptor, block, position)
+        while done < len(block):
+            done += os.pwrite(descriptor, block[done:], position + done)
 
 
 def balanced(rows: Int64s, sizes: Int64s, count: int) -> list[Int64s]:
