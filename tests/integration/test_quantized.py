@@ -324,8 +324,9 @@ def test_conversions_slices_and_files(tmp_path: Path, dtype: torch.dtype) -> Non
 
 
 def test_scales_of_another_name(tmp_path: Path) -> None:
+    """One number a row, without a second axis; and codes that stay what they are."""
     folder = written(tmp_path / "hf", {"a.w": fp8(4, 4), "a.scale": scales_of(4), "b": fp8(2)})
-    recipe = Recipe(Dequantize("{m*}.w", "float32", scales="{m}.scale"))
+    recipe = Recipe(Rename("{m*}.scale", "{m}.w_scale"), Dequantize("{m*}.w", "float32"))
     found = preview_recipe(recipe, folder)
     assert sorted(found.tensors) == ["a.w", "b"]
     want = of_blocks(fp8(4, 4), scales_of(4)[:, None], 1, 4)
@@ -372,7 +373,10 @@ WRONG: dict[str, tuple[Tensors, list[Rule], list[str]]] = {
     "a rule before": (
         {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1)},
         [Transpose("a.weight")],
-        ["'a.weight': it is cut, joined or turned by a rule before", "Put this rule before"],
+        [
+            "'a.weight': a rule before has cut, joined or turned a.weight",
+            "Put this rule before",
+        ],
     ),
 }
 
