@@ -284,6 +284,27 @@ def test_what_other_backends_have_stored(tmp_path: Path, backend: Any, verify: A
         assert_same_bits(template[key].data, own.contiguous(), key)
 
 
+@pytest.mark.parametrize("key", ["a.weight", "up"])
+def test_values_are_computed_in_bounded_memory(tmp_path: Path, key: str) -> None:
+    """Codes are read to where their values belong: nothing is as large as they are."""
+    shape, whole = {"a.weight": (4096, 2048), "up": (4, 2048, 1024)}[key], slice(None)
+    tensors = {
+        "a.weight": fp8(4096, 2048),
+        "a.weight_scale_inv": scales_of(32, 16),
+        "up_blocks": octets(4, 1024, 64, 16),
+        "up_scales": octets(4, 1024, 64),
+    }
+    folder = written(tmp_path / "hf", tensors)
+    memory = torch.empty(shape, dtype=torch.bfloat16)
+    odd = memory[whole, 1:] if key == "up" else memory[1:]
+    offset = [0, 1, 0] if key == "up" else [1, 0]
+    template = {"own": ShardedTensor.from_offset(key, odd, shape, offset)}
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        load(template, folder, recipe=Recipe(Dequantize()))
+    allocated = [event.self_cpu_memory_usage for event in profiled.events() or ()]
+    assert 2**19 < max(allocated) < 2**22 < odd.nbytes / 3
+
+
 def test_damage_of_scales_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     save(wholes(STORED), folder, ("zarr", 1))
