@@ -46,12 +46,11 @@ class Piece:
     @property
     def stored_boxes(self) -> Iterator[tuple[str, Box]]:
         """Keys and boxes of what is read for it."""
-        own = self.quantization
-        if self.key is not None and own is None:
+        if self.quantization is not None:
+            for part, _ in self.quantization.parts(self.source_box, None):
+                yield from self.quantization.stored_boxes(part)
+        elif self.key is not None:
             yield self.key, self.source_box
-        elif self.key is not None and own is not None:
-            for part, _ in own.parts(self.source_box, None):
-                yield from zip((self.key, own.scales), own.stored_boxes(part), strict=True)
 
     @property
     def source_box(self) -> Box:

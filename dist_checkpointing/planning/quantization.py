@@ -18,15 +18,16 @@ _FP4_VALUES = torch.tensor([*_FP4_E2M1, *(-value for value in _FP4_E2M1)], dtype
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a tensor is stored as codes, and as a scale for each block of its values.
+    """How a tensor is stored: as codes, and as scales, one for each block of its values; by keys.
 
-    ``scales`` is their key. Scale ``i // block`` of an axis is that of its element ``i``; ``block``
-    has only the axes of the scales, the first ones, and the others have one scale.
+    Scale ``i // block`` of an axis is that of its element ``i``; ``block`` has only the axes of the
+    scales, the first ones, and the others have one scale.
 
     If a byte holds two values, ``packed`` are the extents ``(groups, bytes of a group, 2)`` of the
     last axis, which becomes three. The codes have the first two of them.
     """
 
+    codes: str
     scales: str
     block: Ints
     packed: Ints = ()
@@ -47,17 +48,17 @@ class Quantization:
             done += run.num_elements
             yield Box(box.offset[:-1] + run.offset, box.shape[:-1] + run.shape), own
 
-    def stored_boxes(self, part: Box) -> tuple[Box, Box]:
-        """The boxes of the codes and of the scales of a part."""
+    def stored_boxes(self, part: Box) -> tuple[tuple[str, Box], tuple[str, Box]]:
+        """Keys and boxes of the codes and of the scales of a part."""
         ndim = len(part.shape) - bool(self.packed)
         axes = zip(part.offset, part.stop, self.block, strict=False)
         blocks = [range(start // size, -(-stop // size)) for start, stop, size in axes]
         scales = Box(tuple(block.start for block in blocks), tuple(map(len, blocks)))
-        return Box(part.offset[:ndim], part.shape[:ndim]), scales
+        return (self.codes, Box(part.offset[:ndim], part.shape[:ndim])), (self.scales, scales)
 
     def dequantize(self, part: Box, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Compute the values of a part; codes may have their memory: the first of each byte."""
-        _, blocks = self.stored_boxes(part)
+        _, (_, blocks) = self.stored_boxes(part)
         are_exponents = scales.dtype.itemsize == 1
         scales = scales.view(torch.uint8).int() - 127 if are_exponents else scales.float()
         scales = scales[(..., *(None for _ in part.shape[len(self.block) :]))]

@@ -26,9 +26,9 @@ class Dequantize(CastTo, name="dequantize"):
     two values each and a power of two ``[..., groups]``. Experts in MXFP4, of three axes, change
     their last two axes, as the model of gpt-oss has them. What is not quantized stays as it is.
 
-    Without ``scales``, a new name for the match, those of ``NAME`` are ``NAME_scale_inv`` or
-    ``NAME_scale``, and ``NAME_blocks`` and ``NAME_scales`` (MXFP4) become ``NAME``. Each value is
-    the product in float32, converted once to the dtype of the tensor to fill.
+    The scales of ``NAME`` are ``NAME_scale_inv`` or ``NAME_scale``; ``NAME_blocks`` and
+    ``NAME_scales`` (MXFP4) become ``NAME``. Rules before may give such names. Each value is the
+    product in float32, converted once to the dtype of the tensor to fill.
 
     Example:
         >>> from dist_checkpointing.planning import Dequantize
@@ -38,7 +38,6 @@ class Dequantize(CastTo, name="dequantize"):
 
     pattern: str = "{name*}"
     dtype: str = "bfloat16"
-    scales: str | None = None
     block: Sequence[int] = (128, 128)
 
     def check(self) -> None:
@@ -47,22 +46,18 @@ class Dequantize(CastTo, name="dequantize"):
 
     def change(self, tensors: Mapping[str, Any], wanted: Wanted | None) -> Change:  # noqa: ARG002
         change = Change()
-        for key, match, _ in self.matches(tensors):
+        for key, *_ in self.matches(tensors):
             with change.noting(key):
-                name, names = key.removesuffix("_blocks"), [f"{key}_scale_inv", f"{key}_scale"]
-                if self.scales is not None:
-                    names = [self.expanded(match, self.scales)]
-                elif name != key:
-                    names = [f"{name}_scales"]
-                dtypes = _FP8 | {"uint8"} if name != key or self.scales else _FP8
+                name, dtype = key.removesuffix("_blocks"), tensors[key].dtype.name
+                names, dtypes = [f"{key}_scale_inv", f"{key}_scale"], _FP8
+                if name != key:
+                    names, dtypes = [f"{name}_scales"], frozenset({"uint8"})
                 scales = next((own for own in names if own in tensors), None)
-                dtype = tensors[key].dtype.name
-                is_quantized = dtype in dtypes
-                if is_quantized and scales is not None:
+                if dtype in dtypes and scales is not None:
                     values = self._values(tensors[key], tensors[scales], scales)
                     change.made.append((name, values))
                     change.taken += (key, scales)
-                elif is_quantized:
+                elif dtype in dtypes:
                     expected = " or ".join(names)
                     raise Misfit("its scales are missing", expected=expected, found=dtype)
                 elif scales == names[0]:
@@ -73,10 +68,10 @@ class Dequantize(CastTo, name="dequantize"):
 
     def _values(self, codes: DerivedTensor, scales: DerivedTensor, name: str) -> DerivedTensor:
         keys = [next(iter(tensor.sources), "") for tensor in (codes, scales)]
-        for tensor, key, what in zip((codes, scales), keys, ("it", name), strict=True):
+        for tensor, key in zip((codes, scales), keys, strict=True):
             if tensor != DerivedTensor.whole(key, tensor.shape, tensor.dtype):
-                problem = f"{what} is cut, joined or turned by a rule before"
-                raise Misfit(problem, remedy="Put this rule before that one.")
+                remedy = "Put this rule before that one."
+                raise Misfit(f"a rule before has cut, joined or turned {key}", remedy=remedy)
         is_packed = codes.dtype.name == "uint8"
         known = _E8M0 if is_packed else _E8M0 | FLOATING - _FP8
         if scales.dtype.name not in known:
@@ -98,6 +93,6 @@ class Dequantize(CastTo, name="dequantize"):
             fits = len(counts) == ndim and (0 not in block or 0 in shape)
         if not fits:
             raise Misfit(f"wrong shape of {name}", expected=expected, found=scales.shape)
-        how = Quantization(keys[1], block[: len(scales.shape)], packed)
+        how = Quantization(keys[0], keys[1], block[: len(scales.shape)], packed)
         values = DerivedTensor.whole(keys[0], shape, from_name(self._dtype_name), how)
         return values.permuted([0, 2, 1]) if is_packed and len(shape) == 3 else values

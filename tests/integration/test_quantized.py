@@ -284,6 +284,27 @@ def test_what_other_backends_have_stored(tmp_path: Path, backend: Any, verify: A
         assert_same_bits(template[key].data, own.contiguous(), key)
 
 
+@pytest.mark.parametrize("key", ["a.weight", "up"])
+def test_values_are_computed_in_bounded_memory(tmp_path: Path, key: str) -> None:
+    """Codes are read to where their values belong: nothing is as large as they are."""
+    shape, whole = {"a.weight": (4096, 2048), "up": (4, 2048, 1024)}[key], slice(None)
+    tensors = {
+        "a.weight": fp8(4096, 2048),
+        "a.weight_scale_inv": scales_of(32, 16),
+        "up_blocks": octets(4, 1024, 64, 16),
+        "up_scales": octets(4, 1024, 64),
+    }
+    folder = written(tmp_path / "hf", tensors)
+    memory = torch.empty(shape, dtype=torch.bfloat16)
+    odd = memory[whole, 1:] if key == "up" else memory[1:]
+    offset = [0, 1, 0] if key == "up" else [1, 0]
+    template = {"own": ShardedTensor.from_offset(key, odd, shape, offset)}
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        load(template, folder, recipe=Recipe(Dequantize()))
+    allocated = [event.self_cpu_memory_usage for event in profiled.events() or ()]
+    assert 2**19 < max(allocated) < 2**22 < odd.nbytes / 3
+
+
 def test_damage_of_scales_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     save(wholes(STORED), folder, ("zarr", 1))
@@ -324,8 +345,9 @@ def test_conversions_slices_and_files(tmp_path: Path, dtype: torch.dtype) -> Non
 
 
 def test_scales_of_another_name(tmp_path: Path) -> None:
+    """One number a row, without a second axis; and codes that stay what they are."""
     folder = written(tmp_path / "hf", {"a.w": fp8(4, 4), "a.scale": scales_of(4), "b": fp8(2)})
-    recipe = Recipe(Dequantize("{m*}.w", "float32", scales="{m}.scale"))
+    recipe = Recipe(Rename("{m*}.scale", "{m}.w_scale"), Dequantize("{m*}.w", "float32"))
     found = preview_recipe(recipe, folder)
     assert sorted(found.tensors) == ["a.w", "b"]
     want = of_blocks(fp8(4, 4), scales_of(4)[:, None], 1, 4)
@@ -372,7 +394,10 @@ WRONG: dict[str, tuple[Tensors, list[Rule], list[str]]] = {
     "a rule before": (
         {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1)},
         [Transpose("a.weight")],
-        ["'a.weight': it is cut, joined or turned by a rule before", "Put this rule before"],
+        [
+            "'a.weight': a rule before has cut, joined or turned a.weight",
+            "Put this rule before",
+        ],
     ),
 }
 
