@@ -224,28 +224,30 @@ def source_leaves(
         for piece in tensor.parts(box):
             values = None if memory is None else memory[piece.box.relative_to(box.offset).slices()]
             if piece.key is not None:
-                yield from _leaves_of_piece(derivation.stored, piece, values, steps)
+                yield from _leaves_of_piece(derivation, leaf, piece, values, steps)
             elif values is not None and piece.fill == "zeros":
                 values.zero_()
 
 
 def _leaves_of_piece(
-    stored: Index, piece: Piece, values: torch.Tensor | None, steps: Steps
+    made: Derivation, leaf: ShardedTensor, piece: Piece, values: torch.Tensor | None, steps: Steps
 ) -> Iterator[ShardedTensor]:
     """Codes are read to where their values belong, if these can hold them."""
     values = None if values is None else piece.as_source(values)
-    leaves = [ShardedTensor.of_box(stored[key], box) for key, box in piece.stored_boxes]
+    leaves = [ShardedTensor.of_box(made.stored[key], box) for key, box in piece.stored_boxes]
     own = piece.quantization
     if values is not None and own is None:
         leaves[0].data, leaves[0].dtype = values, values.dtype
     elif values is not None and own is not None:
         parts = own.parts(piece.source_box, values)
-        for (part, made), codes, scales in zip(parts, leaves[::2], leaves[1::2], strict=True):
-            assert made is not None
-            codes.data = made[..., 0] if own.packed else made
-            if not tensor_memory.is_lossless(codes.dtype, made.dtype):
-                codes.data = made.new_empty(codes.local_shape, dtype=codes.dtype)
+        # Only tensors that keep values may still share memory, where codes would be taken twice.
+        is_shared = keeps_values(made, leaf)
+        for (part, view), codes, scales in zip(parts, leaves[::2], leaves[1::2], strict=True):
+            assert view is not None
+            codes.data = view[..., 0] if own.packed else view
+            if is_shared or not tensor_memory.is_lossless(codes.dtype, view.dtype):
+                codes.data = view.new_empty(codes.local_shape, dtype=codes.dtype)
             codes.dtype = codes.data.dtype
-            scales.data = made.new_empty(scales.local_shape, dtype=scales.dtype)
-            steps.append(partial(own.dequantize, part, made, codes.data, scales.data))
+            scales.data = view.new_empty(scales.local_shape, dtype=scales.dtype)
+            steps.append(partial(own.dequantize, part, view, codes.data, scales.data))
     yield from leaves

@@ -269,7 +269,7 @@ def without_norms(tensors: Tensors) -> Tensors:
 @BACKEND
 @pytest.mark.parametrize("verify", [False, True, "restored"])
 def test_what_other_backends_have_stored(tmp_path: Path, backend: Any, verify: Any) -> None:
-    """With two leaves in one memory, and one that keeps rows of the template."""
+    """With two leaves in one memory, also where they keep rows of the template."""
     state = {**wholes(STORED), "step": 1}
     save(state, tmp_path / "ckpt", backend)
     rules = [Dequantize(block=BLOCK), Resize("layers.0.mlp.weight", size=72, fill="template")]
@@ -278,7 +278,9 @@ def test_what_other_backends_have_stored(tmp_path: Path, backend: Any, verify: A
         [want["layers.0.mlp.weight"], torch.ones(2, 45, dtype=torch.bfloat16)]
     )
     template: dict[str, Any] = {key: shard(key, torch.ones_like(own)) for key, own in want.items()}
-    template["tied"] = shard("layers.0.rows.weight", template["layers.0.rows.weight"].data)
+    for name in ("rows", "mlp"):
+        key = f"layers.0.{name}.weight"
+        template[f"tied {name}"] = shard(key, template[key].data)
     load(template, tmp_path / "ckpt", recipe=Recipe(*rules), verify=verify)
     for key, own in want.items():
         assert_same_bits(template[key].data, own.contiguous(), key)
