@@ -28,6 +28,7 @@ from dist_checkpointing.filesystem.location import (
     relative,
     write,
 )
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
     Attempt,
     CheckpointingConfig,
@@ -117,6 +118,11 @@ class _Claim(NamedTuple):
     creates: tuple[str, ...]
 
 
+def partial_folder(file: Location) -> Location:
+    """The hidden folder in which a file is written."""
+    return file.parent / f".{file.name}.dckpt-partial"
+
+
 class SaveFolder:
     """The folder of one save, on one rank; ``config`` and ``durability`` are set before ``claim``.
 
@@ -141,7 +147,7 @@ class SaveFolder:
         self.path = self.data = folder = as_location(path).absolute()
         self.file = folder if is_file else None
         if is_file:
-            self.path = self.data = folder.parent / f".{folder.name}.dckpt-partial"
+            self.path = self.data = partial_folder(folder)
         self._hooks, self.disks, self._overwrite = hooks, hooks.disks, overwrite
         self.destination = (
             str(self.file or self.path) if self.disks is None else self.disks.destination

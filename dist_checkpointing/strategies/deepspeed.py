@@ -355,7 +355,7 @@ class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
     """Loads DeepSpeed checkpoints, as ("deepspeed", 1).
 
     Example:
-        >>> from dist_checkpointing.strategies import DeepSpeedLoadShardedStrategy
+        >>> from dist_checkpointing.strategies.deepspeed import DeepSpeedLoadShardedStrategy
         >>> ("deepspeed", 1) in DeepSpeedLoadShardedStrategy.reads
         True
     """

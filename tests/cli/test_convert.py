@@ -175,13 +175,15 @@ def test_killed_in_the_middle_and_run_again(source: Path, to: str, tmp_path: Pat
     assert result.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) != []  # it did begin
     assert not (tmp_path / "out" / "metadata.json").exists()
-    assert not list((tmp_path / "out").glob("*.safetensors*"))
+    # What is named otherwise is no model to Hugging Face.
+    assert not [*(tmp_path / "out").glob("*.safetensors")]
+    assert not [*(tmp_path / "out").glob("*.json")]
     run(*arguments[1:])
     assert_arrived(tmp_path / "out", to)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("to", ["zarr", "torch"])
+@pytest.mark.parametrize("to", ["zarr", "torch_file"])
 def test_ctrl_c_in_the_middle(source: Path, to: str, tmp_path: Path) -> None:
     arguments = ("convert", source, tmp_path / "out", "--to", to, "--threads", 1)
     result = child(*arguments, before=FAILING_READ.format(name="SIGINT"))

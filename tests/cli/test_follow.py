@@ -199,7 +199,7 @@ def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run, name: str) -> None:
         assert finished.out.startswith("c: whole, ")
         return
     assert (finished.code, finished.out) == (2, "")
-    assert ("it is a file" if name == "file" else "Orbax") in finished.err
+    assert ("neither a folder nor a file of" if name == "file" else "Orbax") in finished.err
 
 
 def test_a_save_as_json(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:

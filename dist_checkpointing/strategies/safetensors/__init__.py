@@ -55,7 +55,7 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
         >>> save(state, "model", SafetensorsSaveShardedStrategy(dtype=torch.bfloat16))
-        >>> load({"w": state["w"].without_data()}, "model")["w"].dtype
+        >>> Checkpoint.open("model")["w"].dtype
         torch.bfloat16
     """
 

@@ -88,9 +88,10 @@ def unpacked(codec: Codec, data: bytes, num_bytes: int) -> Any:
     if codec.codec_id == "gzip":
         return _gunzipped(data, num_bytes)
     said = _zstd_size(data) if codec.codec_id == "zstd" else _blosc_size(data)
-    if said != num_bytes:
+    # A second frame may stand behind the one whose header speaks.
+    if said != num_bytes or (said := len(content := codec.decode(data))) != num_bytes:
         raise ValueError(f"it unpacks to {said} bytes, expected {num_bytes}")
-    return codec.decode(data)
+    return content
 
 
 def _gunzipped(data: bytes, num_bytes: int) -> bytes:
@@ -185,7 +186,7 @@ def read_decoded(codec: Codec, path: Location, num_bytes: int, key: str) -> Arra
     except FileNotFoundError as error:
         raise corrupt("a chunk is missing") from error
     try:
-        return np.frombuffer(unpacked(codec, encoded, num_bytes), np.uint8, num_bytes)
+        return np.frombuffer(unpacked(codec, encoded, num_bytes), np.uint8)
     except (RuntimeError, ValueError, OSError, EOFError) as error:
         raise corrupt(f"a chunk cannot be decoded: {error}") from error
 

@@ -35,11 +35,12 @@ from dist_checkpointing.format.commit import DATA, check_is_distributed_checkpoi
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.leftovers import attempt_of, leftovers
 from dist_checkpointing.format.removal import remove_checkpoint
+from dist_checkpointing.format.seal import shared_name
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, MetadataIndex, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.serialization.save import save_with_hooks
-from dist_checkpointing.serialization.save_folder import SaveHooks
+from dist_checkpointing.serialization.save_folder import SaveHooks, partial_folder
 from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
 from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.options import StorageOptions
@@ -155,7 +156,9 @@ class Target:
                 remedy = "Name another place, or pass --force."
                 raise _exists(folder, "a checkpoint is here", remedy)
             return
-        ours = {Path(name).parts[0] for name in leftovers(folder)} | {DCKPT_FOLDER, LOCK_NAME}
+        made, attempt = leftovers(folder), attempt_of(folder) or ""
+        made |= {shared_name(name, attempt) for name in made}
+        ours = {Path(name).parts[0] for name in made} | {DCKPT_FOLDER, LOCK_NAME}
         if location.is_there(folder / CLAIMS):
             ours.add(DATA)
         if others := {*location.names_in(folder)} - ours:
@@ -182,7 +185,8 @@ class Target:
         if leaves:
             free_key = next(name for name in map(str, range(len(common) + 1)) if name not in common)
             common[free_key] = leaves
-        before, is_saved, num_proven = attempt_of(destination), False, 0
+        begun = partial_folder(destination) if self.is_one_file else destination
+        before, is_saved, num_proven = attempt_of(begun), False, 0
         try:
             save_with_hooks(
                 SaveHooks(before_claim=lambda _: opened.require_unchanged()),
@@ -201,13 +205,13 @@ class Target:
                     num_proven = self.prove(Checkpoint.open(destination), budget)
         except BaseException:
             # Nothing is left of what this has begun; what was there before it began stays.
-            began = attempt_of(destination) != before
+            began = attempt_of(begun) != before
             if comm.rank:
                 pass
             elif is_saved and attempt_of(destination) is None:
                 local_folder.remove(destination, destination.parent)
-            elif is_saved or (began and not check_is_distributed_checkpoint(destination)):
-                remove_checkpoint(destination)
+            elif is_saved or (began and not check_is_distributed_checkpoint(begun)):
+                remove_checkpoint(begun)
             raise
         return num_proven
 
