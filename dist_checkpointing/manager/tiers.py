@@ -129,7 +129,7 @@ class Run:
         self._copier.start()
 
     def _agree_on_history(self) -> None:
-        """Let disk and store go back where the run has, and only the other one was told."""
+        """Let disk and store go back where the run has, and only the other one knows."""
         near, home = self.near.record(), self._home.record()
         if near.has_abandoned([s for s in home.steps if s == home.latest], home):
             self._home.go_back_with(near)

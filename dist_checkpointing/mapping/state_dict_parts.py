@@ -164,6 +164,15 @@ class StateDictParts:
         return {} if tree is MISSING else tree
 
 
+def with_leaves(common: Mapping[Any, Any], leaves: Sequence[ShardedBase]) -> dict[Any, Any]:
+    """A state dict of this common state, and sharded leaves under a key of their own.
+
+    A dict that holds nothing but sharded leaves leaves no trace in the common state.
+    """
+    free_key = next(name for name in map(str, range(len(common) + 1)) if name not in common)
+    return {**common, free_key: dict(enumerate(leaves))} if leaves else dict(common)
+
+
 _SAVED = (ShardedTensor, ShardedObject)
 _SPECIAL = (ShardedBase, LocalNonpersistentObject)
 

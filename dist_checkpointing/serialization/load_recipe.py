@@ -198,6 +198,15 @@ def kept_values(
     return {path: leaf.data for path, leaf in template.items() if leaf.key in made.kept_objects}
 
 
+def boxes_of(leaf: ShardedTensor) -> Iterable[tuple[Box, torch.Tensor | None]]:
+    """The boxes that make up a shard, and the memory of each, if there is any."""
+    if leaf.data is None:
+        return zip(boxes_of_part(leaf.box, leaf.flat_range), repeat(None))
+    prepended = 0 if leaf.flat_range else leaf.prepend_axis_num
+    data = leaf.data.detach()[(None,) * prepended]
+    return values_of_part(leaf.box, leaf.flat_range, data)
+
+
 def source_leaves(
     derivation: Derivation, leaf: ShardedTensor, steps: Steps
 ) -> Iterator[ShardedTensor]:
@@ -213,14 +222,7 @@ def source_leaves(
         renamed.key = stored.key
         yield renamed
         return
-    boxes: Iterable[tuple[Box, torch.Tensor | None]]
-    if leaf.data is None:
-        boxes = zip(boxes_of_part(leaf.box, leaf.flat_range), repeat(None))
-    else:
-        prepended = 0 if leaf.flat_range else leaf.prepend_axis_num
-        data = leaf.data.detach()[(None,) * prepended]
-        boxes = values_of_part(leaf.box, leaf.flat_range, data)
-    for box, memory in boxes:
+    for box, memory in boxes_of(leaf):
         for piece in tensor.parts(box):
             values = None if memory is None else memory[piece.box.relative_to(box.offset).slices()]
             if piece.key is not None:

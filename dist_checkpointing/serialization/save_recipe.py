@@ -11,14 +11,14 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
-from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, values_of_part
+from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor, tensor_memory
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
-from dist_checkpointing.mapping.state_dict_parts import StateDictParts
+from dist_checkpointing.mapping.state_dict_parts import StateDictParts, with_leaves
 from dist_checkpointing.planning.derived_tensors import DerivedTensor, Piece
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive, require_recipe
-from dist_checkpointing.serialization.load_recipe import shapes_of
+from dist_checkpointing.serialization.load_recipe import boxes_of, shapes_of
 from dist_checkpointing.threads import paused_collector
 
 Shapes = Mapping[str, tuple[Ints, tensor_memory.DType]]
@@ -57,11 +57,7 @@ def changed_state(recipe: Recipe, state_dict: Mapping[Any, Any], comm: Comm) -> 
         leaves += [
             replace(leaf, key=new) for leaf in parts.objects.values() for new in new_names[leaf.key]
         ]
-    # A dict that holds nothing but sharded leaves leaves no trace in the common state.
-    free_key = next(
-        name for name in map(str, range(len(parts.common) + 1)) if name not in parts.common
-    )
-    return {**parts.common, free_key: dict(enumerate(leaves))}
+    return with_leaves(parts.common, leaves)
 
 
 def _index_of(of_ranks: Iterable[Shapes]) -> Index:
@@ -99,7 +95,7 @@ def _tensors(
             if made.stored_as(tensor) is not None:
                 yield _renamed(leaf, key, tensor)
                 continue
-            for box, values in _boxes(leaf):
+            for box, values in boxes_of(leaf):
                 part = piece.filled_by(box)
                 if part is None:
                     continue
@@ -110,14 +106,6 @@ def _tensors(
                 new = _part(key, tensor, part.box, own)
                 new.replica_id = leaf.replica_id
                 yield new
-
-
-def _boxes(leaf: ShardedTensor) -> Iterable[tuple[Box, torch.Tensor | None]]:
-    if leaf.data is None:
-        return [(box, None) for box in boxes_of_part(leaf.box, leaf.flat_range)]
-    prepended = 0 if leaf.flat_range else leaf.prepend_axis_num
-    data = leaf.data.detach()[(None,) * prepended]
-    return values_of_part(leaf.box, leaf.flat_range, data)
 
 
 def _renamed(leaf: ShardedTensor, key: str, tensor: DerivedTensor) -> ShardedTensor:

@@ -34,7 +34,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.strategies import LoadShardedStrategy, TensorStoreLoadShardedStrategy
-from dist_checkpointing.testing import failures_on
+from dist_checkpointing.testing import failures_on, run_ranks
 from dist_checkpointing.tools import convert, load_forecast
 from states import blanks, rows, shard, wholes
 
@@ -528,6 +528,17 @@ def test_a_recipe_that_does_not_fit_a_save(tmp_path: Path, rules: Any, said: str
     assert len({str(error) for error in failures}) == 1
     assert re.search(said, str(failures[0]), re.DOTALL)
     assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_rank_of_which_nothing_is_left(tmp_path: Path) -> None:
+    def save_rank(comm: Comm) -> None:
+        state: dict[str, Any] = {"step": 3, "b": rows("b", numbered(4, 3), comm)}
+        if comm.rank:
+            state["a"] = shard("a", numbered(2, 3))
+        dc.save(state, tmp_path / "ckpt", comm=comm, recipe=dc.Recipe(Drop("b")))
+
+    run_ranks(2, save_rank)
+    assert dc.Checkpoint.open(tmp_path / "ckpt").common == {"step": 3}
 
 
 def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:

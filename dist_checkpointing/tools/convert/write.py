@@ -37,6 +37,7 @@ from dist_checkpointing.format.leftovers import attempt_of, leftovers
 from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.format.seal import shared_name
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping.state_dict_parts import with_leaves
 from dist_checkpointing.planning import DefaultSavePlanner, MetadataIndex, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.serialization.save import save_with_hooks
@@ -180,17 +181,13 @@ class Target:
         most_bytes = budget.box_bytes
         if isinstance(writer.layout, RowBlockLayout):
             most_bytes = min(most_bytes, writer.layout.max_chunk_bytes)
-        # A dict that holds nothing but sharded leaves leaves no trace in the common state.
-        leaves, common = dict(enumerate(self._leaves(most_bytes, comm))), dict(self.common)
-        if leaves:
-            free_key = next(name for name in map(str, range(len(common) + 1)) if name not in common)
-            common[free_key] = leaves
+        state_dict = with_leaves(self.common, [*self._leaves(most_bytes, comm)])
         begun = partial_folder(destination) if self.is_one_file else destination
         before, is_saved, num_proven = attempt_of(begun), False, 0
         try:
             save_with_hooks(
                 SaveHooks(before_claim=lambda _: opened.require_unchanged()),
-                common,
+                state_dict,
                 destination,
                 comm=comm,
                 sharded_strategy=strategy,
