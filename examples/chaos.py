@@ -1,6 +1,6 @@
 """Kill a training again and again at random moments: nothing is ever lost, and nothing is wrong.
 
-    python examples/chaos.py [--kills 40] [--minutes 4] [--world 2] [--seed 0] [--steps 120]
+    python examples/chaos.py [--kills 40] [--minutes 13] [--world 2] [--seed 0] [--steps 120]
     python examples/chaos.py --incremental
     python examples/chaos.py --store s3://bucket/chaos
 
@@ -43,7 +43,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, default=40, help="so many, or what fits the time")
     parser.add_argument(
-        "--minutes", type=float, help="no kill after so long; by default 1 for every 10 kills"
+        "--minutes", type=float, help="no kill after so long; by default 1 for every 3 kills"
     )
     parser.add_argument("--world", type=int, default=2, choices=(1, 2, 4), help="number of ranks")
     parser.add_argument("--seed", type=int, help="who dies and when; by default another every time")
@@ -56,7 +56,7 @@ def _arguments() -> argparse.Namespace:
     if arguments.store and arguments.incremental:
         parser.error("objects cannot share bytes: --store or --incremental")
     if arguments.minutes is None:
-        arguments.minutes = max(1.0, arguments.kills / 10)
+        arguments.minutes = max(1.0, arguments.kills / 3)
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(10_000)
     arguments.folder = output_folder(parser, arguments.folder, "chaos-")
