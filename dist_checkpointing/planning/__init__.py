@@ -40,7 +40,7 @@ if typing.TYPE_CHECKING:
         megatron_to_mixtral,
         mixtral_to_megatron,
     )
-    from dist_checkpointing.planning.quantization_rules import Dequantize
+    from dist_checkpointing.planning.quantization_rules import Dequantize, Quantize
     from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
     from dist_checkpointing.planning.recipe_rules import (
         CastTo,
@@ -76,6 +76,7 @@ __all__ = [
     "Metadata",
     "MetadataIndex",
     "Missing",
+    "Quantize",
     "ReadItem",
     "ReadTable",
     "Recipe",

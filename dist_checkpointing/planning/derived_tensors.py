@@ -18,7 +18,7 @@ import torch
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import StoredTensor
-from dist_checkpointing.planning.quantization import Quantization
+from dist_checkpointing.planning.quantization import Quantized
 
 _FEW = 32
 """Of more pieces than these, those that meet a box are found in columns."""
@@ -33,7 +33,8 @@ class Piece:
 
     Nothing stored fills a box whose ``key`` is None, but ``fill``. ``axes`` has for each axis of
     the box the axis of the stored tensor that it runs along; None for an axis of extent 1 that the
-    stored tensor does not have. If that is quantized, all of this speaks of its values.
+    stored tensor does not have. If that is quantized, all of this speaks of its values; if it is
+    to be quantized, of its codes or its scales.
     """
 
     box: Box
@@ -41,14 +42,15 @@ class Piece:
     origin: Ints
     axes: tuple[int | None, ...]
     fill: Fill = "zeros"
-    quantization: Quantization | None = None
+    quantization: Quantized | None = None
 
     @property
     def stored_boxes(self) -> Iterator[tuple[str, Box]]:
         """Keys and boxes of what is read for it."""
         if self.quantization is not None:
-            for part, _ in self.quantization.parts(self.source_box, None):
-                yield from self.quantization.stored_boxes(part)
+            for task in self.quantization.tasks(self.source_box, None, is_shared=False):
+                for tensor, box, _ in task.reads:
+                    yield from chain.from_iterable(p.stored_boxes for p in tensor.parts(box))
         elif self.key is not None:
             yield self.key, self.source_box
 
@@ -80,25 +82,14 @@ class Piece:
 
     def from_source(self, values: torch.Tensor) -> torch.Tensor:
         """A view of a tensor of the shape of ``source_box`` that has the shape of ``box``."""
-        kept = sorted(axis for axis in self.axes if axis is not None)
-        for axis in sorted({*range(len(self.origin))}.difference(kept), reverse=True):
-            values = values.select(axis, 0)
-        values = values.permute([kept.index(axis) for axis in self.axes if axis is not None])
-        for own, axis in enumerate(self.axes):
-            if axis is None:
-                values = values.unsqueeze(own)
-        return values
+        used = [axis for axis in self.axes if axis is not None]
+        others = [axis for axis in range(len(self.origin)) if axis not in used]
+        return values.permute([*used, *others]).view(self.box.shape)
 
     def as_source(self, values: torch.Tensor) -> torch.Tensor:
         """A view of a tensor of the shape of ``box`` that has the shape of ``source_box``."""
-        kept = [axis for axis in self.axes if axis is not None]
-        for axis in reversed(range(len(self.axes))):
-            if self.axes[axis] is None:
-                values = values.select(axis, 0)
-        values = values.permute(sorted(range(len(kept)), key=kept.__getitem__))
-        for axis in sorted({*range(len(self.origin))}.difference(kept)):
-            values = values.unsqueeze(axis)
-        return values
+        order = sorted((-1 if axis is None else axis, own) for own, axis in enumerate(self.axes))
+        return values.permute([own for _, own in order]).view(self.source_box.shape)
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,11 @@ class DerivedTensor:
 
     @classmethod
     def whole(
-        cls, key: str, shape: Ints, dtype: DType, quantization: Quantization | None = None
+        cls,
+        key: str,
+        shape: Ints,
+        dtype: DType,
+        quantization: Quantized | None = None,
     ) -> DerivedTensor:
         """A stored tensor, perhaps quantized, of which nothing is cut."""
         axes = tuple(range(len(shape)))
@@ -183,11 +178,11 @@ class DerivedTensor:
         starts, stops = np.array(boxes, np.int64).reshape(len(boxes), 2, -1).swapaxes(0, 1)
         return starts, stops
 
-    @property
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         """Keys of the stored tensors that fill it."""
-        pairs = ((p.key, p.quantization.scales if p.quantization else None) for p in self.pieces)
-        return tuple(dict.fromkeys(key for key in chain.from_iterable(pairs) if key is not None))
+        pairs = (p.stored_boxes if p.quantization else [(p.key, None)] for p in self.pieces)
+        return tuple(dict.fromkeys(key for key, _ in chain.from_iterable(pairs) if key is not None))
 
 
 def with_extent(values: Ints, axis: int, value: int) -> Ints:

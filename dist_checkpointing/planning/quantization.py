@@ -1,24 +1,43 @@
-"""Quantized tensors: which boxes of stored codes and scales are read for a box, and its values."""
+"""Quantized tensors, both ways: which boxes are read for a box, and what is computed of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_checkpointing.format.geometry import Box, Ints, split_flat_range, split_rows
+from dist_checkpointing.mapping.tensor_memory import is_lossless
+
+if TYPE_CHECKING:
+    from dist_checkpointing.planning.derived_tensors import DerivedTensor
 
 _MOST_TOGETHER = 2**18
 """So many values at a time are computed, in float32."""
+_MOST_READ = 2**20
+"""So many values at a time are read to be quantized."""
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_VALUES = torch.tensor([*_FP4_E2M1, *(-value for value in _FP4_E2M1)], dtype=torch.float32)
 
 
+class Task(NamedTuple):
+    """Boxes of tensors to read, each into some memory, and what is computed of them then."""
+
+    reads: list[tuple[DerivedTensor, Box, Tensor | None]]
+    step: Callable[[], None] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a tensor is stored: as codes, and as scales, one for each block of its values; by keys.
+    """How a tensor is stored: as codes, and as scales, one for each block of its values.
 
     Scale ``i // block`` of an axis is that of its element ``i``; ``block`` has only the axes of the
     scales, the first ones, and the others have one scale.
@@ -27,10 +46,27 @@ class Quantization:
     last axis, which becomes three. The codes have the first two of them.
     """
 
-    codes: str
-    scales: str
+    codes: DerivedTensor
+    scales: DerivedTensor
     block: Ints
     packed: Ints = ()
+
+    def tasks(self, box: Box, values: Tensor | None, is_shared: bool) -> Iterator[Task]:
+        """What makes a box of values, in memory that others may share.
+
+        Codes are read to where their values belong, if these can hold them.
+        """
+        for part, view in self.parts(box, values):
+            ndim, blocks = len(part.shape) - bool(self.packed), _blocks_of(part, self.block)
+            own = Box(part.offset[:ndim], part.shape[:ndim])
+            codes = scales = step = None
+            if view is not None:
+                codes, dtype = view[..., 0] if self.packed else view, self.codes.dtype.torch
+                if is_shared or not is_lossless(dtype, view.dtype):
+                    codes = view.new_empty(own.shape, dtype=dtype)
+                scales = view.new_empty(blocks.shape, dtype=self.scales.dtype.torch)
+                step = partial(self.dequantize, part, view, codes, scales)
+            yield Task([(self.codes, own, codes), (self.scales, blocks, scales)], step)
 
     def parts(self, box: Box, values: Tensor | None) -> Iterator[tuple[Box, Tensor | None]]:
         """The boxes that make up a box, with three axes for a packed one, and views of its values.
@@ -48,17 +84,9 @@ class Quantization:
             done += run.num_elements
             yield Box(box.offset[:-1] + run.offset, box.shape[:-1] + run.shape), own
 
-    def stored_boxes(self, part: Box) -> tuple[tuple[str, Box], tuple[str, Box]]:
-        """Keys and boxes of the codes and of the scales of a part."""
-        ndim = len(part.shape) - bool(self.packed)
-        axes = zip(part.offset, part.stop, self.block, strict=False)
-        blocks = [range(start // size, -(-stop // size)) for start, stop, size in axes]
-        scales = Box(tuple(block.start for block in blocks), tuple(map(len, blocks)))
-        return (self.codes, Box(part.offset[:ndim], part.shape[:ndim])), (self.scales, scales)
-
     def dequantize(self, part: Box, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Compute the values of a part; codes may have their memory: the first of each byte."""
-        _, (_, blocks) = self.stored_boxes(part)
+        blocks = _blocks_of(part, self.block)
         are_exponents = scales.dtype.itemsize == 1
         scales = scales.view(torch.uint8).int() - 127 if are_exponents else scales.float()
         scales = scales[(..., *(None for _ in part.shape[len(self.block) :]))]
@@ -78,3 +106,90 @@ class Quantization:
                     numbers = codes[rows.slices()].float()
                 numbers = torch.ldexp(numbers, own) if are_exponents else numbers * own
                 values[rows.slices()] = numbers
+
+
+@dataclass(frozen=True, slots=True)
+class BlockQuantization:
+    """The codes in float8_e4m3fn, or the scales, that are made of the values of a tensor.
+
+    A scale is the largest finite magnitude in its block divided by 448, or 1 if that is zero. A
+    code is a value divided by its scale. Values that are not finite become NaN. All is computed in
+    float32, of whole blocks, so that no cut changes a bit.
+
+    ``block`` has all axes of the tensor.
+    """
+
+    values: DerivedTensor
+    block: Ints
+    makes_scales: bool = False
+
+    def tasks(self, box: Box, made: Tensor | None, is_shared: bool) -> Iterator[Task]:  # noqa: ARG002
+        """What makes a box of codes or scales."""
+        read = step = None
+        for part, place in self._parts(box, sys.maxsize if made is None else _MOST_READ):
+            if made is not None:
+                read = made.new_empty(place.shape, dtype=self.values.dtype.torch)
+                view = made[part.relative_to(box.offset).slices()]
+                step = partial(self.quantize, part, view, read)
+            yield Task([(self.values, place, read)], step)
+
+    def made_of(self, values: Box) -> Box | None:
+        """The box of codes or scales that a box of values makes; None if it cuts a block."""
+        blocks = _blocks_of(values, self.block)
+        if self._values_in(blocks) != values:
+            return None
+        return blocks if self.makes_scales else values
+
+    def quantize(self, box: Box, made: Tensor, values: Tensor) -> None:
+        """Compute a box of codes or scales of the values in all blocks that it meets."""
+        first = self._values_in(self._blocks_for(box)).offset
+        with torch.inference_mode(made.is_inference()):
+            for part, place in self._parts(box, _MOST_TOGETHER):
+                missing = [(0, -n % size) for n, size in zip(place.shape, self.block, strict=True)]
+                padded = torch.nn.functional.pad(
+                    values[place.relative_to(first).slices()].float(),
+                    [*chain.from_iterable(reversed(missing))],
+                )
+                pairs = [(n // m, m) for n, m in zip(padded.shape, self.block, strict=True)]
+                blocks = padded.reshape([*chain.from_iterable(pairs)])
+                inside = [*range(1, blocks.ndim, 2)]
+                largest = blocks.abs().amax(inside, keepdim=True)
+                if not largest.isfinite().all():
+                    blocks = blocks.where(blocks.isfinite(), math.nan)
+                    largest = blocks.nan_to_num(0).abs().amax(inside, keepdim=True)
+                # By a tensor: by a number, CUDA multiplies with its reciprocal, which rounds twice.
+                scales = largest / torch.full_like(largest, _FP8_MAX)
+                scales = scales.masked_fill(scales == 0, 1)
+                if self.makes_scales:
+                    results = scales.reshape(part.shape)
+                else:
+                    codes = (blocks / scales).clamp(-_FP8_MAX, _FP8_MAX)
+                    codes = codes.reshape(padded.shape)[part.relative_to(place.offset).slices()]
+                    results = codes.to(torch.float8_e4m3fn)
+                made[part.relative_to(box.offset).slices()] = results
+
+    def _parts(self, box: Box, most: int) -> Iterator[tuple[Box, Box]]:
+        """Parts of a box, each with the box of the values in its blocks: at most so many of those,
+        unless they are in one block.
+        """
+        for blocks in split_rows(self._blocks_for(box), most // math.prod(self.block)):
+            values = self._values_in(blocks)
+            yield blocks if self.makes_scales else values.intersect(box) or values, values
+
+    def _blocks_for(self, box: Box) -> Box:
+        return box if self.makes_scales else _blocks_of(box, self.block)
+
+    def _values_in(self, blocks: Box) -> Box:
+        axes = [*zip(blocks.offset, blocks.stop, self.block, self.values.shape, strict=True)]
+        shape = tuple(min(stop * size, n) - start * size for start, stop, size, n in axes)
+        return Box(tuple(start * size for start, _, size, _ in axes), shape)
+
+
+def _blocks_of(box: Box, block: Ints) -> Box:
+    """The blocks that a box meets, along the axes that ``block`` has."""
+    axes = zip(box.offset, box.stop, block, strict=False)
+    blocks = [range(start // size, -(-stop // size)) for start, stop, size in axes]
+    return Box(tuple(own.start for own in blocks), tuple(map(len, blocks)))
+
+
+Quantized = Quantization | BlockQuantization

@@ -1,17 +1,26 @@
-"""The rule of recipes that makes values of the codes and scales of quantized tensors."""
+"""The rules of recipes for quantized tensors: values of codes and scales, and the way back."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dist_checkpointing.format.dtypes import FLOATING, from_name
-from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.geometry import ChunkGrid, Ints
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
-from dist_checkpointing.planning.quantization import Quantization
-from dist_checkpointing.planning.recipe_rules import CastTo, Change, Misfit, Wanted, are_counts
+from dist_checkpointing.planning.quantization import BlockQuantization, Quantization
+from dist_checkpointing.planning.recipe_rules import (
+    CastTo,
+    Change,
+    EachRule,
+    Made,
+    Matched,
+    Misfit,
+    Wanted,
+    are_counts,
+)
 
 _FP8 = frozenset(name for name in FLOATING if name.startswith("float8"))
 _E8M0 = frozenset({"uint8", "float8_e8m0fnu"})
@@ -93,6 +102,46 @@ class Dequantize(CastTo, name="dequantize"):
             fits = len(counts) == ndim and (0 not in block or 0 in shape)
         if not fits:
             raise Misfit(f"wrong shape of {name}", expected=expected, found=scales.shape)
-        how = Quantization(keys[0], keys[1], block[: len(scales.shape)], packed)
+        how = Quantization(codes, scales, block[: len(scales.shape)], packed)
         values = DerivedTensor.whole(keys[0], shape, from_name(self._dtype_name), how)
         return values.permuted([0, 2, 1]) if is_packed and len(shape) == 3 else values
+
+
+@dataclass(frozen=True)
+class Quantize(EachRule, name="quantize"):
+    """Makes codes in float8_e4m3fn of floating-point tensors, and scales in float32, as DeepSeek.
+
+    ``NAME`` becomes codes, and ``NAME_scale_inv`` has the scales: one for each ``block`` of the
+    last axes, of which those at the edges may be smaller. A scale is the largest finite magnitude
+    in its block divided by 448, or 1 if that is zero; a code is the value divided by the scale,
+    both in float32, and NaN if the value is NaN or infinite. No sharding changes a bit of them.
+
+    Tensors in FP8, scales, and tensors with fewer axes than a block, such as norms and biases, stay
+    as they are. In a save each shard must hold whole blocks.
+
+    Example:
+        >>> from dist_checkpointing.planning import Quantize
+        >>> print(Quantize("model.layers.{i}.{x*}_proj.weight"))
+        quantize 'model.layers.{i}.{x*}_proj.weight'
+    """
+
+    pattern: str
+    block: Sequence[int] = (128, 128)
+
+    def check(self) -> None:
+        is_valid = self.block and are_counts(1, *self.block)
+        self.require(is_valid, "block must be a list of positive numbers")
+
+    def made(self, own: Matched) -> Made:
+        key, tensor, missing = own.key, own.tensor, len(own.tensor.shape) - len(self.block)
+        is_plain = tensor.dtype.name in FLOATING - _FP8 and not key.endswith("_scale_inv")
+        if not (is_plain and missing >= 0 and tensor.sources):
+            return [(key, tensor)]
+        if any(piece.key is None and piece.fill == "template" for piece in tensor.pieces):
+            raise Misfit("only the template holds some of its values", remedy="Fill with zeros.")
+        block, source = (*[1] * missing, *self.block), tensor.sources[0]
+        how, counts = BlockQuantization(tensor, block), ChunkGrid(tensor.shape, block).counts
+        codes = DerivedTensor.whole(source, tensor.shape, from_name("float8_e4m3fn"), how)
+        how = replace(how, makes_scales=True)
+        scales = DerivedTensor.whole(source, counts, from_name("float32"), how)
+        return [(key, codes), (f"{key}_scale_inv", scales)]

@@ -20,6 +20,7 @@ from dist_checkpointing.errors import CheckpointingException, Finding, StateMism
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
+from dist_checkpointing.planning.quantization import BlockQuantization
 from dist_checkpointing.planning.recipe_rules import RULES, Change, Missing, Rule, Tensors, Wanted
 
 T = TypeVar("T", DerivedTensor, str)
@@ -237,8 +238,10 @@ class Derivation:
         """Number of elements of each stored tensor that fill something."""
         found = Counter[str]()
         for piece in chain.from_iterable(tensor.pieces for tensor in self.tensors.values()):
+            own = piece.quantization
+            is_of_scales = isinstance(own, BlockQuantization) and own.makes_scales
             for key, box in piece.stored_boxes:
-                found[key] += box.num_elements
+                found[key] += 0 if is_of_scales else box.num_elements
         return found
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain, repeat
 from os import PathLike
 
@@ -26,7 +25,7 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nested_dicts import Path as TreePath
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
-from dist_checkpointing.planning.derived_tensors import Piece
+from dist_checkpointing.planning.derived_tensors import DerivedTensor
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.strategies.selection import OpenedCheckpoint, open_checkpoint
@@ -213,7 +212,8 @@ def source_leaves(
     """The boxes of stored tensors that fill a wanted shard.
 
     Each has a view of the memory of the shard, if that has memory; then parts that nothing stored
-    fills are set to zero on the way. What is left to do once all are read is added to ``steps``.
+    fills are set to zero on the way. What is left to do is added to ``steps`` in its order, each
+    once all that it needs was given out.
     """
     tensor = derivation.tensors[leaf.key]
     stored = derivation.stored_as(tensor)
@@ -223,33 +223,34 @@ def source_leaves(
         yield renamed
         return
     for box, memory in boxes_of(leaf):
-        for piece in tensor.parts(box):
-            values = None if memory is None else memory[piece.box.relative_to(box.offset).slices()]
-            if piece.key is not None:
-                yield from _leaves_of_piece(derivation, leaf, piece, values, steps)
-            elif values is not None and piece.fill == "zeros":
-                values.zero_()
+        yield from _leaves_of_box(derivation, leaf, tensor, box, memory, steps)
 
 
-def _leaves_of_piece(
-    made: Derivation, leaf: ShardedTensor, piece: Piece, values: torch.Tensor | None, steps: Steps
+def _leaves_of_box(
+    made: Derivation,
+    leaf: ShardedTensor,
+    tensor: DerivedTensor,
+    box: Box,
+    memory: torch.Tensor | None,
+    steps: Steps,
 ) -> Iterator[ShardedTensor]:
-    """Codes are read to where their values belong, if these can hold them."""
-    values = None if values is None else piece.as_source(values)
-    leaves = [ShardedTensor.of_box(made.stored[key], box) for key, box in piece.stored_boxes]
-    own = piece.quantization
-    if values is not None and own is None:
-        leaves[0].data, leaves[0].dtype = values, values.dtype
-    elif values is not None and own is not None:
-        parts = own.parts(piece.source_box, values)
+    for piece in tensor.parts(box):
+        values = None if memory is None else memory[piece.box.relative_to(box.offset).slices()]
+        if piece.key is None:
+            if values is not None and piece.fill == "zeros":
+                values.zero_()
+            continue
+        values = None if values is None else piece.as_source(values)
+        if piece.quantization is None:
+            source = ShardedTensor.of_box(made.stored[piece.key], piece.source_box)
+            if values is not None:
+                source.data, source.dtype = values, values.dtype
+            yield source
+            continue
         # Only tensors that keep values may still share memory, where codes would be taken twice.
-        is_shared = keeps_values(made, leaf)
-        for (part, view), codes, scales in zip(parts, leaves[::2], leaves[1::2], strict=True):
-            assert view is not None
-            codes.data = view[..., 0] if own.packed else view
-            if is_shared or not tensor_memory.is_lossless(codes.dtype, view.dtype):
-                codes.data = view.new_empty(codes.local_shape, dtype=codes.dtype)
-            codes.dtype = codes.data.dtype
-            scales.data = view.new_empty(scales.local_shape, dtype=scales.dtype)
-            steps.append(partial(own.dequantize, part, view, codes.data, scales.data))
-    yield from leaves
+        is_shared = values is not None and keeps_values(made, leaf)
+        for task in piece.quantization.tasks(piece.source_box, values, is_shared):
+            for read in task.reads:
+                yield from _leaves_of_box(made, leaf, *read, steps)
+            if task.step is not None:
+                steps.append(task.step)

@@ -265,7 +265,7 @@ def hugging_face(number: int, names: Names) -> None:
     model.sharded_state_dict = lambda: {"embedding": embedding}
     state = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in model.state_dict().items()}
     scales = {f"{key}_scale_inv": torch.ones([1] * own.ndim) for key, own in state.items()}
-    folder = "DeepSeek-V3" if number == 3 else "pretrained"
+    folder = {3: "DeepSeek-V3", 4: "model-bf16"}.get(number, "pretrained")
     shutil.rmtree("out", ignore_errors=True)
     tensors = {**state, **scales} if number == 3 else model.state_dict()
     shards = interop.shard_state_dict(tensors)

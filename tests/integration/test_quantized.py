@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 
 from dist_checkpointing import (
@@ -41,11 +40,10 @@ from dist_checkpointing.serialization import (
 )
 from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
 from dist_checkpointing.testing import assert_same_bits, run_ranks
-from states import BACKEND, blanks, flat, shard, wholes
+from quantized import Tensors, of_blocks, part_of, written
+from states import BACKEND, blanks, shard, wholes
 from tiers import examples
 
-Tensors = dict[str, torch.Tensor]
-INDEX = "model.safetensors.index.json"
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 FP4_VALUES = torch.tensor(FP4 + [-value for value in FP4])
 DTYPES = [torch.bfloat16, torch.float32]
@@ -69,29 +67,10 @@ def octets(*shape: int, least: int = 0, most: int = 255) -> torch.Tensor:
     return torch.randint(least, most + 1, shape, generator=generator, dtype=torch.uint8)
 
 
-def of_blocks(codes: torch.Tensor, scales: torch.Tensor, *block: int) -> torch.Tensor:
-    """Values in float32 of codes with one scale for each block."""
-    for axis, size in enumerate(block):
-        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, codes.shape[axis])
-    return codes.float() * scales.float()
-
-
 def of_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Values in float32: the low half of a byte comes before the high one."""
     halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
     return torch.ldexp(FP4_VALUES[halves], scales.int()[..., None] - 127).flatten(-2)
-
-
-def written(folder: Path, tensors: Tensors) -> Path:
-    """A folder as of Hugging Face; scales are in another file than the codes."""
-    folder.mkdir(exist_ok=True)
-    names = {key: "b" if "scale" in key else "a" for key in tensors}
-    for name in {*names.values()}:
-        own = {key: tensor for key, tensor in tensors.items() if names[key] == name}
-        save_file(own, folder / f"{name}.safetensors")
-    weight_map = {key: f"{name}.safetensors" for key, name in names.items()}
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    return folder
 
 
 STORED: Tensors = {
@@ -198,23 +177,6 @@ CHAINS: dict[str, tuple[list[Rule], Callable[[Tensors], Tensors]]] = {
         },
     ),
 }  # fmt: skip
-
-
-def part_of(key: str, full: torch.Tensor, comm: Comm, cut: str, at: list[float]) -> Any:
-    """A template for the part of a rank, in memory that is no row, and what it must hold."""
-    axis = full.ndim - 1 if cut == "columns" else 0
-    extent = full.numel() if cut == "flat" else full.shape[axis]
-    places = [0, *sorted(int(share * extent) for share in at[: comm.world_size - 1]), extent]
-    start, stop = places[comm.rank : comm.rank + 2]
-    if cut == "flat":
-        blank = torch.full(full.shape, 1.0).to(full.dtype)
-        return flat(key, blank, start, stop), full.reshape(-1)[start:stop]
-    part = full.narrow(axis, start, stop - start)
-    offset = [0] * full.ndim
-    offset[axis] = start
-    memory = torch.full([*reversed(part.shape)], 1.0).to(full.dtype)
-    memory = memory.permute(*reversed(range(full.ndim)))
-    return ShardedTensor.from_offset(key, memory, full.shape, offset), part
 
 
 @examples(150)

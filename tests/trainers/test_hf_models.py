@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from dist_checkpointing import Recipe, load
 from dist_checkpointing.interop import TorchState
-from dist_checkpointing.planning import Dequantize
+from dist_checkpointing.planning import Dequantize, Quantize
+from dist_checkpointing.tools.convert import convert
 from real_ranks import run_script
 
 transformers = pytest.importorskip(
@@ -105,3 +106,32 @@ def test_quantized_models_are_what_transformers_makes_of_them(
     for key, tensor in ours.state_dict().items():
         assert torch.equal(tensor, theirs[key].to(dtype)), key
         assert tensor.dtype == dtype
+
+
+def test_models_that_are_quantized_here_are_read_by_transformers(tmp_path: Path) -> None:
+    """It takes all blocks of a tensor to be alike, so none is cut off at an edge."""
+    sizes = {**SMALL, "intermediate_size": 96}
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).bfloat16()
+    model.save_pretrained(tmp_path / "bf16")
+    linears = r"model\.layers\.{i}\.(self_attn|mlp)\..*proj.*\.weight"
+    recipe = Recipe(Quantize(linears, [32, 32]))
+    convert(tmp_path / "bf16", tmp_path / "fp8", "safetensors", recipe=recipe)
+    config = tmp_path / "fp8" / "config.json"
+    line = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    settings = json.loads(config.read_text())
+    settings["quantization_config"] = {**line, "weight_block_size": [32, 32]}
+    config.write_text(json.dumps(settings))
+    how = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 32))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8", quantization_config=how, dtype=torch.bfloat16
+    ).state_dict()
+    ours = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).bfloat16()
+    load(TorchState(ours), tmp_path / "fp8", recipe=Recipe(Dequantize(block=[32, 32])))
+    changed = 0
+    for key, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, theirs[key]), key
+        before = model.state_dict()[key]
+        changed += not torch.equal(tensor, before)
+        assert ((tensor - before).abs() <= before.abs().max() / 20).all(), key
+    assert changed == 14

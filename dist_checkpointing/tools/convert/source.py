@@ -115,7 +115,8 @@ class Source:
         parts = (part for leaf in leaves for part in source_leaves(made, leaf, steps))
         sized = ((part, part.box.num_elements * made.stored[part.key].dtype.itemsize)
                  for part in parts)  # fmt: skip
-        for batch in in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER):
+        batches = in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER)
+        for batch in itertools.chain(batches, [[]]):
             stored = self.checks.read([(part.key, part.box) for part in batch])
             for part, values in zip(batch, stored, strict=True):
                 assert part.data is not None
@@ -123,8 +124,8 @@ class Source:
                     part.data.data = values
                 else:
                     part.data.copy_(values)
-        for step in steps:
-            step()
+            while steps:  # what they need was read, and is given back before more is
+                steps.pop(0)()
         return [leaf.data for leaf in leaves if leaf.data is not None]
 
     def _location(self, part: StoredPart) -> str:

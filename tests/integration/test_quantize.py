@@ -1,0 +1,457 @@
+"""Tensors that are quantized as they are read or saved. The oracle goes block by block."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
+
+from dist_checkpointing import (
+    Checkpoint,
+    CheckpointingException,
+    InvalidShardingError,
+    Recipe,
+    StateMismatchError,
+    load,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.planning import (
+    CastTo,
+    Concat,
+    Dequantize,
+    Quantize,
+    Rename,
+    Resize,
+    Rule,
+    Split,
+    Transpose,
+)
+from dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    preview_recipe,
+)
+from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.testing import assert_same_bits, run_ranks
+from dist_checkpointing.tools.convert import Rules, convert
+from quantized import Tensors, of_blocks, part_of, written
+from states import BACKEND, between, blanks, flat, rows, shard, wholes
+from tiers import examples
+
+FP8 = torch.float8_e4m3fn
+BLOCK = (16, 16)
+
+
+def quantized(values: torch.Tensor, *block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales, of one block after the other."""
+    block = (*[1] * (values.ndim - len(block)), *block)
+    counts = [-(-n // size) for n, size in zip(values.shape, block, strict=True)]
+    codes, scales = torch.empty(values.shape, dtype=FP8), torch.empty(counts)
+    for index in itertools.product(*map(range, counts)):
+        axes = zip(index, block, strict=True)
+        place = tuple(slice(i * size, (i + 1) * size) for i, size in axes)
+        own = values[place].to(torch.float32)
+        finite = own[own.isfinite()].abs().numpy()
+        scale = np.max(finite, initial=np.float32(0)) / np.float32(448)
+        scales[index] = scale = float(scale) or 1.0
+        numbers = (own / scale).clamp(-448, 448)
+        codes[place] = torch.where(own.isfinite(), numbers, math.nan).to(FP8)
+    return codes, scales
+
+
+def named(key: str, values: torch.Tensor, *block: int) -> Tensors:
+    codes, scales = quantized(values, *(block or BLOCK))
+    return {key: codes, f"{key}_scale_inv": scales}
+
+
+def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values of many magnitudes, with a block of zeros."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    powers = torch.randint(-12, 4, shape, generator=generator)
+    values = torch.ldexp(torch.randn(shape, generator=generator), powers)
+    values[..., :16, 16:32] = 0
+    return values.to(dtype)
+
+
+STORED: Tensors = {
+    "up.weight": weights(70, 45),
+    "gate.weight": weights(25, 45),
+    "down.weight": weights(33, 64, dtype=torch.float16),
+    "experts.weight": weights(3, 40, 24, dtype=torch.float32),
+    "norm.weight": weights(45, 45)[0].contiguous(),
+    "old.weight": quantized(weights(20, 20), 8, 8)[0],
+    "old.weight_scale_inv": quantized(weights(20, 20), 8, 8)[1],
+    "empty.weight": torch.empty(0, 16),
+    "ids": torch.arange(40).reshape(2, 20),
+}
+KEPT = ("norm.weight", "old.weight", "old.weight_scale_inv", "empty.weight", "ids")
+QUANTIZED = [key for key in STORED if key not in KEPT]
+
+
+def all_of(tensors: Tensors) -> Tensors:
+    made: Tensors = {}
+    for key, own in tensors.items():
+        made |= {key: own} if key in KEPT else named(key, own)
+    return made
+
+
+def changed(**tensors: torch.Tensor) -> Tensors:
+    """All that is made if some tensors take the place of the first two."""
+    others = {key: own for key, own in STORED.items() if key not in ("up.weight", "gate.weight")}
+    return all_of(others) | tensors
+
+
+OLD = of_blocks(STORED["old.weight"], STORED["old.weight_scale_inv"], 8, 8).bfloat16()
+JOINED = torch.cat([STORED["up.weight"], STORED["gate.weight"]])
+UP, GATE = (quantized(STORED[f"{name}.weight"], *BLOCK) for name in ("up", "gate"))
+QUANTIZE = Quantize("{x*}", BLOCK)
+CASES: dict[str, tuple[list[Rule], Tensors]] = {
+    "alone": ([QUANTIZE], all_of(STORED)),
+    "joined before": (
+        [Concat(["up.weight", "gate.weight"], "j"), QUANTIZE],
+        changed(**named("j", JOINED)),
+    ),
+    "turned before": (
+        [Transpose("experts.weight"), QUANTIZE],
+        all_of(STORED | {"experts.weight": STORED["experts.weight"].permute(2, 1, 0)}),
+    ),
+    "cast before": (
+        [CastTo("experts.weight", "bfloat16"), QUANTIZE],
+        all_of(STORED | {"experts.weight": STORED["experts.weight"].bfloat16()}),
+    ),
+    "filled before": (
+        [Resize("up.weight", size=140), QUANTIZE],
+        all_of(STORED | {"up.weight": torch.cat([STORED["up.weight"], torch.zeros(70, 45)])}),
+    ),
+    "quantized before, in other blocks": (
+        [Dequantize("old.weight", block=(8, 8)), QUANTIZE],
+        all_of(STORED) | named("old.weight", OLD),
+    ),
+    "joined and turned after": (
+        [
+            QUANTIZE,
+            Concat(["up.weight", "gate.weight"], "j"),
+            Concat(["up.weight_scale_inv", "gate.weight_scale_inv"], "j_scales"),
+            Transpose("j.*"),
+        ],
+        changed(j=torch.cat([UP[0].float(), GATE[0].float()]).to(FP8).T,
+                j_scales=torch.cat([UP[1], GATE[1]]).T),
+    ),
+    "cut after": (
+        [QUANTIZE, Resize("up.weight", size=20), Split("gate.weight", ["a", "b"], 1, [1, 2])],
+        {
+            **{k: v for k, v in all_of(STORED).items() if k != "gate.weight"},
+            "up.weight": UP[0][:20],
+            "a": GATE[0][:, :15],
+            "b": GATE[0][:, 15:],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("hf"), STORED)
+
+
+def assert_holds(path: Path, expected: Tensors) -> None:
+    found = load_plain_tensors(path)
+    for key, own in expected.items():
+        assert_same_bits(found.pop(key), own.contiguous(), key)
+    assert not found
+
+
+@examples(150)
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    cut=st.sampled_from(["rows", "columns", "flat"]),
+    at=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+    world_size=st.integers(1, 4),
+    shares=st.booleans(),
+)
+def test_any_sharding_is_a_part_of_the_whole(
+    folder: Path, *, case: str, cut: str, at: list[float], world_size: int, shares: bool
+) -> None:
+    rules, full = CASES[case]
+
+    def on_rank(comm: Comm) -> None:
+        template, wanted = {}, {}
+        for key, own in full.items():
+            template[key], wanted[key] = part_of(key, own, comm, cut, at)
+        strategy = None
+        if shares:
+            reading: Any = get_default_load_sharded_strategy(str(folder))
+            strategy = FullyParallelLoadStrategyWrapper(reading, comm, min_shared_bytes=0)
+        found = load(template, folder, strategy, recipe=Recipe(*rules), comm=comm)
+        for key, own in wanted.items():
+            assert_same_bits(found[key], own.contiguous(), key)
+
+    run_ranks(world_size, on_rank)
+
+
+@examples(40)
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    parts=st.tuples(st.integers(1, 40), st.integers(1, 9)),
+    world_size=st.integers(1, 3),
+    backend=st.sampled_from(["tensorstore", "zarr:1", "zarr:2", "torch_dist"]),
+)
+def test_any_cut_of_a_conversion(
+    tmp_path_factory: pytest.TempPathFactory,
+    folder: Path,
+    *,
+    case: str,
+    parts: tuple[int, int],
+    world_size: int,
+    backend: str,
+) -> None:
+    rules, full = CASES[case]
+    made = tmp_path_factory.mktemp("cut") / "made"
+    reshard = f"axis=0,parts={parts[0]};axis=1,parts={parts[1]}"
+
+    def on_rank(comm: Comm) -> None:
+        cuts = Rules.parse(reshard=[reshard])
+        convert(folder, made, backend, rules=cuts, recipe=Recipe(*rules), comm=comm)
+
+    run_ranks(world_size, on_rank)
+    assert_holds(made, full)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_conversions_into_files(tmp_path: Path, folder: Path, case: str, world_size: int) -> None:
+    rules, full = CASES[case]
+    recipe = Recipe(*rules)
+    run_ranks(
+        world_size,
+        lambda comm: convert(folder, tmp_path / "m", "safetensors", recipe=recipe, comm=comm),
+    )
+    assert_holds(tmp_path / "m", full)
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    """In the blocks of DeepSeek, with blocks at the edges; torch reads the same values."""
+    reader = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")
+    own = weights(300, 200)
+    source = written(tmp_path / "bf16", {"a.weight": own, "norm": STORED["norm.weight"]})
+    convert(source, tmp_path / "fp8", "safetensors", recipe=Recipe(Quantize("{x*}.weight")))
+    codes, scales = quantized(own, 128, 128)
+    assert scales.shape == (3, 2)
+    found = load_plain_tensors(tmp_path / "fp8")
+    assert_same_bits(found["a.weight"], codes, "codes")
+    assert_same_bits(found["a.weight_scale_inv"], scales, "scales")
+    for dtype in (torch.bfloat16, torch.float32):
+        want = of_blocks(codes, scales, 128, 128).to(dtype)
+        ours = blanks({"a.weight": want})
+        load(ours, tmp_path / "fp8", recipe=Recipe(Dequantize(dtype=str(dtype))))
+        assert_same_bits(ours["a.weight"].data, want, "back")
+        theirs = {"a.weight": torch.empty(300, 200, dtype=dtype)}
+        storage = reader.QuantizedHuggingFaceStorageReader(
+            str(tmp_path / "fp8"), target_dtype=dtype
+        )
+        with pytest.warns(UserWarning, match="torch.distributed"):
+            load_by_torch(theirs, storage_reader=storage, no_dist=True)
+        assert_same_bits(theirs["a.weight"], want, "theirs")
+    # Where there are values near the largest one, they lose three bits of the mantissa at most.
+    near = (
+        own.float().abs()
+        > scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    )
+    assert ((want - own.float()).abs() <= own.float().abs() / 16)[near].all()
+
+
+SPECIAL = {
+    "zeros": [0.0, -0.0],
+    "smallest": [2**-149, -(2**-149), 2**-126],
+    "an infinite one": [math.inf, 1.0, -2.0],
+    "a NaN": [math.nan, 1.0, -4.0],
+    "nothing finite": [math.inf, -math.inf, math.nan],
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_values_that_have_no_scale(tmp_path: Path, case: str) -> None:
+    """They change no other value of their block, and no other block."""
+    values = torch.ones(4, 8)
+    numbers = torch.tensor(SPECIAL[case])
+    values[:, :4] = numbers.repeat(16)[:16].reshape(4, 4)
+    source = written(tmp_path / "hf", {"w": values})
+    made = load(blanks(named("w", values, 4, 4)), source, recipe=Recipe(Quantize("w", [4, 4])))
+    codes, scales = made["w"], made["w_scale_inv"]
+    assert_same_bits(codes, quantized(values, 4, 4)[0], "codes")
+    assert_same_bits(scales, quantized(values, 4, 4)[1], "scales")
+    assert scales.isfinite().all()
+    assert (scales > 0).all()
+    back, finite = of_blocks(codes, scales, 4, 4), values.isfinite()
+    assert back[:, 4:].eq(1).all()
+    assert torch.equal(back.isnan(), ~finite)
+    assert (back[finite].sign() * values[finite].sign() >= 0).all()
+    if case not in ("zeros", "smallest"):
+        assert torch.allclose(back[finite], values[finite])
+
+
+def rows_of(sizes: list[int]) -> Any:
+    """A state of ranks that hold so many rows each of ``up.weight``."""
+
+    def state(comm: Comm) -> dict[str, Any]:
+        starts = [0, *itertools.accumulate(sizes)]
+        start, stop = starts[comm.rank : comm.rank + 2]
+        own = {"up": between("up.weight", STORED["up.weight"], start, stop)}
+        norms = wholes({"norm.weight": STORED["norm.weight"]})
+        return own if comm.rank else own | norms
+
+    return state
+
+
+@BACKEND
+def test_saves_of_whole_blocks(tmp_path: Path, backend: Any) -> None:
+    """Of ranks that hold rows, of a rank that holds nothing, and of replicas."""
+    after = [Transpose("up.weight"), Rename("up.weight_scale_inv", "scales")]
+    want = {"up.weight": UP[0].T, "scales": UP[1], "norm.weight": STORED["norm.weight"]}
+    before = STORED["up.weight"].clone()
+    for number, sizes in enumerate(([70], [16, 54], [48, 0, 22], [32, 16, 22])):
+        state = rows_of(sizes)
+        made = tmp_path / str(number)
+        recipe = Recipe(Quantize("{x*}.weight", BLOCK), *after)
+
+        def on_rank(comm: Comm) -> None:
+            save(state(comm), made, backend, recipe=recipe, comm=comm)  # noqa: B023
+
+        run_ranks(len(sizes), on_rank)
+        assert_holds(made, want)
+    assert_same_bits(STORED["up.weight"], before, "not changed")
+
+    def replicas(comm: Comm) -> None:
+        own = replace(shard("up.weight", before.clone()), replica_id=comm.rank)
+        save({"up": own}, tmp_path / "r", backend, recipe=Recipe(QUANTIZE), comm=comm)
+
+    run_ranks(2, replicas)
+    assert_holds(tmp_path / "r", named("up.weight", before))
+
+
+def test_saves_of_what_other_rules_make(tmp_path: Path) -> None:
+    """A cast comes first, zeros are quantized too, and blocks that are cut away are left out."""
+    own = weights(32, 20, dtype=torch.float32)
+    rules = [
+        CastTo("w", "bfloat16"),
+        Resize("w", size=64),
+        Quantize("w", [16, 16]),
+        Resize("w", size=48),
+        Resize("w_scale_inv", size=3),
+    ]
+    want = named("w", torch.cat([own.bfloat16(), torch.zeros(16, 20, dtype=torch.bfloat16)]))
+
+    def on_rank(comm: Comm) -> None:
+        save({"w": rows("w", own, comm)}, tmp_path / "c", recipe=Recipe(*rules), comm=comm)
+
+    run_ranks(2, on_rank)
+    assert_holds(tmp_path / "c", want)
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "flat"])
+def test_a_save_of_a_part_of_a_block_is_refused(tmp_path: Path, kind: str) -> None:
+    """By all ranks, and the checkpoint that was there stays."""
+    own = STORED["up.weight"]
+    save(wholes({"w": own}), tmp_path / "c")
+
+    def on_rank(comm: Comm) -> str:
+        state = {
+            "rows": lambda: between("up.weight", own, *[(0, 30), (30, 70)][comm.rank]),
+            "columns": lambda: rows("up.weight", own[:, :44].contiguous(), comm, 1),
+            "flat": lambda: flat("up.weight", own, *[(0, 1000), (1000, 3150)][comm.rank]),
+        }[kind]()
+        with pytest.raises(InvalidShardingError) as caught:
+            save({"w": state}, tmp_path / "c", recipe=Recipe(QUANTIZE), overwrite=True, comm=comm)
+        return str(caught.value)
+
+    for text in run_ranks(2, on_rank):
+        assert "'up.weight': a shard cuts a block of (16, 16)" in text
+        assert {"rows": "(0, 0) .. (30, 45) of", "columns": "(0, 0) .. (70, 22) of"}.get(
+            kind, "(0, 0) .. (22, 45) of"
+        ) in text
+        assert "Gather it first, or save without this rule and convert" in text
+    assert_holds(tmp_path / "c", {"w": own})
+
+
+def test_a_conversion_holds_a_few_blocks_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for scales, one of which is made of 16,384 values."""
+    own = weights(4100, 4000)
+    source = written(tmp_path / "hf", {"w": own})
+    read = Checkpoint.read
+    sizes = []
+
+    def noting(self: Checkpoint, wanted: Any) -> Any:
+        sizes.append(sum(box.num_elements * 2 for _, box in wanted))
+        return read(self, wanted)
+
+    monkeypatch.setattr(Checkpoint, "read", noting)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        convert(source, tmp_path / "fp8", "safetensors", recipe=Recipe(Quantize("w")))
+    assert 2**22 < max(sizes) <= 2**23
+    assert sum(sizes) <= 2.1 * 2**25
+    allocated = [event.self_cpu_memory_usage for event in profiled.events() or ()]
+    # The codes, in boxes as large as those of any conversion.
+    assert max(allocated) <= own.numel()
+    want = named("w", own, 128, 128)
+    assert_holds(tmp_path / "fp8", want)
+    with torch.inference_mode():
+        found = load(blanks(want), source, recipe=Recipe(Quantize("w")))
+    for key in want:
+        assert_same_bits(found[key], want[key], key)
+
+
+def test_recipes_in_files_and_what_they_say(tmp_path: Path, folder: Path) -> None:
+    text = '- quantize: "(up|down|gate|experts).weight"\n  block: [16, 16]\n'
+    (tmp_path / "rules.yaml").write_text(text)
+    (tmp_path / "rules.json").write_text(json.dumps([{"quantize": "{x*}", "block": [16, 16]}]))
+    command = [sys.executable, "-m", "dist_checkpointing", "convert", str(folder), "new"]
+    options = ["--to", "safetensors", "--recipe", "rules.yaml"]
+    subprocess.run([*command, *options], check=True, capture_output=True, cwd=tmp_path)
+    assert_holds(tmp_path / "new", all_of(STORED))
+    made = preview_recipe(Recipe.read(tmp_path / "rules.json"), folder)
+    assert str(made.counts[0][0]) == "quantize '{x*}', block=[16, 16]"
+    assert made.rounded_from("up.weight") == ["bfloat16"]
+    assert made.origin("up.weight_scale_inv") == "up.weight"
+    assert {key.removesuffix("_scale_inv") for key in made.changed} == {*QUANTIZED}
+    assert made.left_out == []
+    assert made.cut == {}
+    rules = [Resize("up.weight", size=35), QUANTIZE]
+    assert preview_recipe(Recipe(*rules), folder).cut == {"up.weight": (35 * 45, 70 * 45)}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"block": []}, "block must be"),
+        ({"block": [0, 1]}, "block must be"),
+        ({"block": 128}, "must be a list"),
+    ],
+)
+def test_options_that_do_not_exist(options: Any, text: str) -> None:
+    with pytest.raises(CheckpointingException, match=text):
+        Quantize("w", **options)
+
+
+def test_what_does_not_fit(folder: Path) -> None:
+    scales = Rename("norm.weight", "up.weight_scale_inv")
+    filled = Resize("up.weight", size=80, fill="template")
+    for rule, text in (
+        (scales, "'up.weight_scale_inv': several tensors would have this name"),
+        (filled, "'up.weight': only the template holds some of its values. Fill with zeros."),
+    ):
+        with pytest.raises(StateMismatchError) as caught:
+            preview_recipe(Recipe(rule, QUANTIZE), folder)
+        assert text in str(caught.value)
+        assert "rule 2 of the recipe does not fit: quantize '{x*}'" in str(caught.value)
