@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding, StateMismatchError, hint
+from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.file_names import WHOLE_KEY
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
@@ -214,6 +216,8 @@ class Derivation:
     @cached_property
     def index(self) -> Index:
         """The tensors as if they were stored; what is only renamed or cast is cut as it is."""
+        if not self.counts:
+            return self.stored
         rows, fingerprints = [], {}
         for key, tensor in self.tensors.items():
             own = self.stored_as(tensor)
@@ -260,11 +264,19 @@ class Derivation:
         dtypes = {self.stored[own].dtype for own in tensor.sources}
         return sorted(d.name for d in dtypes if not is_lossless(d.torch, tensor.dtype.torch))
 
+    def cast_from(self, key: str) -> set[DType]:
+        """The other dtypes of what is stored as values; codes of quantized tensors are not."""
+        tensor = self.tensors[key]
+        plain = (p.key for p in tensor.pieces if p.key is not None and p.quantization is None)
+        return {self.stored[own].dtype for own in plain} - {tensor.dtype}
+
     @property
-    def unused_rules(self) -> list[str]:
-        """The rules that match nothing, as texts with their numbers."""
+    def unused(self) -> list[Finding]:
+        """The rules that match nothing, in one finding, if there are any."""
         rows = enumerate(self.counts, 1)
-        return [f"rule {number} ({rule})" for number, (rule, count) in rows if not count]
+        rules = [f"rule {number} ({rule})" for number, (rule, count) in rows if not count]
+        verb = "match" if len(rules) > 1 else "matches"
+        return [Finding(f"{', '.join(rules)} {verb} nothing: {WHOLE_KEY}")] if rules else []
 
     @property
     def changed(self) -> list[str]:
@@ -310,12 +322,17 @@ class Derivation:
             f"rule {number}: {rule}: {f'{count} matched' if count else 'matches nothing'}"
             for number, (rule, count) in enumerate(self.counts, 1)
         ]
-        summary = (
-            f"{len(self.tensors)} tensors: {len(changed)} by rules, "
-            f"{len(self.tensors) - len(changed)} as stored; {len(left)} stored ones left out; "
-            f"{len(self.unused_rules)} of {len(self.counts)} rules match nothing"
+        return "\n".join([*rules, *_together(texts), self.summary])
+
+    @property
+    def summary(self) -> str:
+        """How many tensors are made, left out and so on, in one line."""
+        changed, left = len(self.changed), len(self.left_out)
+        return (
+            f"{len(self.tensors)} tensors: {changed} by rules, "
+            f"{len(self.tensors) - changed} as stored; {left} stored ones left out; "
+            f"{sum(not n for _, n in self.counts)} of {len(self.counts)} rules match nothing"
         )
-        return "\n".join([*rules, *_together(texts), summary])
 
 
 def _of_layers(key: str) -> str:

@@ -144,7 +144,7 @@ def explaining(
     except StateMismatchError as error:
         findings = [*(_explained(made, finding) for finding in error.findings), *findings]
     if findings:
-        findings += [Finding(f"{text} matches nothing") for text in made.unused_rules]
+        findings += made.unused
         message = "the template does not fit what the recipe makes of the checkpoint"
         raise StateMismatchError(message, findings)
 

@@ -11,6 +11,7 @@ import typer
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.format.file_names import EVERY_KEY
 from dist_checkpointing.format.run_steps import located
 from dist_checkpointing.tools.opening import Memory, explaining
 from dist_checkpointing.tools.report import AsJson, Report, progress_bar
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
 
 Texts = list[str]
-_MODEL = r"^model\."  # as TorchState and others name the tensors of a model
+_MODEL = "model.{key*}"  # as TorchState and others name the tensors of a model
 
 
 def convert(
@@ -52,17 +53,21 @@ def convert(
     ],
     include: Annotated[
         Texts | None,
-        typer.Option(metavar="PATTERN", help="Only keys in which this is found. May be repeated."),
+        typer.Option(
+            metavar="PATTERN", help="Only keys that match, as the rule keep. May be repeated."
+        ),
     ] = None,
     exclude: Annotated[
         Texts | None,
-        typer.Option(metavar="PATTERN", help="No keys in which this is found. May be repeated."),
+        typer.Option(
+            metavar="PATTERN", help="No keys that match, as the rule drop. May be repeated."
+        ),
     ] = None,
     rename: Annotated[
         Texts | None,
         typer.Option(
-            metavar="PATTERN=REPL",
-            help="Replace matches in keys; \\1 is a group, {name} a placeholder. If repeated, "
+            metavar="PATTERN=KEY",
+            help="Other names for keys that match: 'h.{i}.{x*}=layers.{i}.{x}'. If repeated, "
             "applied in this order.",
         ),
     ] = None,
@@ -70,16 +75,18 @@ def convert(
         Texts | None,
         typer.Option(
             metavar="[PATTERN=]DTYPE",
-            help="Convert floating-point tensors. The first PATTERN that is found in a key counts.",
+            help="Convert floating-point tensors: all, or those whose new keys match. Of several "
+            "the last counts.",
         ),
     ] = None,
-    lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow casts to change values.")] = False,
     recipe: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Rules in JSON or YAML that make other tensors of those of SOURCE, applied before "
-            "all other options. --dry-run shows what comes from where.",
+            "--include, --exclude, --rename and --cast, in this order. --dry-run shows what comes "
+            "from where.",
             show_default=False,
         ),
     ] = None,
@@ -87,15 +94,15 @@ def convert(
         Texts | None,
         typer.Option(
             metavar="[PATTERN:]axis=0,parts=8",
-            help="Cut tensors into parts; more axes follow after a semicolon. Otherwise they stay "
-            "cut as they are.",
+            help="Cut tensors into parts: all, or those whose new keys match; more axes follow "
+            "after a semicolon. Otherwise they stay cut as they are.",
         ),
     ] = None,
     weights: Annotated[
         bool,
         typer.Option(
             "--weights",
-            help="Only the model: --tensors-only --include '^model\\.' --rename '^model\\.='.",
+            help="Only the model: --tensors-only --include 'model.{x*}' --rename 'model.{x*}={x}'.",
         ),
     ] = False,
     tensors_only: Annotated[
@@ -145,18 +152,16 @@ def convert(
         raise ValueError("--weights says what is included: leave --include out")
     with progress_bar("starting", None):
         # Imported here, because it imports torch.
-        from dist_checkpointing.planning.recipe import Recipe  # noqa: PLC0415
+        from dist_checkpointing.planning import CastTo, Drop, Keep, Recipe, Rename  # noqa: PLC0415
         from dist_checkpointing.tools import convert  # noqa: PLC0415
     if weights:
-        include, rename, tensors_only = [_MODEL], [f"{_MODEL}=", *(rename or ())], True
-    rules = convert.Rules.parse(
-        include=include or (),
-        exclude=exclude or (),
-        rename=rename or (),
-        cast=cast or (),
-        reshard=reshard or (),
-        lossy=lossy,
-        tensors_only=tensors_only,
+        include, rename, tensors_only = [_MODEL], [f"{_MODEL}={{key}}", *(rename or ())], True
+    rules = Recipe(
+        *([] if recipe is None else [Recipe.read(recipe)]),
+        *([Keep(include)] if include else []),
+        *map(Drop, exclude or ()),
+        *(Rename(*_of_pattern("--rename", text)) for text in rename or ()),
+        *(CastTo(*_of_pattern("--cast", text, EVERY_KEY)) for text in cast or ()),
     )
     options = convert.ConvertOptions(
         memory_bytes=parse_bytes(memory),
@@ -166,6 +171,9 @@ def convert(
         trusted=trusted,
         verify=verify,
         dry_run=dry_run,
+        reshard=reshard or (),
+        lossy=lossy,
+        tensors_only=tensors_only,
     )
     place = located(source)
     try:
@@ -174,8 +182,7 @@ def convert(
                 place,
                 destination,
                 to,
-                rules=rules,
-                recipe=None if recipe is None else Recipe.read(recipe),
+                recipe=rules,
                 options=options,
                 progress=bar.show,
                 comm=comm,
@@ -188,35 +195,38 @@ def convert(
     report.finish(_as_json(done, dry_run=dry_run), as_json=json)
 
 
+def _of_pattern(option: str, text: str, default: str = "") -> tuple[str, str]:
+    """The pattern, and what follows the last equals sign."""
+    pattern, _, value = text.rpartition("=")
+    if not (pattern or default):
+        raise ValueError(f"{option} {text!r}: expected PATTERN=KEY, as 'model.{{x*}}={{x}}'")
+    return pattern or default, value
+
+
 def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[str]:
     plan, made = done.plan, done.made
     what = f"{counted(len(plan.tensors), 'tensor')} ({bytes_text(plan.num_bytes)})"
     if plan.objects:
         what += f", {counted(len(plan.objects), 'object')}"
     if dry_run:
-        yield from str(made or "").splitlines()
+        yield from str(made).splitlines() if made.counts else ()
+        changed = {*made.changed}
         for tensor in plan.tensors:
-            old, dtype = tensor.source, tensor.dtype.name
-            arrow = "" if old.key == tensor.key else f"{old.key} -> "
-            change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-            yield f"{arrow}{tensor.key}  {change}{list(tensor.shape)}"
+            if tensor.key not in changed:
+                yield f"{tensor.key}  {tensor.stored.dtype.name}{list(tensor.shape)}"
         yield f"would convert {what}, {done.source} -> {done.target}: {destination}"
     else:
         speed = bytes_text(plan.num_bytes / max(done.seconds, 1e-9))
         took = f"in {done.seconds:.1f} s ({speed}/s)"
         yield f"converted {what}, {done.source} -> {done.target}, {took}: {destination}"
-        if made is not None:
-            # What is lost by the rules, or does nothing; a dry run shows it by key.
+        if made.counts:
+            # What is lost by the rules; a dry run shows it by key.
+            yield f"  recipe: {made.summary}"
             rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
-            matched = f"recipe: {{}} of {len(made.counts)} matched nothing, see --dry-run"
             yield from _counted(
-                (len(made.unused_rules), "rule", matched),
                 (rounded, "tensor", "recipe: values rounded in {}, see --dry-run"),
                 (len(made.cut), "tensor", "recipe: {} of the source used in part, see --dry-run"),
-                (len(made.left_out), "tensor", "recipe: {} of the source not used, see --dry-run"),
             )
-    left = "left: {} that include and exclude do not take"
-    yield from _counted((plan.num_left, "key", left), (plan.num_renamed, "key", "renamed: {}"))
     for cast in plan.casts:
         loss = "no value changed" if cast.is_lossless else "values rounded"
         yield f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}"
@@ -243,7 +253,7 @@ def _counted(*rows: tuple[int, str, str]) -> Iterator[str]:
 
 
 def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
-    plan = done.plan
+    plan, made = done.plan, done.made
     return {
         "source": done.source,
         "target": done.target,
@@ -253,23 +263,22 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
         "tensors": [
             {
                 "key": tensor.key,
-                "source_key": tensor.source.key,
-                "dtype": tensor.dtype.name,
-                "source_dtype": tensor.source.dtype.name,
+                "source_keys": list(sources := made.tensors[tensor.key].sources),
+                "dtype": tensor.stored.dtype.name,
+                "source_dtypes": sorted({made.stored[key].dtype.name for key in sources}),
                 "shape": list(tensor.shape),
-                "num_bytes": tensor.num_bytes,
+                "num_bytes": tensor.stored.num_bytes,
             }
             for tensor in plan.tensors
         ],
         "objects": [
-            {"key": sharded.key, "source_key": sharded.source_key, "shape": list(sharded.shape)}
-            for sharded in plan.objects
+            {"key": key, "source_key": made.objects[key], "shape": list(shape)}
+            for key, shape in plan.objects.items()
         ],
-        "num_left": plan.num_left,
         "not_cut": list(plan.uncut),
         "left_out": list(done.left_out),
         "verified_bytes": done.verified_bytes,
         "not_verified": done.not_verified,
         "num_proven": done.num_proven,
-        "recipe": None if done.made is None else done.made.as_json(),
+        "recipe": made.as_json(),
     }

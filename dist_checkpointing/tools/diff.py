@@ -19,7 +19,7 @@ from dist_checkpointing.byte_sizes import parse_bytes
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.format.file_names import is_of_optimizer, key_pattern
+from dist_checkpointing.format.file_names import EVERY_KEY, WHOLE_KEY, is_of_optimizer, key_pattern
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
@@ -92,13 +92,14 @@ def diff(
 
     Example: dckpt diff ckpt/1000 converted --rtol 1e-3
     """
-    wanted = key_pattern(pattern or "").search
+    wanted = key_pattern(pattern or EVERY_KEY).fullmatch
     tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
     a, b = (open_named(path, trusted=trusted) for path in (first, second))
     keys = (key for one in (a, b) for key in (*one, *one.objects, *values.entries(one.common)))
     if pattern is not None and not any(map(wanted, keys)):
         near = hint(pattern, a)
-        raise LookupError(f"neither checkpoint has a key that matches {pattern!r}{near}")
+        problem = f"neither checkpoint has a key that matches {pattern!r}: {WHOLE_KEY}{near}"
+        raise LookupError(problem)
     budget = budget_of(parse_bytes(memory))
     # Pages of a mapped file would count as memory in use.
     a.reads.options = b.reads.options = StorageOptions(read_mode=ReadMode.PREAD)

@@ -58,11 +58,12 @@ def assert_arrived(path: Path, to: str) -> None:
 
 
 def test_a_summary(source: Path, tmp_path: Path) -> None:
-    text = run(source, tmp_path / "out", "--to", "zarr", "--rename", "^layer=l", "--exclude", "n")
+    text = run(
+        source, tmp_path / "out", "--to", "zarr", "--rename", "layer.{x*}=l.{x}", "--exclude", "n.*"
+    )
     assert "converted 6 tensors (8.8 MiB)" in text
     assert "tensorstore 1 -> zarr 2" in text
-    assert "left: 1 key " in text
-    assert "renamed: 6 keys" in text
+    assert "recipe: 6 tensors: 6 by rules, 0 as stored; 1 stored ones left out" in text
     assert all(len(line) > 1 for line in text.splitlines())
 
 
@@ -107,7 +108,7 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
         source, tmp_path / "out", "--to", "torch_file", "--dry-run", "--rename", "norm=n\x1b[2J",
         "--cast", "bfloat16", "--lossy",
     )  # fmt: skip
-    assert "norm -> n\\x1b[2J  float32 -> bfloat16[4]" in text
+    assert "n\\x1b[2J  bfloat16[4] <- norm; rounded from float32" in text
     assert "\x1b" not in text
     assert "cast: 7 tensors float32 -> bfloat16, values rounded" in text
     assert list(tmp_path.iterdir()) == []
@@ -121,10 +122,17 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
         (["--to", "zarr:3"], "did you mean 'zarr:"),
         (["--to", "zarr", "--include", "("], "not a regular expression"),
         (["--to", "zarr", "--weights", "--include", "w"], "leave --include out"),
-        (["--to", "zarr", "--include", "nowhere"], "leave nothing to convert"),
-        (["--to", "zarr", "--rename", r"\d="], "rename gives no valid names"),
+        (["--to", "zarr", "--include", "layer"], "nothing is left to convert"),
+        (
+            ["--to", "zarr", "--include", "layer"],
+            "(keep ['layer']) matches nothing: a pattern must",
+        ),
+        (["--to", "zarr", "--rename", "layer.{i}.w=w"], "several tensors would have this name"),
+        (["--to", "zarr", "--rename", "norm="], "a pattern or a name must be a text"),
+        (["--to", "zarr", "--rename", "norm"], "expected PATTERN=KEY"),
+        (["--to", "zarr", "--cast", "floof"], "'floof' is not one of bfloat16"),
         (["--to", "zarr", "--cast", "float16"], "--lossy"),
-        (["--to", "zarr", "--cast", "int8"], "floating-point"),
+        (["--to", "zarr", "--cast", "int8"], "'int8' is not one of bfloat16"),
         (["--to", "zarr", "--reshard", "axis"], "axis=0,parts=8"),
         (["--to", "torch_file", "--reshard", "axis=0,parts=8"], "reshard makes no sense"),
         (["--to", "zarr", "--memory", "lots"], "is not a size"),
@@ -241,14 +249,25 @@ def test_peak_memory_stays_within_its_budget(
             torch.save({key: torch.empty(shape) for key in keys}, path)
     (tmp_path / "rules.json").write_text(json.dumps(rules))
     recipe = ("--recipe", tmp_path / "rules.json") if rules else ()
-    arguments = ("convert", path, tmp_path / "out", "--to", "tensorstore", "--memory", budget)
+    arguments = (
+        "convert",
+        path,
+        tmp_path / "out",
+        "--to",
+        "tensorstore",
+        "--memory",
+        budget,
+        "--lossy",
+    )
     result = run_fresh("-c", TELL_PEAK + MAIN, *arguments, *recipe)
     assert result.returncode == 0, result.stderr
     assert 0 < told_peak(result.stderr) < budget
     assert path.stat().st_size > budget
 
 
-def test_a_recipe_makes_other_tensors(source: Path, tmp_path: Path) -> None:
+def test_a_recipe_makes_other_tensors(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rules = [
         {"stack": "layer.{i}.w", "into": "layers"},
         {"transpose": "layers", "axes": [0, 2, 1]},
@@ -263,7 +282,8 @@ def test_a_recipe_makes_other_tensors(source: Path, tmp_path: Path) -> None:
     assert "rule 3: rename 'nrom', to='bias': matches nothing" in output
     assert not (tmp_path / "new").exists()
     output = run(source, tmp_path / "new", "--to", "zarr", "--recipe", recipe)
-    assert "recipe: 1 rule of 3 matched nothing, see --dry-run" in output
+    assert "1 of 3 rules match nothing" in output
+    assert "rule 3 (rename 'nrom', to='bias') matches nothing: a pattern must" in caplog.text
     assert "verified: 8.8 MiB of tensors by the checksums of the source" in output
     found = load_plain_tensors(tmp_path / "new")
     assert torch.equal(found["layers"], wanted)
@@ -275,10 +295,30 @@ def test_a_recipe_makes_other_tensors(source: Path, tmp_path: Path) -> None:
     assert told["recipe"]["tensors"] == {"layers": "layer.*.w"}
     lossy = [{"cast": "layer.{i}.w", "dtype": "bfloat16"}, {"resize": "norm", "size": 1}]
     recipe.write_text(json.dumps([*lossy, {"drop": "layer.5.w"}]))
-    output = run(source, tmp_path / "lossy", "--to", "zarr", "--recipe", recipe)
+    output = run(source, tmp_path / "lossy", "--to", "zarr", "--recipe", recipe, "--lossy")
     assert "recipe: values rounded in 5 tensors, see --dry-run" in output
     assert "recipe: 1 tensor of the source used in part, see --dry-run" in output
-    assert "recipe: 1 tensor of the source not used, see --dry-run" in output
+    assert "; 1 stored ones left out" in output
+
+
+def test_options_are_rules_after_those_of_the_recipe(source: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "rules.json"
+    recipe.write_text('[{"stack": "layer.{i}.w", "into": "layers"}]')
+    # In any order on the command line: include, exclude, rename, cast.
+    options = ["--cast", "bfloat16", "--cast", "all=float64", "--rename", "layers=all", "--lossy"]
+    options += ["--rename", "norm=bias", "--exclude", "norm", "--include", "layers|norm"]
+    target = (tmp_path / "new", "--to", "zarr")
+    output = run(source, *target, "--recipe", recipe, *options, "--dry-run")
+    assert [line.split(":")[1].split()[0] for line in output.splitlines()[:7]] == [
+        "stack", "keep", "drop", "rename", "rename", "cast", "cast",
+    ]  # fmt: skip
+    assert "rule 5: rename 'norm', to='bias': matches nothing" in output
+    assert "cast: 1 tensor float32 -> float64, no value changed" in output
+    run(source, *target, "--recipe", recipe, *options)
+    found = load_plain_tensors(tmp_path / "new")
+    assert [key for key in found if torch.is_tensor(found[key])] == ["all"]
+    wanted = torch.stack([TENSORS[f"layer.{i}.w"] for i in range(6)]).double()
+    assert torch.equal(found["all"], wanted)
 
 
 def test_a_recipe_that_does_not_fit_names_its_rule(source: Path, tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 ::
 
-    from dist_checkpointing.tools.convert import Rules, convert
+    from dist_checkpointing.planning import Keep, Recipe
+    from dist_checkpointing.tools.convert import convert
 
-    convert("ckpt/1000", "model", "safetensors", rules=Rules.parse(include=["^model"]))
+    convert("ckpt/1000", "model", "safetensors", recipe=Recipe(Keep("model.{x*}")))
 """
 
 from dist_checkpointing.tools.convert.conversion import (
@@ -15,6 +16,5 @@ from dist_checkpointing.tools.convert.conversion import (
 from dist_checkpointing.tools.convert.plan import (
     ConversionPlan as ConversionPlan,
     ConvertOptions as ConvertOptions,
-    Rules as Rules,
     plan_conversion as plan_conversion,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,49 +41,46 @@ _REMEDY = "Convert another checkpoint, or take it as it is: --no-verify (verify=
 class Source:
     """Tensors and objects to convert, as a recipe makes them, read from any thread.
 
-    ``made`` is what a recipe makes. What is read is compared with the checksums in ``checks``.
+    ``made`` is what the recipe makes. What is read is compared with the checksums in ``checks``.
 
     Raises:
         StateMismatchError: naming the rule that does not fit.
     """
 
-    def __init__(self, opened: Checkpoint, recipe: Recipe | None = None) -> None:
+    def __init__(self, opened: Checkpoint, recipe: Recipe) -> None:
         self.opened = opened
         # Threads are the caller's, and pages of a mapped file would count as memory in use.
         opened.reads.options = StorageOptions(
             threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
         )
         opened.reads.memory = self._memory = ReusedMemory()
-        self.index: Index = opened.index
-        self.objects: Mapping[str, ObjectHandle] = opened.objects
-        self.made: Derivation | None = None
         self.checks = PartChecks({}, opened.index, opened.read, self._location)
-        if recipe is not None:
-            self.made = derive(recipe, opened.index, opened.objects)
-            findings = [
-                Finding("no template says what fills it", key, remedy="Fill with zeros.")
-                for key, tensor in self.made.tensors.items()
-                if any(p.key is None and p.fill == "template" for p in tensor.pieces)
-            ]
-            if findings:
-                raise StateMismatchError("the recipe needs a template", findings)
-            self.index = self.made.index
-            self.objects = {new: opened.objects[old] for new, old in self.made.objects.items()}
+        self.made: Derivation = derive(recipe, opened.index, opened.objects)
+        findings = [
+            Finding("no template says what fills it", key, remedy="Fill with zeros.")
+            for key, tensor in self.made.tensors.items()
+            if any(p.key is None and p.fill == "template" for p in tensor.pieces)
+        ]
+        if findings:
+            raise StateMismatchError("the recipe needs a template", findings)
+        self.index: Index = self.made.index
+        self.objects: Mapping[str, ObjectHandle] = {
+            new: opened.objects[old] for new, old in self.made.objects.items()
+        }
 
     def limit(self, budget: Budget) -> None:
         """Let checks take no more memory than the budget allows."""
         self.checks.most_bytes = budget.box_bytes
         self._memory.most_bytes = budget.threads * budget.box_bytes
 
-    def find_checksums(self, keys: Collection[str]) -> bool:
-        """Compare what is read of some tensors from now on; False if the source keeps no checksums.
+    def find_checksums(self) -> bool:
+        """Compare what is read from now on; False if the source keeps no checksums.
 
         Common state, objects, and all that describes the tensors are compared here. It is an error
         if the checksums do not speak of all there is.
         """
         opened = self.opened
-        if self.made is not None:
-            keys = {stored for key in keys for stored in self.made.tensors[key].sources}
+        keys = {stored for tensor in self.made.tensors.values() for stored in tensor.sources}
         seal = read_seal(opened.folder)
         if seal is not None and seal.is_open:
             seal = None
@@ -104,7 +101,7 @@ class Source:
     def read(self, wanted: KeyBoxes) -> list[torch.Tensor]:
         """A new contiguous CPU tensor for each box of a tensor."""
         made = self.made
-        if made is None:
+        if not made.counts:
             return self.checks.read(wanted)
         leaves = [ShardedTensor.of_box(self.index[key], box) for key, box in wanted]
         for leaf in leaves:
