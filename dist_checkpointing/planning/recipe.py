@@ -37,34 +37,6 @@ def ready_made(recipe: Made) -> Made:
     return recipe
 
 
-def _rules_of_file(path: Path) -> list[Rule | Recipe]:
-    """The rules in a file, see ``Recipe.read``.
-
-    Raises:
-        CheckpointingException: for a file that cannot be read, naming the rule.
-    """
-    try:
-        text = path.read_text()
-        is_yaml = path.suffix in (".yaml", ".yml")
-        rows = _yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once_each)
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
-        raise _unreadable(path, "the package PyYAML is missing", remedy) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, str(error)) from error
-    if not isinstance(rows, list):
-        raise _unreadable(path, "it must be a list of rules")
-    for module in ("quantization_rules", "model_recipes"):  # they add to what is known
-        import_module(f"dist_checkpointing.planning.{module}")
-    rules = []
-    for number, row in enumerate(rows, 1):
-        try:
-            rules.append(_rule(row))
-        except (CheckpointingException, TypeError, ValueError) as error:
-            raise _unreadable(path, f"rule {number}: {error}") from error
-    return rules
-
-
 def _unreadable(path: Path, problem: str, remedy: str | None = None) -> CheckpointingException:
     finding = Finding(problem, path=str(path), remedy=remedy)
     return CheckpointingException("the recipe cannot be read", [finding])
@@ -180,7 +152,27 @@ class Recipe:
             >>> Recipe.read("recipe.json")
             Recipe(drop 'lm_head.{x}')
         """
-        return cls(*_rules_of_file(Path(path)))
+        path = Path(path)
+        try:
+            text = path.read_text()
+            is_yaml = path.suffix in (".yaml", ".yml")
+            rows = _yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once_each)
+        except ModuleNotFoundError as error:
+            remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
+            raise _unreadable(path, "the package PyYAML is missing", remedy) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise _unreadable(path, str(error)) from error
+        if not isinstance(rows, list):
+            raise _unreadable(path, "it must be a list of rules")
+        for module in ("quantization_rules", "model_recipes"):  # they add to what is known
+            import_module(f"dist_checkpointing.planning.{module}")
+        rules = []
+        for number, row in enumerate(rows, 1):
+            try:
+                rules.append(_rule(row))
+            except (CheckpointingException, TypeError, ValueError) as error:
+                raise _unreadable(path, f"rule {number}: {error}") from error
+        return cls(*rules)
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(str, self.rules))})"
@@ -275,8 +267,7 @@ class Derivation:
         """The rules that match nothing, in one finding, if there are any."""
         rows = enumerate(self.counts, 1)
         rules = [f"rule {number} ({rule})" for number, (rule, count) in rows if not count]
-        verb = "match" if len(rules) > 1 else "matches"
-        return [Finding(f"{', '.join(rules)} {verb} nothing: {WHOLE_KEY}")] if rules else []
+        return [Finding(f"nothing matches {', '.join(rules)}: {WHOLE_KEY}")] if rules else []
 
     @property
     def changed(self) -> list[str]:
@@ -327,10 +318,10 @@ class Derivation:
     @property
     def summary(self) -> str:
         """How many tensors are made, left out and so on, in one line."""
-        changed, left = len(self.changed), len(self.left_out)
+        changed = len(self.changed)
         return (
-            f"{len(self.tensors)} tensors: {changed} by rules, "
-            f"{len(self.tensors) - changed} as stored; {left} stored ones left out; "
+            f"{len(self.tensors)} tensors: {changed} by rules, {len(self.tensors) - changed} as "
+            f"stored; {len(self.left_out)} left out, {len(self.cut)} in part; "
             f"{sum(not n for _, n in self.counts)} of {len(self.counts)} rules match nothing"
         )
 

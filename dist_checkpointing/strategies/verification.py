@@ -533,12 +533,11 @@ def other_digest(problem: str, part: StoredPart, digest: int, **details: Any) ->
     return Finding(problem, part.key, expected, found, **details)
 
 
-def cause_of(error: RankFailedError) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """What failed in a process that read alone: an I/O error stays what it is."""
-    cause: BaseException = error
-    while isinstance(cause, RankFailedError) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    return cause
+    while isinstance(error, RankFailedError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def in_words(error: CheckpointingException) -> list[Finding]:

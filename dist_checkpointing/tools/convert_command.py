@@ -102,7 +102,8 @@ def convert(
         bool,
         typer.Option(
             "--weights",
-            help="Only the model: --tensors-only --include 'model.{x*}' --rename 'model.{x*}={x}'.",
+            help="Only the model, under its own names: --tensors-only --include 'model.{x*}' "
+            "--rename 'model.{x*}={x}', before the other options.",
         ),
     ] = False,
     tensors_only: Annotated[
@@ -148,16 +149,13 @@ def convert(
 
     Example: dckpt convert runs/gpt@latest model --to safetensors --weights
     """
-    if weights and include:
-        raise ValueError("--weights says what is included: leave --include out")
     with progress_bar("starting", None):
         # Imported here, because it imports torch.
         from dist_checkpointing.planning import CastTo, Drop, Keep, Recipe, Rename  # noqa: PLC0415
         from dist_checkpointing.tools import convert  # noqa: PLC0415
-    if weights:
-        include, rename, tensors_only = [_MODEL], [f"{_MODEL}={{key}}", *(rename or ())], True
     rules = Recipe(
         *([] if recipe is None else [Recipe.read(recipe)]),
+        *([Keep(_MODEL), Rename(_MODEL, to="{key}")] if weights else []),
         *([Keep(include)] if include else []),
         *map(Drop, exclude or ()),
         *(Rename(*_of_pattern("--rename", text)) for text in rename or ()),
@@ -173,7 +171,7 @@ def convert(
         dry_run=dry_run,
         reshard=reshard or (),
         lossy=lossy,
-        tensors_only=tensors_only,
+        tensors_only=tensors_only or weights,
     )
     place = located(source)
     try:
@@ -211,22 +209,16 @@ def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[st
     if dry_run:
         yield from str(made).splitlines() if made.counts else ()
         changed = {*made.changed}
-        for tensor in plan.tensors:
-            if tensor.key not in changed:
-                yield f"{tensor.key}  {tensor.stored.dtype.name}{list(tensor.shape)}"
+        for own in (tensor.stored for tensor in plan.tensors):
+            if own.key not in changed:
+                yield f"{own.key}  {own.dtype.name}{list(own.global_shape)}"
         yield f"would convert {what}, {done.source} -> {done.target}: {destination}"
     else:
         speed = bytes_text(plan.num_bytes / max(done.seconds, 1e-9))
         took = f"in {done.seconds:.1f} s ({speed}/s)"
         yield f"converted {what}, {done.source} -> {done.target}, {took}: {destination}"
         if made.counts:
-            # What is lost by the rules; a dry run shows it by key.
-            yield f"  recipe: {made.summary}"
-            rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
-            yield from _counted(
-                (rounded, "tensor", "recipe: values rounded in {}, see --dry-run"),
-                (len(made.cut), "tensor", "recipe: {} of the source used in part, see --dry-run"),
-            )
+            yield f"  recipe: {made.summary}; --dry-run shows it by key"
     for cast in plan.casts:
         loss = "no value changed" if cast.is_lossless else "values rounded"
         yield f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}"
@@ -236,20 +228,13 @@ def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[st
     if done.verified_bytes:
         size = bytes_text(done.verified_bytes)
         yield f"  verified: {size} of tensors by the checksums of the source"
-    yield from _counted(
-        (done.num_proven, "tensor", "proven: {} have the fingerprint of the source")
-    )
+    if done.num_proven:
+        proven = counted(done.num_proven, "tensor")
+        yield f"  proven: {proven} have the fingerprint of the source"
     if done.not_verified:
         yield f"  not verified: {done.not_verified}"
     for lost in done.left_out:
         yield f"  left out, {done.target} cannot hold it: {lost}"
-
-
-def _counted(*rows: tuple[int, str, str]) -> Iterator[str]:
-    """The texts of those numbers that are not zero."""
-    for number, noun, text in rows:
-        if number:
-            yield f"  {text.format(counted(number, noun))}"
 
 
 def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
@@ -262,19 +247,20 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
         "seconds": done.seconds,
         "tensors": [
             {
-                "key": tensor.key,
-                "source_keys": list(sources := made.tensors[tensor.key].sources),
-                "dtype": tensor.stored.dtype.name,
+                "key": own.key,
+                "source_keys": list(sources := made.tensors[own.key].sources),
+                "dtype": own.dtype.name,
                 "source_dtypes": sorted({made.stored[key].dtype.name for key in sources}),
-                "shape": list(tensor.shape),
-                "num_bytes": tensor.stored.num_bytes,
+                "shape": list(own.global_shape),
+                "num_bytes": own.num_bytes,
             }
-            for tensor in plan.tensors
+            for own in (tensor.stored for tensor in plan.tensors)
         ],
         "objects": [
             {"key": key, "source_key": made.objects[key], "shape": list(shape)}
             for key, shape in plan.objects.items()
         ],
+        "casts": [cast._asdict() for cast in plan.casts],
         "not_cut": list(plan.uncut),
         "left_out": list(done.left_out),
         "verified_bytes": done.verified_bytes,

@@ -503,6 +503,18 @@ def test_not_into_itself(sources: dict[str, Path], place: str) -> None:
     assert dc.Checkpoint.open(source).is_committed
 
 
+def test_a_strategy_with_options_of_its_own(sources: dict[str, Path], tmp_path: Path) -> None:
+    strategy = Zarr3SaveShardedStrategy(codec="zstd")
+    before = vars(strategy).copy()
+    done = convert(sources["tensorstore"], tmp_path / "out", strategy, options=ROOMY)
+    assert done.target == "zarr 2"
+    assert dc.Checkpoint.open(tmp_path / "out").index.codec == "zstd"
+    assert_same(read_back(tmp_path / "out", "zarr"), ORACLE)
+    assert vars(strategy) == before
+    convert(sources["tensorstore"], tmp_path / "old", ("zarr", 1), options=ROOMY)
+    assert dc.Checkpoint.open(tmp_path / "old").backend == ("zarr", 1)
+
+
 def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(dc.CheckpointNotFoundError):
         convert(tmp_path / "nowhere", tmp_path / "out", "zarr")

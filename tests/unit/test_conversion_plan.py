@@ -34,7 +34,7 @@ def planned_by(
 
 def test_all_is_taken_as_it_is() -> None:
     plan = planned_by(objects=["rng"])
-    assert [tensor.key for tensor in plan.tensors] == ["a.b", "a.w", "n"]
+    assert [tensor.stored.key for tensor in plan.tensors] == ["a.b", "a.w", "n"]
     assert [*plan.objects] == ["rng"]
     assert plan.num_bytes == 4 * 24 + 4 * 6 + 8 * 2
     assert (plan.casts, plan.uncut) == ((), ())
@@ -44,7 +44,7 @@ def test_all_is_taken_as_it_is() -> None:
 def test_what_changes_is_counted() -> None:
     rules = (Keep(["a.{x*}", "n"]), Rename("a.{x*}", "c.{x}"), CastTo("{x*}", "bfloat16"))
     plan = planned_by(*rules, objects=["rng"], lossy=True, reshard=["axis=1,parts=2"])
-    assert [tensor.key for tensor in plan.tensors] == ["c.b", "c.w", "n"]
+    assert [tensor.stored.key for tensor in plan.tensors] == ["c.b", "c.w", "n"]
     assert [tensor.stored.dtype.name for tensor in plan.tensors] == ["bfloat16"] * 2 + ["int64"]
     assert [tensor.widest_itemsize for tensor in plan.tensors] == [4, 4, 8]
     assert not plan.objects
@@ -114,9 +114,7 @@ def test_nothing_left_is_an_error() -> None:
     with pytest.raises(CheckpointingException, match="nothing is left") as caught:
         planned_by(Keep("a"))
     assert "none of 3 keys" in str(caught.value)
-    assert "rule 1 (keep 'a') matches nothing: a pattern must match the whole key" in str(
-        caught.value
-    )
+    assert "nothing matches rule 1 (keep 'a'): a pattern must match" in str(caught.value)
     with pytest.raises(CheckpointingException, match=r"none of 1 key\."):
         planned_by(index=Index.of([]), objects=["rng"], tensors_only=True)
 
@@ -141,7 +139,7 @@ def planned(draw: st.DrawFn) -> PlannedTensor:
 
 @given(planned(), st.integers(1, 200))
 def test_shards_make_up_the_tensor_once(tensor: PlannedTensor, most_bytes: int) -> None:
-    counts = np.zeros(tensor.shape, dtype=np.int64)
+    counts = np.zeros(tensor.stored.global_shape, dtype=np.int64)
     boxes = list(shards(tensor, most_bytes))
     for box in boxes:
         counts[box.slices()] += 1

@@ -41,7 +41,7 @@ def test_every_command_and_recipe_reads_a_pattern_alike(pattern: str, keys: list
     options = ConvertOptions(reshard=[f"{pattern}:axis=0,parts=2"])
     made = derive(Recipe(), Index.of(whole(key) for key in KEYS))
     planned = plan_conversion(made, {}, options).tensors
-    assert [own.key for own in planned if own.chunk_shape] == sorted(keys)
+    assert [own.stored.key for own in planned if own.chunk_shape] == sorted(keys)
     assert [key for key, *_ in Keep(pattern).matches(KEYS)] == keys
 
 

@@ -77,14 +77,6 @@ class PlannedTensor:
     widest_itemsize: int
     chunk_shape: Ints | None = None
 
-    @property
-    def key(self) -> str:
-        return self.stored.key
-
-    @property
-    def shape(self) -> Ints:
-        return self.stored.global_shape
-
     def num_bytes_of(self, box: Box) -> int:
         """Bytes of a box where it takes most."""
         return box.num_elements * self.widest_itemsize
@@ -151,11 +143,9 @@ def plan_conversion(
         for (old, new), count in sorted(pairs.items(), key=lambda item: item[0][0].name)
     ]
     findings = [
-        Finding(
-            f"{cast.stored} to {cast.wanted} ({counted(cast.tensors, 'tensor')}) changes values"
-        )
-        for cast in casts
-        if not cast.is_lossless
+        Finding(f"{old} to {new} ({counted(number, 'tensor')}) changes values")
+        for old, new, number, is_exact in casts
+        if not is_exact
     ]
     if findings and not options.lossy:
         message = "the cast loses precision or range; allow that with lossy (--lossy)"
@@ -183,32 +173,34 @@ def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
     They are the boxes that it is stored in, or those that ``reshard`` asks for. Boxes larger than
     ``most_bytes`` are divided. A tensor without elements has one.
     """
-    if 0 in tensor.shape:
-        yield Box.whole(tensor.shape)
+    shape, itemsize = tensor.stored.global_shape, tensor.widest_itemsize
+    if 0 in shape:
+        yield Box.whole(shape)
         return
     chunk = tensor.chunk_shape or tensor.stored.chunk_shape
     if chunk is None:
-        most = max(1, most_bytes // tensor.widest_itemsize)
+        most = max(1, most_bytes // itemsize)
         for box, flat in tensor.stored.parts():
             for part in boxes_of_part(box, flat):
                 if part.num_elements:
                     yield from split_rows(part, most)
         return
-    chunk = tuple(min(c, e) for c, e in zip(chunk, tensor.shape, strict=True))
-    itemsize = tensor.widest_itemsize
+    chunk = tuple(min(c, e) for c, e in zip(chunk, shape, strict=True))
     if is_cut_across(tensor):
         # Low enough that whole rows of parts can be read at once: else each would be read often.
-        part_row, row = (itemsize * math.prod(shape[1:]) for shape in (chunk, tensor.shape))
+        part_row, row = (itemsize * math.prod(own[1:]) for own in (chunk, shape))
         rows = max(1, most_bytes // row, _SMALL_BYTES // part_row)
         most_bytes = min(most_bytes, rows * part_row)
-    grid = ChunkGrid(tensor.shape, _divided(tensor.shape, chunk, itemsize, most_bytes))
+    grid = ChunkGrid(shape, _divided(shape, chunk, itemsize, most_bytes))
     for index in itertools.product(*map(range, grid.counts)):
         yield grid.box(index)
 
 
 def is_cut_across(tensor: PlannedTensor) -> bool:
     """Whether parts are asked for that are not whole rows."""
-    return tensor.chunk_shape is not None and tensor.chunk_shape[1:] != tensor.shape[1:]
+    return (
+        tensor.chunk_shape is not None and tensor.chunk_shape[1:] != tensor.stored.global_shape[1:]
+    )
 
 
 def _divided(shape: Ints, chunk: Ints, itemsize: int, most_bytes: int) -> Ints:

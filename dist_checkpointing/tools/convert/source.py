@@ -81,14 +81,10 @@ class Source:
         """
         opened = self.opened
         keys = {stored for tensor in self.made.tensors.values() for stored in tensor.sources}
-        seal = read_seal(opened.folder)
-        if seal is not None and seal.is_open:
-            seal = None
-        if seal is not None:
+        seal, tables = read_seal(opened.folder), read_tables(opened.folder)
+        if seal is not None and not seal.is_open:
             names = [file.name for file in seal.files.values() if file.digest is not None]
             _refuse([*check_config(seal, opened.folder), *check_files(seal, opened.folder, names)])
-        tables = read_tables(opened.folder)
-        if seal is not None:
             cells = [cell for table in tables for cell in table.objects()]
             _refuse(stored_objects_damage(opened, cells))
         has_checksums = any((table.is_object == 0).any() for table in tables)
@@ -146,7 +142,12 @@ class PartChecks:
     ) -> None:
         self.most_bytes = _HASHED_BYTES
         self.num_bytes = 0
-        self._left = {key: (own, _corners(own)) for key, own in parts.items() if own}
+        # The first and last corners of the boxes: [part, 2, axis].
+        self._left: dict[str, tuple[Sequence[StoredPart], npt.NDArray[np.int64]]] = {
+            key: (own, np.array([(part.box.offset, part.box.stop) for part in own], np.int64))
+            for key, own in parts.items()
+            if own
+        }
         self._tensors = tensors
         self._read, self._location = read, location
         self._lock = threading.Lock()
@@ -194,11 +195,6 @@ class PartChecks:
                     yield tensor[block.relative_to(box.offset).slices()]
                 else:
                     yield from self._read([(part.key, block)])
-
-
-def _corners(parts: Sequence[StoredPart]) -> npt.NDArray[np.int64]:
-    """The first and last corners of the boxes: ``[part, 2, axis]``."""
-    return np.array([(part.box.offset, part.box.stop) for part in parts], np.int64)
 
 
 def _refuse(findings: Sequence[Finding], message: str = "the source is not what was saved") -> None:

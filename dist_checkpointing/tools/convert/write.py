@@ -74,24 +74,23 @@ class Target:
     source: Source
     plan: ConversionPlan
     destination: Any
-    backend: tuple[str, int]
+    strategy: Any
     options: ConvertOptions
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Imports what will be used, so that its memory counts before the rest is divided.
-        found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, self.backend)
+        found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, self.strategy)
+        self.backend = f"{found.backend} {found.version}"
         if not isinstance(found, PlannedSaveStrategy):
             problem = "it has no planner, so all tensors would have to be in memory"
-            message = f"cannot convert into {self.backend[0]} {self.backend[1]}"
+            message = f"cannot convert into {self.backend}"
             raise CheckpointingException(message, [Finding(problem, found=type(found))])
-        # A copy: a strategy that was registered by hand belongs to somebody else.
+        # A copy: a strategy that was registered or passed belongs to somebody else.
         self.strategy = copy.copy(found)
         keeps_cuts = getattr(found, "writer_type", StorageWriter).keeps_cuts
         if self.options.reshard and not keeps_cuts:
-            finding = Finding(
-                "each tensor is stored in one run", found=" ".join(map(str, self.backend))
-            )
+            finding = Finding("each tensor is stored in one run", found=self.backend)
             raise CheckpointingException("reshard makes no sense here", [finding])
         self.is_one_file = found.is_one_file(self.destination)
         self._require_place()
@@ -131,26 +130,26 @@ class Target:
         folder: Location = self.destination
         if not location.is_there(folder):
             return
+        what = "file" if self.is_one_file else "checkpoint"
         if location.is_folder(folder) is self.is_one_file:
-            what = "a folder is here" if self.is_one_file else "a file is here"
-            raise _exists(folder, what, "Name another place.")
-        if self.is_one_file:
-            if not self.options.overwrite:
-                raise _exists(folder, "a file is here", "Name another place, or pass --force.")
-            return
-        if check_is_distributed_checkpoint(folder):
-            if not self.options.overwrite:
-                remedy = "Name another place, or pass --force."
-                raise _exists(folder, "a checkpoint is here", remedy)
-            return
-        made, attempt = leftovers(folder), attempt_of(folder) or ""
-        made |= {shared_name(name, attempt) for name in made}
-        ours = {Path(name).parts[0] for name in made} | {DCKPT_FOLDER, LOCK_NAME}
-        if location.is_there(folder / CLAIMS):
-            ours.add(DATA)
-        if others := {*location.names_in(folder)} - ours:
-            problem = f"the folder holds {min(others)!r}"
-            raise _exists(folder, problem, "Name an empty or a new folder.")
+            what = "folder" if self.is_one_file else "file"
+            problem, remedy = f"a {what} is here", "Name another place."
+        elif self.is_one_file or check_is_distributed_checkpoint(folder):
+            if self.options.overwrite:
+                return
+            problem, remedy = f"a {what} is here", "Name another place, or pass --force."
+        else:
+            made, attempt = leftovers(folder), attempt_of(folder) or ""
+            made |= {shared_name(name, attempt) for name in made}
+            ours = {Path(name).parts[0] for name in made} | {DCKPT_FOLDER, LOCK_NAME}
+            if location.is_there(folder / CLAIMS):
+                ours.add(DATA)
+            others = {*location.names_in(folder)} - ours
+            if not others:
+                return
+            problem, remedy = f"the folder holds {min(others)!r}", "Name an empty or a new folder."
+        finding = Finding(problem, path=str(folder), remedy=remedy)
+        raise CheckpointExistsError(f"{folder} already exists", [finding])
 
     def write(self, budget: Budget, progress: ProgressOption | None, comm: Comm) -> int:
         """Save it; the number of tensors proven to be those of the source. Collective."""
@@ -211,9 +210,9 @@ class Target:
         if comm.rank == comm.world_size - 1:
             last = len(boxes)
         for tensor, box in boxes[first if comm.rank else 0 : last]:
-            dtype, shape = tensor.stored.dtype.torch, tensor.shape
-            data = torch.empty(box.shape, dtype=dtype, device="meta")
-            yield ShardedTensor(tensor.key, data, dtype, box.shape, shape, box.offset, None)
+            leaf = ShardedTensor.of_box(tensor.stored, box)
+            leaf.data = torch.empty(box.shape, dtype=leaf.dtype, device="meta")
+            yield leaf
         for key, shape in () if comm.rank else self.plan.objects.items():
             for cell, value in self.cells.get(key, {}).items():
                 yield ShardedObject(key, value, shape, cell)
@@ -235,7 +234,7 @@ class LazyPlanner(DefaultSavePlanner):
     def __init__(self, target: Target, budget: Budget) -> None:
         super().__init__()
         self._source = target.source
-        self._tensors = {tensor.key: tensor for tensor in target.plan.tensors}
+        self._tensors = {tensor.stored.key: tensor for tensor in target.plan.tensors}
         self._most_together = budget.box_bytes
         self._groups: dict[MetadataIndex, _Group] = {}
         # What was read and not yet asked for, and how many bytes more of it there may be.
@@ -287,7 +286,10 @@ class LazyPlanner(DefaultSavePlanner):
         for (key, start, height), found in itertools.groupby(plain, _rows):
             parts, tensor = list(found), self._tensors[key]
             if len(parts) > 1 and is_cut_across(tensor):
-                box = Box((start, *[0] * (len(tensor.shape) - 1)), (height, *tensor.shape[1:]))
+                box = Box(
+                    (start, *[0] * (len(tensor.stored.global_shape) - 1)),
+                    (height, *tensor.stored.global_shape[1:]),
+                )
                 is_whole = sum(_box(item).num_elements for item in parts) == box.num_elements
                 if is_whole and _LARGE_BYTES <= tensor.num_bytes_of(box) <= 2 * self._most_together:
                     yield _Group(parts, box)
@@ -306,8 +308,3 @@ def _rows(item: WriteItem) -> tuple[str, int, int]:
     """Key, first row and number of rows."""
     box = _box(item)
     return item.index.fqn, *((box.offset[0], box.shape[0]) if box.shape else (0, 1))
-
-
-def _exists(path: Location, problem: str, remedy: str) -> CheckpointingException:
-    finding = Finding(problem, path=str(path), remedy=remedy)
-    return CheckpointExistsError(f"{path} already exists", [finding])
