@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.planning.shard_table import Bools
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
+from dist_checkpointing.strategies.safetensors.model_files import without_quantization
 from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
 from dist_checkpointing.tools.values import Budget, ReusedMemory
 
@@ -67,6 +69,13 @@ class Source:
         self.objects: Mapping[str, ObjectHandle] = {
             new: opened.objects[old] for new, old in self.made.objects.items()
         }
+
+    def common(self) -> dict[Any, Any]:
+        """The common state to write: a model that is dequantized is no longer called quantized."""
+        pieces = (piece for tensor in self.made.tensors.values() for piece in tensor.pieces)
+        if any(piece.quantization is not None for piece in pieces):
+            return without_quantization(self.opened.common, self.opened.path)
+        return self.opened.common
 
     def limit(self, budget: Budget) -> None:
         """Let checks take no more memory than the budget allows."""

@@ -94,7 +94,7 @@ class Target:
             raise CheckpointingException("reshard makes no sense here", [finding])
         self.is_one_file = found.is_one_file(self.destination)
         self._require_place()
-        common = {} if self.options.tensors_only else self.source.opened.common
+        common = {} if self.options.tensors_only else self.source.common()
         cells = {key: dict(self.source.objects[key]) for key in self.plan.objects}
         self.common, self.cells = self.strategy.holdable(self.destination, common, cells)
         self._leave_out("common state", common, self.common)
