@@ -330,6 +330,11 @@ class Verifier:
         """
         opened, objects = self.opened, self.objects
         folder, reader, index = opened.folder, opened.reader, opened.index
+        if not reader.has_checksums:
+            if opened.comm.rank == 0:
+                what = "sizes and headers of its files are verified, the values are not"
+                logger.warning("%s: its format has no checksums: %s", folder, what)
+            return (), ()
         has_objects = bool(objects) and handles_objects(opened.strategies.sharded)
         with self.meter.phase("verifying"):
             # One rank reads it, as thousands of ranks would wait for each other at one file.
