@@ -346,3 +346,18 @@ def test_under_torchrun(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
     seen = run_fresh(*ranks, "verify", tmp_path / "out", "--json", timeout=120)
     alone = dckpt("verify", tmp_path / "out", "--json")
     assert json.loads(seen.stdout) == alone.json
+
+
+def test_diff_and_stats_under_torchrun(tmp_path: Path, dckpt: Run) -> None:
+    values = {f"w{i}": torch.arange(6.0) + i for i in range(5)}
+    save({key: shard(key, full) for key, full in values.items()}, tmp_path / "a")
+    values["w1"][2], values["w4"][0], values["w2"][5] = 7, float("nan"), float("inf")
+    save({key: shard(key, full) for key, full in values.items()}, tmp_path / "b")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    for command in (["diff", tmp_path / "a", tmp_path / "b"], ["stats", tmp_path / "b", "--scan"]):
+        arguments = (*launcher, "-m", "dist_checkpointing", *command, "--json")
+        done = run_fresh(*arguments, timeout=120)
+        alone = dckpt(*command, "--json", code=1).json
+        assert json.loads(done.stdout) == alone, done.stderr
+        found = alone["not_finite"] if command[0] == "stats" else alone["tensors"]
+        assert len(found) == (2 if command[0] == "stats" else 3)
