@@ -22,7 +22,16 @@ from dist_checkpointing.format.file_names import WHOLE_KEY
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
-from dist_checkpointing.planning.recipe_rules import RULES, Change, Missing, Rule, Tensors, Wanted
+from dist_checkpointing.planning.recipe_rules import (
+    RULES,
+    Change,
+    Drop,
+    Missing,
+    Rule,
+    Tensors,
+    Wanted,
+    texts_of,
+)
 
 T = TypeVar("T", DerivedTensor, str)
 Made = TypeVar("Made", bound="Callable[..., Recipe]")
@@ -195,7 +204,8 @@ class Derivation:
 
     ``objects`` are the stored keys of sharded objects by their new keys, ``kept_objects`` stay as
     they are in the template. ``counts`` are the rules, each with the number of tensors and objects
-    that it matches; ``stored`` is the index of the checkpoint.
+    that it matches; ``stored`` is the index of the checkpoint. ``idle`` are patterns that match
+    nothing, of rules that drop or keep several.
     """
 
     tensors: Tensors
@@ -204,6 +214,7 @@ class Derivation:
     objects_left_out: Sequence[str]
     counts: Sequence[tuple[Rule, int]]
     stored: Index
+    idle: Sequence[str]
 
     @cached_property
     def index(self) -> Index:
@@ -264,9 +275,10 @@ class Derivation:
 
     @property
     def unused(self) -> list[Finding]:
-        """The rules that match nothing, in one finding, if there are any."""
+        """The rules and patterns that match nothing, in one finding, if there are any."""
         rows = enumerate(self.counts, 1)
         rules = [f"rule {number} ({rule})" for number, (rule, count) in rows if not count]
+        rules += self.idle
         return [Finding(f"nothing matches {', '.join(rules)}: {WHOLE_KEY}")] if rules else []
 
     @property
@@ -361,8 +373,12 @@ def derive(
     require_recipe(recipe)
     tensors = {key: DerivedTensor.of_stored(index[key]) for key in index}
     names = stored_names = {key: key for key in objects}
-    counts = []
+    counts, idle = [], list[str]()
     for number, rule in enumerate(recipe.rules, 1):
+        if isinstance(rule, Drop) and len(patterns := texts_of(rule.patterns)) > 1:
+            found = (any(map(rule.compiled(p).fullmatch, chain(tensors, names))) for p in patterns)
+            rows = zip(patterns, found, strict=True)
+            idle += [f"{pattern!r} of rule {number}" for pattern, is_used in rows if not is_used]
         change = rule.change(tensors, wanted)
         rest, findings, count = _changed(tensors, change, "tensors"), change.findings, change.count
         if rule.is_for_names and not findings:
@@ -383,7 +399,7 @@ def derive(
     if wanted is not None:
         counts, kept = _fill_missing(counts, tensors, wanted, {*wanted_objects} - names.keys())
     left = sorted(stored_names.keys() - names.values())
-    return Derivation(tensors, names, kept, left, counts, index)
+    return Derivation(tensors, names, kept, left, counts, index, idle)
 
 
 def _changed(things: dict[str, T], change: Change, what: str) -> dict[str, T]:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.file_names import EVERY_KEY
 from dist_checkpointing.format.run_steps import located
-from dist_checkpointing.tools.opening import Memory, explaining
+from dist_checkpointing.tools.opening import Memory, Trusted, explaining
 from dist_checkpointing.tools.report import AsJson, Report, progress_bar
 from dist_checkpointing.tools.torchrun import ranks
 
@@ -27,45 +27,38 @@ _MODEL = "model.{key*}"  # as TorchState and others name the tensors of a model
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             parser=as_location,
             help="A checkpoint of any backend (also Megatron's, torch DCP's), safetensors (a file, "
             "or a folder of them), a file of torch.save, or a DeepSpeed ZeRO checkpoint.",
-            show_default=False,
         ),
     ],
     destination: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             parser=as_location,
             help="What to make: a folder or the URL of one; with --to torch_file a file, with "
             "--to safetensors a file if it ends in .safetensors. Must not exist.",
-            show_default=False,
         ),
     ],
     *,
     to: Annotated[
         str,
-        typer.Option(
-            help="tensorstore, zarr, zarr:1 (Megatron's), torch_dist, safetensors or torch_file.",
-            show_default=False,
+        Option(
+            help="tensorstore, zarr, zarr:1 (Megatron's), torch_dist, safetensors or torch_file."
         ),
     ],
     include: Annotated[
         Texts | None,
-        typer.Option(
-            metavar="PATTERN", help="Only keys that match, as the rule keep. May be repeated."
-        ),
+        Option(metavar="PATTERN", help="Only keys that match, as the rule keep. May be repeated."),
     ] = None,
     exclude: Annotated[
         Texts | None,
-        typer.Option(
-            metavar="PATTERN", help="No keys that match, as the rule drop. May be repeated."
-        ),
+        Option(metavar="PATTERN", help="No keys that match, as the rule drop. May be repeated."),
     ] = None,
     rename: Annotated[
         Texts | None,
-        typer.Option(
+        Option(
             metavar="PATTERN=KEY",
             help="Other names for keys that match: 'h.{i}.{x*}=layers.{i}.{x}'. If repeated, "
             "applied in this order.",
@@ -73,26 +66,25 @@ def convert(
     ] = None,
     cast: Annotated[
         Texts | None,
-        typer.Option(
+        Option(
             metavar="[PATTERN=]DTYPE",
             help="Convert floating-point tensors: all, or those whose new keys match. Of several "
             "the last counts.",
         ),
     ] = None,
-    lossy: Annotated[bool, typer.Option("--lossy", help="Allow casts to change values.")] = False,
+    lossy: Annotated[bool, Option("--lossy", help="Allow casts to change values.")] = False,
     recipe: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Rules in JSON or YAML that make other tensors of those of SOURCE, applied before "
             "--include, --exclude, --rename and --cast, in this order. --dry-run shows what comes "
             "from where.",
-            show_default=False,
         ),
     ] = None,
     reshard: Annotated[
         Texts | None,
-        typer.Option(
+        Option(
             metavar="[PATTERN:]axis=0,parts=8",
             help="Cut tensors into parts: all, or those whose new keys match; more axes follow "
             "after a semicolon. Otherwise they stay cut as they are.",
@@ -100,44 +92,39 @@ def convert(
     ] = None,
     weights: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--weights",
             help="Only the model, under its own names: --tensors-only --include 'model.{x*}' "
             "--rename 'model.{x*}={x}', before the other options.",
         ),
     ] = False,
     tensors_only: Annotated[
-        bool, typer.Option("--tensors-only", help="Leave out common state and sharded objects.")
+        bool, Option("--tensors-only", help="Leave out common state and sharded objects.")
     ] = False,
     shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder.")
+        str, Option(metavar="SIZE", help="Largest file of a safetensors folder.")
     ] = "5GB",
     memory: Memory = "2GiB",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that read and write.", show_default="auto")
+        int | None, Option(min=1, help="Threads that read and write.", show_default="auto")
     ] = None,
     force: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--force",
             help="Replace what is at DESTINATION, if it is of the same kind; write also what is "
             "far larger than SOURCE.",
         ),
     ] = False,
-    trusted: Annotated[
-        bool,
-        typer.Option("--trusted", help="Unpickle anything in SOURCE, which lets it run any code."),
-    ] = False,
+    trusted: Trusted = False,
     verify: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verify/--no-verify",
             help="Compare the tensors with the checksums of SOURCE, if it has any.",
         ),
     ] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be done.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show what would be done.")] = False,
     json: AsJson = False,
 ) -> None:
     """Convert a checkpoint into another format.

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
-from dist_checkpointing.planning import CastTo, Concat, Keep, Recipe, Rename
+from dist_checkpointing.planning import CastTo, Concat, Drop, Keep, Recipe, Rename
 from dist_checkpointing.planning.quantization_rules import Dequantize
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.planning.recipe_rules import Rule
@@ -108,6 +108,14 @@ def test_values_of_codes_are_no_lossy_cast() -> None:
     plan = planned_by(Dequantize(), index=Index.of([codes, scales]))
     assert plan.casts == ()
     assert [tensor.widest_itemsize for tensor in plan.tensors] == [4]
+
+
+def test_each_of_several_patterns_must_match() -> None:
+    rules = [Keep(["a.{x}", "rng", "optimzer.{x*}"]), Drop(["a.b", "a.b"]), Drop("a.c")]
+    made = derive(Recipe(*rules), INDEX, ["rng"])
+    (finding,) = made.unused
+    text = "nothing matches rule 3 (drop 'a.c'), 'optimzer.{x*}' of rule 1: a pattern must match"
+    assert finding.problem.startswith(text)
 
 
 def test_nothing_left_is_an_error() -> None:
