@@ -110,6 +110,7 @@ def _commands(checkpoint: Path | str, out: Path, last_step: int) -> str:
     dckpt = program if program.exists() else f"{python} -m dist_checkpointing"
     key = "layers.attention.qkv.weight"
     resume = f"--resume {checkpoint} --until {last_step}"
+    weights = "--to safetensors --exclude 'optimizer.*'"
     commands = [
         f"{dckpt} ls {checkpoint} --tree --depth 2",
         f"{dckpt} show {checkpoint} {key} --slice '0,:4,:8'",
@@ -120,7 +121,7 @@ def _commands(checkpoint: Path | str, out: Path, last_step: int) -> str:
         f"{dckpt} map {checkpoint} -o {out / 'map.html'}",
         f"{dckpt} convert {checkpoint} {out / 'zarr'} --to zarr",
         f"{dckpt} diff {checkpoint} {out / 'zarr'}",
-        f"{dckpt} convert {checkpoint} {out / 'huggingface'} --to safetensors --exclude ^optimizer",
+        f"{dckpt} convert {checkpoint} {out / 'huggingface'} {weights}",
         f"{dckpt} rm-prefix {out / 'zarr'} optimizer",
         f"{python} -m torch.distributed.run --standalone --nproc-per-node 8 {script} {resume}",
     ]

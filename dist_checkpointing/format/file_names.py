@@ -95,10 +95,13 @@ _SPECIAL = frozenset(r"\[](){}*+?^$|")
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 NUMBER = "i"
 """Name of the placeholder that stands for a number."""
+EVERY_KEY = "{key*}"
+WHOLE_KEY = "a pattern must match the whole key, where {name*} or .* stands for any text"
+"""What to say where a pattern matches nothing."""
 
 
 def key_pattern(text: str) -> re.Pattern[str]:
-    """A pattern of ``dckpt`` or of a recipe; ValueError if it is no regular expression.
+    """A pattern of whole keys (``fullmatch``); ValueError if it is no regular expression.
 
     It is a key (if dots are its only special characters), or a regular expression. In both, ``{i}``
     stands for a number, any other ``{name}`` for a text without a dot, and ``{name*}`` for any.
@@ -114,7 +117,7 @@ def key_pattern(text: str) -> re.Pattern[str]:
             expression += f"(?P={name})" if name in seen else f"(?P<{name}>{kind})"
             seen.add(name)
     try:
-        return re.compile(expression)
+        return re.compile(expression, re.DOTALL)
     except re.error as error:
         problem = f"{text!r} is not a regular expression: {error}; .* stands for any text"
         raise ValueError(problem) from error

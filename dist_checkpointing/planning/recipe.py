@@ -17,11 +17,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding, StateMismatchError, hint
+from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.file_names import WHOLE_KEY
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.tensor_memory import is_lossless
 from dist_checkpointing.planning.derived_tensors import DerivedTensor
 from dist_checkpointing.planning.quantization import BlockQuantization
-from dist_checkpointing.planning.recipe_rules import RULES, Change, Missing, Rule, Tensors, Wanted
+from dist_checkpointing.planning.recipe_rules import (
+    RULES,
+    Change,
+    Drop,
+    Missing,
+    Rule,
+    Tensors,
+    Wanted,
+    texts_of,
+)
 
 T = TypeVar("T", DerivedTensor, str)
 Made = TypeVar("Made", bound="Callable[..., Recipe]")
@@ -34,34 +45,6 @@ def ready_made(recipe: Made) -> Made:
     """Note a function that makes a recipe, for files to name."""
     READY_MADE[recipe.__name__] = recipe
     return recipe
-
-
-def _rules_of_file(path: Path) -> list[Rule | Recipe]:
-    """The rules in a file, see ``Recipe.read``.
-
-    Raises:
-        CheckpointingException: for a file that cannot be read, naming the rule.
-    """
-    try:
-        text = path.read_text()
-        is_yaml = path.suffix in (".yaml", ".yml")
-        rows = _yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once_each)
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
-        raise _unreadable(path, "the package PyYAML is missing", remedy) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, str(error)) from error
-    if not isinstance(rows, list):
-        raise _unreadable(path, "it must be a list of rules")
-    for module in ("quantization_rules", "model_recipes"):  # they add to what is known
-        import_module(f"dist_checkpointing.planning.{module}")
-    rules = []
-    for number, row in enumerate(rows, 1):
-        try:
-            rules.append(_rule(row))
-        except (CheckpointingException, TypeError, ValueError) as error:
-            raise _unreadable(path, f"rule {number}: {error}") from error
-    return rules
 
 
 def _unreadable(path: Path, problem: str, remedy: str | None = None) -> CheckpointingException:
@@ -179,7 +162,27 @@ class Recipe:
             >>> Recipe.read("recipe.json")
             Recipe(drop 'lm_head.{x}')
         """
-        return cls(*_rules_of_file(Path(path)))
+        path = Path(path)
+        try:
+            text = path.read_text()
+            is_yaml = path.suffix in (".yaml", ".yml")
+            rows = _yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once_each)
+        except ModuleNotFoundError as error:
+            remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
+            raise _unreadable(path, "the package PyYAML is missing", remedy) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise _unreadable(path, str(error)) from error
+        if not isinstance(rows, list):
+            raise _unreadable(path, "it must be a list of rules")
+        for module in ("quantization_rules", "model_recipes"):  # they add to what is known
+            import_module(f"dist_checkpointing.planning.{module}")
+        rules = []
+        for number, row in enumerate(rows, 1):
+            try:
+                rules.append(_rule(row))
+            except (CheckpointingException, TypeError, ValueError) as error:
+                raise _unreadable(path, f"rule {number}: {error}") from error
+        return cls(*rules)
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(str, self.rules))})"
@@ -202,7 +205,8 @@ class Derivation:
 
     ``objects`` are the stored keys of sharded objects by their new keys, ``kept_objects`` stay as
     they are in the template. ``counts`` are the rules, each with the number of tensors and objects
-    that it matches; ``stored`` is the index of the checkpoint.
+    that it matches; ``stored`` is the index of the checkpoint. ``idle`` are patterns that match
+    nothing, of rules that drop or keep several.
     """
 
     tensors: Tensors
@@ -211,10 +215,13 @@ class Derivation:
     objects_left_out: Sequence[str]
     counts: Sequence[tuple[Rule, int]]
     stored: Index
+    idle: Sequence[str]
 
     @cached_property
     def index(self) -> Index:
         """The tensors as if they were stored; what is only renamed or cast is cut as it is."""
+        if not self.counts:
+            return self.stored
         rows, fingerprints = [], {}
         for key, tensor in self.tensors.items():
             own = self.stored_as(tensor)
@@ -263,11 +270,19 @@ class Derivation:
         dtypes = {self.stored[own].dtype for own in tensor.sources}
         return sorted(d.name for d in dtypes if not is_lossless(d.torch, tensor.dtype.torch))
 
+    def cast_from(self, key: str) -> set[DType]:
+        """The other dtypes of what is stored as values; codes of quantized tensors are not."""
+        tensor = self.tensors[key]
+        plain = (p.key for p in tensor.pieces if p.key is not None and p.quantization is None)
+        return {self.stored[own].dtype for own in plain} - {tensor.dtype}
+
     @property
-    def unused_rules(self) -> list[str]:
-        """The rules that match nothing, as texts with their numbers."""
+    def unused(self) -> list[Finding]:
+        """The rules and patterns that match nothing, in one finding, if there are any."""
         rows = enumerate(self.counts, 1)
-        return [f"rule {number} ({rule})" for number, (rule, count) in rows if not count]
+        rules = [f"rule {number} ({rule})" for number, (rule, count) in rows if not count]
+        rules += self.idle
+        return [Finding(f"nothing matches {', '.join(rules)}: {WHOLE_KEY}")] if rules else []
 
     @property
     def changed(self) -> list[str]:
@@ -313,12 +328,17 @@ class Derivation:
             f"rule {number}: {rule}: {f'{count} matched' if count else 'matches nothing'}"
             for number, (rule, count) in enumerate(self.counts, 1)
         ]
-        summary = (
-            f"{len(self.tensors)} tensors: {len(changed)} by rules, "
-            f"{len(self.tensors) - len(changed)} as stored; {len(left)} stored ones left out; "
-            f"{len(self.unused_rules)} of {len(self.counts)} rules match nothing"
+        return "\n".join([*rules, *_together(texts), self.summary])
+
+    @property
+    def summary(self) -> str:
+        """How many tensors are made, left out and so on, in one line."""
+        changed = len(self.changed)
+        return (
+            f"{len(self.tensors)} tensors: {changed} by rules, {len(self.tensors) - changed} as "
+            f"stored; {len(self.left_out)} left out, {len(self.cut)} in part; "
+            f"{sum(not n for _, n in self.counts)} of {len(self.counts)} rules match nothing"
         )
-        return "\n".join([*rules, *_together(texts), summary])
 
 
 def _of_layers(key: str) -> str:
@@ -356,8 +376,12 @@ def derive(
     require_recipe(recipe)
     tensors = {key: DerivedTensor.of_stored(index[key]) for key in index}
     names = stored_names = {key: key for key in objects}
-    counts = []
+    counts, idle = [], list[str]()
     for number, rule in enumerate(recipe.rules, 1):
+        if isinstance(rule, Drop) and len(patterns := texts_of(rule.patterns)) > 1:
+            found = (any(map(rule.compiled(p).fullmatch, chain(tensors, names))) for p in patterns)
+            rows = zip(patterns, found, strict=True)
+            idle += [f"{pattern!r} of rule {number}" for pattern, is_used in rows if not is_used]
         change = rule.change(tensors, wanted)
         rest, findings, count = _changed(tensors, change, "tensors"), change.findings, change.count
         if rule.is_for_names and not findings:
@@ -378,7 +402,7 @@ def derive(
     if wanted is not None:
         counts, kept = _fill_missing(counts, tensors, wanted, {*wanted_objects} - names.keys())
     left = sorted(stored_names.keys() - names.values())
-    return Derivation(tensors, names, kept, left, counts, index)
+    return Derivation(tensors, names, kept, left, counts, index, idle)
 
 
 def _changed(things: dict[str, T], change: Change, what: str) -> dict[str, T]:

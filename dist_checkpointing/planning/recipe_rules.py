@@ -81,7 +81,7 @@ class Rule(ABC):
             value, kind = getattr(self, own.name), str(own.type)
             if value is None and kind.endswith("None"):
                 continue
-            texts = _texts(value)
+            texts = texts_of(value)
             if "Sequence" in kind and not (isinstance(value, str) and kind.startswith("str")):
                 what = "the patterns" if own.name == "patterns" else own.name
                 self.require(texts is value, f"{what} must be a list, not {value!r}")
@@ -128,7 +128,7 @@ class Rule(ABC):
     def matches(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
         """Each key that a pattern matches, and the position of the first that does."""
         patterns = getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
-        compiled = [self.compiled(pattern) for pattern in _texts(patterns)]
+        compiled = [self.compiled(pattern) for pattern in texts_of(patterns)]
         for key in keys:
             for number, pattern in enumerate(compiled):
                 match = pattern.fullmatch(key)
@@ -311,7 +311,8 @@ class Missing(Rule, name="missing"):
         return any(self.matches([key]))
 
 
-def _texts(value: Any) -> Sequence[Any]:
+def texts_of(value: Any) -> Sequence[Any]:
+    """The patterns of a rule, which may be one text."""
     return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 

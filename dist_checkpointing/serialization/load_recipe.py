@@ -59,10 +59,11 @@ def preview_recipe(
     Example:
         >>> from dist_checkpointing.planning import Recipe, Rename
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
-        >>> print(preview_recipe(Recipe(Rename("w", to="weight")), "ckpt"))
+        >>> made = preview_recipe(Recipe(Rename("w", to="weight")), "ckpt")
+        >>> for line in str(made).splitlines()[:2]:
+        ...     print(line)
         rule 1: rename 'w', to='weight': 1 matched
         weight  float32[4] <- w
-        1 tensors: 1 by rules, 0 as stored; 0 stored ones left out; 0 of 1 rules match nothing
     """
     folder = as_local_folder(checkpoint_dir)
     strategies = open_checkpoint(folder)
@@ -143,7 +144,7 @@ def explaining(
     except StateMismatchError as error:
         findings = [*(_explained(made, finding) for finding in error.findings), *findings]
     if findings:
-        findings += [Finding(f"{text} matches nothing") for text in made.unused_rules]
+        findings += made.unused
         message = "the template does not fit what the recipe makes of the checkpoint"
         raise StateMismatchError(message, findings)
 

@@ -315,12 +315,15 @@ class StorageReader(Storage[LoadPlan]):
         is_kept: Whether many reads of single parts follow each other, from several threads, so that
             it pays to remember where parts are.
         growth: How many times larger values may be than their files, if those are compressed.
+        has_checksums: Whether the format has any. If not, ``read_metadata`` compares the sizes of
+            the files with what is in them.
         report: Function to call with the number of bytes that have been read since the last call.
     """
 
     trusted: bool = False
     is_kept: bool = False
     growth: ClassVar[int] = 1
+    has_checksums: ClassVar[bool] = True
 
     @cached_property
     def files(self) -> FolderReads:

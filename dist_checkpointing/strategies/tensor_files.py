@@ -147,6 +147,8 @@ def _parts(stored: StoredTensor, box: Box, most_bytes: int) -> Iterator[tuple[Bo
 class TensorFilesReader(StorageReader):
     """Reads boxes of tensors, and objects, out of TensorFiles."""
 
+    has_checksums: ClassVar[bool] = False
+
     @abstractmethod
     def open_files(self, path: Path) -> TensorFiles:
         """The files at a path."""

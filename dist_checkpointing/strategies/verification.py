@@ -330,6 +330,11 @@ class Verifier:
         """
         opened, objects = self.opened, self.objects
         folder, reader, index = opened.folder, opened.reader, opened.index
+        if not reader.has_checksums:
+            if opened.comm.rank == 0:
+                what = "sizes and headers of its files are verified, the values are not"
+                logger.warning("%s: its format has no checksums: %s", folder, what)
+            return (), ()
         has_objects = bool(objects) and handles_objects(opened.strategies.sharded)
         with self.meter.phase("verifying"):
             # One rank reads it, as thousands of ranks would wait for each other at one file.
@@ -533,12 +538,11 @@ def other_digest(problem: str, part: StoredPart, digest: int, **details: Any) ->
     return Finding(problem, part.key, expected, found, **details)
 
 
-def cause_of(error: RankFailedError) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """What failed in a process that read alone: an I/O error stays what it is."""
-    cause: BaseException = error
-    while isinstance(cause, RankFailedError) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    return cause
+    while isinstance(error, RankFailedError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def in_words(error: CheckpointingException) -> list[Finding]:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.format.file_names import EVERY_KEY
 from dist_checkpointing.format.run_steps import located
-from dist_checkpointing.tools.opening import Memory, explaining
+from dist_checkpointing.tools.opening import Memory, Trusted, explaining
 from dist_checkpointing.tools.report import AsJson, Report, progress_bar
 from dist_checkpointing.tools.torchrun import ranks
 
@@ -20,116 +21,110 @@ if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
 
 Texts = list[str]
-_MODEL = r"^model\."  # as TorchState and others name the tensors of a model
+_MODEL = "model.{key*}"  # as TorchState and others name the tensors of a model
 
 
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             parser=as_location,
             help="A checkpoint of any backend (also Megatron's, torch DCP's), safetensors (a file, "
             "or a folder of them), a file of torch.save, or a DeepSpeed ZeRO checkpoint.",
-            show_default=False,
         ),
     ],
     destination: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             parser=as_location,
             help="What to make: a folder or the URL of one; with --to torch_file a file, with "
             "--to safetensors a file if it ends in .safetensors. Must not exist.",
-            show_default=False,
         ),
     ],
     *,
     to: Annotated[
         str,
-        typer.Option(
-            help="tensorstore, zarr, zarr:1 (Megatron's), torch_dist, safetensors or torch_file.",
-            show_default=False,
+        Option(
+            help="tensorstore, zarr, zarr:1 (Megatron's), torch_dist, safetensors or torch_file."
         ),
     ],
     include: Annotated[
         Texts | None,
-        typer.Option(metavar="PATTERN", help="Only keys in which this is found. May be repeated."),
+        Option(metavar="PATTERN", help="Only keys that match, as the rule keep. May be repeated."),
     ] = None,
     exclude: Annotated[
         Texts | None,
-        typer.Option(metavar="PATTERN", help="No keys in which this is found. May be repeated."),
+        Option(metavar="PATTERN", help="No keys that match, as the rule drop. May be repeated."),
     ] = None,
     rename: Annotated[
         Texts | None,
-        typer.Option(
-            metavar="PATTERN=REPL",
-            help="Replace matches in keys; \\1 is a group, {name} a placeholder. If repeated, "
+        Option(
+            metavar="PATTERN=KEY",
+            help="Other names for keys that match: 'h.{i}.{x*}=layers.{i}.{x}'. If repeated, "
             "applied in this order.",
         ),
     ] = None,
     cast: Annotated[
         Texts | None,
-        typer.Option(
+        Option(
             metavar="[PATTERN=]DTYPE",
-            help="Convert floating-point tensors. The first PATTERN that is found in a key counts.",
+            help="Convert floating-point tensors: all, or those whose new keys match. Of several "
+            "the last counts.",
         ),
     ] = None,
-    lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
+    lossy: Annotated[bool, Option("--lossy", help="Allow casts to change values.")] = False,
     recipe: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Rules in JSON or YAML that make other tensors of those of SOURCE, applied before "
-            "all other options. --dry-run shows what comes from where.",
-            show_default=False,
+            "--include, --exclude, --rename and --cast, in this order. --dry-run shows what comes "
+            "from where.",
         ),
     ] = None,
     reshard: Annotated[
         Texts | None,
-        typer.Option(
+        Option(
             metavar="[PATTERN:]axis=0,parts=8",
-            help="Cut tensors into parts; more axes follow after a semicolon. Otherwise they stay "
-            "cut as they are.",
+            help="Cut tensors into parts: all, or those whose new keys match; more axes follow "
+            "after a semicolon. Otherwise they stay cut as they are.",
         ),
     ] = None,
     weights: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--weights",
-            help="Only the model: --tensors-only --include '^model\\.' --rename '^model\\.='.",
+            help="Only the model, under its own names: --tensors-only --include 'model.{x*}' "
+            "--rename 'model.{x*}={x}', before the other options.",
         ),
     ] = False,
     tensors_only: Annotated[
-        bool, typer.Option("--tensors-only", help="Leave out common state and sharded objects.")
+        bool, Option("--tensors-only", help="Leave out common state and sharded objects.")
     ] = False,
     shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder.")
+        str, Option(metavar="SIZE", help="Largest file of a safetensors folder.")
     ] = "5GB",
     memory: Memory = "2GiB",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that read and write.", show_default="auto")
+        int | None, Option(min=1, help="Threads that read and write.", show_default="auto")
     ] = None,
     force: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--force",
             help="Replace what is at DESTINATION, if it is of the same kind; write also what is "
             "far larger than SOURCE.",
         ),
     ] = False,
-    trusted: Annotated[
-        bool,
-        typer.Option("--trusted", help="Unpickle anything in SOURCE, which lets it run any code."),
-    ] = False,
+    trusted: Trusted = False,
     verify: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verify/--no-verify",
             help="Compare the tensors with the checksums of SOURCE, if it has any.",
         ),
     ] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be done.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show what would be done.")] = False,
     json: AsJson = False,
 ) -> None:
     """Convert a checkpoint into another format.
@@ -141,22 +136,17 @@ def convert(
 
     Example: dckpt convert runs/gpt@latest model --to safetensors --weights
     """
-    if weights and include:
-        raise ValueError("--weights says what is included: leave --include out")
     with progress_bar("starting", None):
         # Imported here, because it imports torch.
-        from dist_checkpointing.planning.recipe import Recipe  # noqa: PLC0415
+        from dist_checkpointing.planning import CastTo, Drop, Keep, Recipe, Rename  # noqa: PLC0415
         from dist_checkpointing.tools import convert  # noqa: PLC0415
-    if weights:
-        include, rename, tensors_only = [_MODEL], [f"{_MODEL}=", *(rename or ())], True
-    rules = convert.Rules.parse(
-        include=include or (),
-        exclude=exclude or (),
-        rename=rename or (),
-        cast=cast or (),
-        reshard=reshard or (),
-        lossy=lossy,
-        tensors_only=tensors_only,
+    rules = Recipe(
+        *([] if recipe is None else [Recipe.read(recipe)]),
+        *([Keep(_MODEL), Rename(_MODEL, to="{key}")] if weights else []),
+        *([Keep(include)] if include else []),
+        *map(Drop, exclude or ()),
+        *(Rename(*_of_pattern("--rename", text)) for text in rename or ()),
+        *(CastTo(*_of_pattern("--cast", text, EVERY_KEY)) for text in cast or ()),
     )
     options = convert.ConvertOptions(
         memory_bytes=parse_bytes(memory),
@@ -166,6 +156,9 @@ def convert(
         trusted=trusted,
         verify=verify,
         dry_run=dry_run,
+        reshard=reshard or (),
+        lossy=lossy,
+        tensors_only=tensors_only or weights,
     )
     place = located(source)
     try:
@@ -174,8 +167,7 @@ def convert(
                 place,
                 destination,
                 to,
-                rules=rules,
-                recipe=None if recipe is None else Recipe.read(recipe),
+                recipe=rules,
                 options=options,
                 progress=bar.show,
                 comm=comm,
@@ -188,35 +180,32 @@ def convert(
     report.finish(_as_json(done, dry_run=dry_run), as_json=json)
 
 
+def _of_pattern(option: str, text: str, default: str = "") -> tuple[str, str]:
+    """The pattern, and what follows the last equals sign."""
+    pattern, _, value = text.rpartition("=")
+    if not (pattern or default):
+        raise ValueError(f"{option} {text!r}: expected PATTERN=KEY, as 'model.{{x*}}={{x}}'")
+    return pattern or default, value
+
+
 def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[str]:
     plan, made = done.plan, done.made
     what = f"{counted(len(plan.tensors), 'tensor')} ({bytes_text(plan.num_bytes)})"
     if plan.objects:
         what += f", {counted(len(plan.objects), 'object')}"
     if dry_run:
-        yield from str(made or "").splitlines()
-        for tensor in plan.tensors:
-            old, dtype = tensor.source, tensor.dtype.name
-            arrow = "" if old.key == tensor.key else f"{old.key} -> "
-            change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-            yield f"{arrow}{tensor.key}  {change}{list(tensor.shape)}"
+        yield from str(made).splitlines() if made.counts else ()
+        changed = {*made.changed}
+        for own in (tensor.stored for tensor in plan.tensors):
+            if own.key not in changed:
+                yield f"{own.key}  {own.dtype.name}{list(own.global_shape)}"
         yield f"would convert {what}, {done.source} -> {done.target}: {destination}"
     else:
         speed = bytes_text(plan.num_bytes / max(done.seconds, 1e-9))
         took = f"in {done.seconds:.1f} s ({speed}/s)"
         yield f"converted {what}, {done.source} -> {done.target}, {took}: {destination}"
-        if made is not None:
-            # What is lost by the rules, or does nothing; a dry run shows it by key.
-            rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
-            matched = f"recipe: {{}} of {len(made.counts)} matched nothing, see --dry-run"
-            yield from _counted(
-                (len(made.unused_rules), "rule", matched),
-                (rounded, "tensor", "recipe: values rounded in {}, see --dry-run"),
-                (len(made.cut), "tensor", "recipe: {} of the source used in part, see --dry-run"),
-                (len(made.left_out), "tensor", "recipe: {} of the source not used, see --dry-run"),
-            )
-    left = "left: {} that include and exclude do not take"
-    yield from _counted((plan.num_left, "key", left), (plan.num_renamed, "key", "renamed: {}"))
+        if made.counts:
+            yield f"  recipe: {made.summary}; --dry-run shows it by key"
     for cast in plan.casts:
         loss = "no value changed" if cast.is_lossless else "values rounded"
         yield f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}"
@@ -226,24 +215,17 @@ def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[st
     if done.verified_bytes:
         size = bytes_text(done.verified_bytes)
         yield f"  verified: {size} of tensors by the checksums of the source"
-    yield from _counted(
-        (done.num_proven, "tensor", "proven: {} have the fingerprint of the source")
-    )
+    if done.num_proven:
+        proven = counted(done.num_proven, "tensor")
+        yield f"  proven: {proven} have the fingerprint of the source"
     if done.not_verified:
         yield f"  not verified: {done.not_verified}"
     for lost in done.left_out:
         yield f"  left out, {done.target} cannot hold it: {lost}"
 
 
-def _counted(*rows: tuple[int, str, str]) -> Iterator[str]:
-    """The texts of those numbers that are not zero."""
-    for number, noun, text in rows:
-        if number:
-            yield f"  {text.format(counted(number, noun))}"
-
-
 def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
-    plan = done.plan
+    plan, made = done.plan, done.made
     return {
         "source": done.source,
         "target": done.target,
@@ -252,24 +234,24 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
         "seconds": done.seconds,
         "tensors": [
             {
-                "key": tensor.key,
-                "source_key": tensor.source.key,
-                "dtype": tensor.dtype.name,
-                "source_dtype": tensor.source.dtype.name,
-                "shape": list(tensor.shape),
-                "num_bytes": tensor.num_bytes,
+                "key": own.key,
+                "source_keys": list(sources := made.tensors[own.key].sources),
+                "dtype": own.dtype.name,
+                "source_dtypes": sorted({made.stored[key].dtype.name for key in sources}),
+                "shape": list(own.global_shape),
+                "num_bytes": own.num_bytes,
             }
-            for tensor in plan.tensors
+            for own in (tensor.stored for tensor in plan.tensors)
         ],
         "objects": [
-            {"key": sharded.key, "source_key": sharded.source_key, "shape": list(sharded.shape)}
-            for sharded in plan.objects
+            {"key": key, "source_key": made.objects[key], "shape": list(shape)}
+            for key, shape in plan.objects.items()
         ],
-        "num_left": plan.num_left,
+        "casts": [cast._asdict() for cast in plan.casts],
         "not_cut": list(plan.uncut),
         "left_out": list(done.left_out),
         "verified_bytes": done.verified_bytes,
         "not_verified": done.not_verified,
         "num_proven": done.num_proven,
-        "recipe": None if done.made is None else done.made.as_json(),
+        "recipe": made.as_json(),
     }

@@ -17,9 +17,10 @@ from typer import Argument, Option
 
 from dist_checkpointing.byte_sizes import parse_bytes
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint, ObjectHandle
+from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.filesystem.location import as_location
-from dist_checkpointing.format.file_names import is_of_optimizer, key_pattern
+from dist_checkpointing.format.file_names import EVERY_KEY, WHOLE_KEY, is_of_optimizer, key_pattern
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
@@ -39,6 +40,7 @@ from dist_checkpointing.tools.report import (
     progress_bar,
     shape_text,
 )
+from dist_checkpointing.tools.torchrun import ranks
 from dist_checkpointing.tools.values import Array, budget_of
 
 _SMALL_NORM = 1e-12
@@ -92,18 +94,19 @@ def diff(
 
     Example: dckpt diff ckpt/1000 converted --rtol 1e-3
     """
-    wanted = key_pattern(pattern or "").search
+    wanted = key_pattern(pattern or EVERY_KEY).fullmatch
     tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
     a, b = (open_named(path, trusted=trusted) for path in (first, second))
     keys = (key for one in (a, b) for key in (*one, *one.objects, *values.entries(one.common)))
     if pattern is not None and not any(map(wanted, keys)):
         near = hint(pattern, a)
-        raise LookupError(f"neither checkpoint has a key that matches {pattern!r}{near}")
+        problem = f"neither checkpoint has a key that matches {pattern!r}: {WHOLE_KEY}{near}"
+        raise LookupError(problem)
     budget = budget_of(parse_bytes(memory))
     # Pages of a mapped file would count as memory in use.
     a.reads.options = b.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
     num_bytes = sum(tensor.num_bytes for key, tensor in a.items() if wanted(key) and key in b)
-    with progress_bar("comparing", num_bytes) as bar:
+    with ranks() as comm, progress_bar("comparing", num_bytes // comm.world_size) as bar:
         found = compare_checkpoints(
             a,
             b,
@@ -113,6 +116,7 @@ def diff(
             memory_bytes=budget.buffer_bytes,
             report=bar.advance,
             read_all=read_all,
+            comm=comm,
         )
     document = _document(a, b, found, summary=summary) if as_json else {}
     report = Report()
@@ -248,14 +252,17 @@ def compare_checkpoints(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
     read_all: bool = False,
+    comm: Comm | None = None,
 ) -> Comparison:
     """Compare what two checkpoints hold, however they store it.
 
     The tolerance is relative to the values of the second. At most ``memory_bytes`` of values of
     both are in memory at a time, and ``report`` gets the number of bytes of the first that were
     compared since the last call. Unless ``read_all``, tensors that have the same fingerprint in
-    both are not read: they are the same bit for bit, NaN included.
+    both are not read: they are the same bit for bit, NaN included. The ranks of ``comm`` share the
+    tensors out and get the same result.
     """
+    comm = comm or SingleProcess()
     common = [key for key in first if key in second and wanted(key)]
     commons, objects, left_out = _others(first, second)
     ours, theirs = first.index.fingerprints, second.index.fingerprints
@@ -269,8 +276,13 @@ def compare_checkpoints(
         found[key] = found[key].with_more(compare_tensors(pair[0], pair[1], tolerance, box.offset))
         report(pair[0].nbytes)
 
-    values.walk([first, second], to_read, memory_bytes, compare)
+    def compare_share() -> dict[str, Difference]:
+        share = to_read[comm.rank :: comm.world_size]
+        values.walk([first, second], share, memory_bytes, compare)
+        return {key: found[key] for key in share}
 
+    for shared in comm.exchange("comparing", compare_share):
+        found |= shared
     differing = []
     for key in common:
         a, b = first[key], second[key]

@@ -21,7 +21,7 @@ import torch
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.filesystem.ranged_reads import StoreFile
-from dist_checkpointing.format.file_names import key_pattern
+from dist_checkpointing.format.file_names import EVERY_KEY, key_pattern
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -61,9 +61,9 @@ class AxisRule(NamedTuple):
 
 
 MEGATRON_RULES = (
-    AxisRule(re.compile(rf"(^|\.)({_COLUMN_PARALLEL})\.weight\d*$"), -2),
-    AxisRule(re.compile(rf"(^|\.)({_COLUMN_PARALLEL})\.bias\d*$"), -1),
-    AxisRule(re.compile(rf"(^|\.)({_ROW_PARALLEL})\.weight\d*$"), -1),
+    AxisRule(re.compile(rf"(.*\.)?({_COLUMN_PARALLEL})\.weight\d*"), -2),
+    AxisRule(re.compile(rf"(.*\.)?({_COLUMN_PARALLEL})\.bias\d*"), -1),
+    AxisRule(re.compile(rf"(.*\.)?({_ROW_PARALLEL})\.weight\d*"), -1),
 )
 """The layers of Megatron-Core, and of the usual Hugging Face models, by name."""
 
@@ -90,7 +90,7 @@ def parse_rule(text: str) -> AxisRule:
     """``PATTERN=axis``, ``PATTERN=none`` or ``PATTERN=stored``."""
     pattern, _, axis = text.rpartition("=")
     if not pattern:
-        raise ValueError(f"{text!r} is not of the form PATTERN=axis, such as 'lm_head=0'")
+        raise ValueError(f"{text!r} is not of the form PATTERN=axis, such as 'lm_head.weight=0'")
     words: dict[str, Axis] = {"none": None, AS_STORED: AS_STORED}
     word = axis.strip().lower()
     wanted = key_pattern(pattern)
@@ -103,8 +103,8 @@ def parse_rule(text: str) -> AxisRule:
 
 def guessed_rules(index: Index) -> tuple[AxisRule, ...]:
     """By name; of a model in which no name is known, as every tensor was cut when it was saved."""
-    by_name = any(rule.pattern.search(key) for key in index for rule in MEGATRON_RULES)
-    return MEGATRON_RULES if by_name else (AxisRule(re.compile(""), AS_STORED),)
+    by_name = any(rule.pattern.fullmatch(key) for key in index for rule in MEGATRON_RULES)
+    return MEGATRON_RULES if by_name else (AxisRule(key_pattern(EVERY_KEY), AS_STORED),)
 
 
 def stored_axis(stored: StoredTensor, *, is_stacked: bool = False) -> int | None:
@@ -154,7 +154,7 @@ def cut_keys(index: Index, parts: int, rules: Sequence[AxisRule]) -> list[KeyCut
 def _cut(
     stored: StoredTensor, parts: int, rules: Iterable[AxisRule], *, is_stacked: bool
 ) -> KeyCut:
-    rule = next((rule for rule in rules if rule.pattern.search(stored.key)), None)
+    rule = next((rule for rule in rules if rule.pattern.fullmatch(stored.key)), None)
     if rule is None:
         return KeyCut(stored.key, None, Reason.NO_RULE)
     if rule.axis is None:

@@ -19,7 +19,7 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import is_committed, read_config
-from dist_checkpointing.format.file_names import key_pattern
+from dist_checkpointing.format.file_names import EVERY_KEY, WHOLE_KEY, key_pattern
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.run_steps import (
     LATEST,
@@ -61,7 +61,7 @@ from dist_checkpointing.tools.report import (
 
 Pattern = Annotated[
     str | None,
-    Argument(help="Only keys in which this is found: a part of a key, or a regular expression."),
+    Argument(help="Only keys that match: 'layers.{i}.{x*}', or a regular expression."),
 ]
 OBJECT = "object"
 COMMON = "common"
@@ -121,9 +121,9 @@ def ls(
 
     Example: dckpt ls runs/gpt --follow
 
-    Example: dckpt ls ckpt/1000 ^optimizer --tree --depth 2
+    Example: dckpt ls ckpt/1000 'optimizer.{x*}' --tree --depth 2
     """
-    wanted = key_pattern(pattern or "").search
+    wanted = key_pattern(pattern or EVERY_KEY).fullmatch
     path = located(checkpoint)
     of_one = pattern is not None or everything or fingerprint or tree or depth is not None
     if follow and of_one:
@@ -159,7 +159,7 @@ def ls(
     if pattern is not None and not tensors and not others:
         near = hint(pattern, opened)
         more = "" if everything else "; --all looks at objects and common state too"
-        fail(f"no key of {opened.path} matches {pattern!r}{near or more}")
+        fail(f"no key of {opened.path} matches {pattern!r}: {WHOLE_KEY}{near or more}")
         raise Exit(_EXIT_NO_MATCH)
 
 

@@ -17,6 +17,7 @@ from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, counted
 from dist_checkpointing.filesystem import location
+from dist_checkpointing.format.file_names import WHOLE_KEY
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
 from dist_checkpointing.serialization.load_recipe import shapes_of
@@ -62,7 +63,7 @@ def plan(
         Option(
             "--shard",
             metavar="PATTERN=AXIS",
-            help="Cut the keys in which PATTERN is found along this axis; 'none': not at all, "
+            help="Cut the keys that match PATTERN along this axis; 'none': not at all, "
             "'stored': as when saved. May be repeated; the first that matches counts.",
         ),
     ] = None,
@@ -96,7 +97,7 @@ def plan(
 
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
 
-    Example: dckpt plan ckpt/1000 --tp 2 --shard 'experts.*=0'
+    Example: dckpt plan ckpt/1000 --tp 2 --shard '{x*}.experts.{y*}=0'
     """
     rules = [parse_rule(text) for text in shard or []]
     opened = open_named(checkpoint)
@@ -111,6 +112,9 @@ def plan(
         if rows is not None:
             made = derive(rows, opened.index, opened.objects)
             index = made.index
+        for text, rule in zip(shard or (), rules, strict=True):
+            if not any(map(rule.pattern.fullmatch, index)):
+                raise LookupError(f"--shard {text}: no key matches: {WHOLE_KEY}")
         cuts = cut_keys(index, tp, [*rules, *guessed_rules(index)])
         wants = of_tensor_parallel(index, cuts, parts=tp, replicas=dp)
     else:
@@ -271,8 +275,8 @@ def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
         if fits:
             axis = stored_axis(stored, is_stacked=is_stacked)
             # The part after the number of the layer, which all layers share.
-            name = same_for_all_layers(key).rpartition("*.")[2]
-            pattern = re.escape(name).replace(r"\.", ".")
+            _, layer, name = same_for_all_layers(key).rpartition("*.")
+            pattern = ("{x*}." if layer else "") + re.escape(name).replace(r"\.", ".")
             return shlex.quote(f"{pattern}={axis if axis in fits else fits[0]}")
     return None
 

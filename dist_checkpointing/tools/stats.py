@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import SEAL_NAME
 from dist_checkpointing.tools.opening import CheckpointArgument, Files, Trusted, open_named
 from dist_checkpointing.tools.report import AsJson, Report, Total, progress_bar, totals
+from dist_checkpointing.tools.torchrun import ranks
 
 _EXIT_NOT_FINITE = 1
 
@@ -60,11 +62,14 @@ def _not_finite(opened: Checkpoint) -> dict[str, dict[str, int]]:
         for key, tensor in opened.items()
         if tensor.dtype_name.startswith(("float", "bfloat", "complex"))
     }
-    with progress_bar("scanning", sum(sizes.values())) as bar:
-        found = stream_statistics(opened, sizes, report=bar.advance)
+    with ranks() as comm, progress_bar("scanning", sum(sizes.values()) // comm.world_size) as bar:
+        share = [*sizes][comm.rank :: comm.world_size]
+        found = comm.exchange(
+            "scanning", lambda: stream_statistics(opened, share, report=bar.advance)
+        )
     return {
         key: {"num_nan": one.num_nan, "num_inf": one.num_inf, "num_elements": one.count}
-        for key, one in found.items()
+        for key, one in sorted(chain.from_iterable(part.items() for part in found))
         if one.num_nan or one.num_inf
     }
 

@@ -22,7 +22,7 @@ PICTURE = Path(__file__).parents[1] / "screens" / "dckpt.svg"
 COLUMNS = 92
 COMMANDS = (
     "dckpt ls run",
-    "dckpt ls run@4 ^layers",
+    "dckpt ls run@4 layers.{x*}",
     "dckpt show run@4 layers.mlp.up.weight --slice 0,:3,:4",
     "dckpt verify run@4",
     "dckpt diff run@2 run@4 --summary",

@@ -435,6 +435,6 @@ def test_a_pattern_that_matches_nothing_is_no_equality(tmp_path: Path, dckpt: Ru
 def test_ls_suggests_keys(tmp_path: Path, dckpt: Run) -> None:
     save(wholes({"decoder.weight": torch.ones(2)}), tmp_path / "a")
     finished = dckpt("ls", tmp_path / "a", "decodr.weight", code=1)
-    assert finished.err.endswith("matches 'decodr.weight'; did you mean 'decoder.weight'?\n")
+    assert finished.err.endswith("stands for any text; did you mean 'decoder.weight'?\n")
     assert "--all looks at objects" in dckpt("ls", tmp_path / "a", "qqqq").err
     assert dckpt("ls", tmp_path / "a", "qqqq", "--json").json["tensors"] == []

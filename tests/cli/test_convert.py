@@ -58,11 +58,12 @@ def assert_arrived(path: Path, to: str) -> None:
 
 
 def test_a_summary(source: Path, tmp_path: Path) -> None:
-    text = run(source, tmp_path / "out", "--to", "zarr", "--rename", "^layer=l", "--exclude", "n")
+    text = run(
+        source, tmp_path / "out", "--to", "zarr", "--rename", "layer.{x*}=l.{x}", "--exclude", "n.*"
+    )
     assert "converted 6 tensors (8.8 MiB)" in text
     assert "tensorstore 1 -> zarr 2" in text
-    assert "left: 1 key " in text
-    assert "renamed: 6 keys" in text
+    assert "recipe: 6 tensors: 6 by rules, 0 as stored; 1 left out" in text
     assert all(len(line) > 1 for line in text.splitlines())
 
 
@@ -79,6 +80,10 @@ def test_the_weights_for_others(tmp_path: Path) -> None:
     )
     assert found.keys() == own.keys()
     assert all(torch.equal(found[key], own[key]) for key in own)
+    # Other options speak of the names without the prefix.
+    weights = (tmp_path / "c", tmp_path / "some", "--to", "zarr", "--weights")
+    run(*weights, "--include", "{i}.weight", "--rename", "0.weight=first")
+    assert {*load_plain_tensors(tmp_path / "some")} == {"first", "1.weight"}
 
 
 def test_something_is_shown_before_torch_is_imported(source: Path, tmp_path: Path) -> None:
@@ -107,7 +112,7 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
         source, tmp_path / "out", "--to", "torch_file", "--dry-run", "--rename", "norm=n\x1b[2J",
         "--cast", "bfloat16", "--lossy",
     )  # fmt: skip
-    assert "norm -> n\\x1b[2J  float32 -> bfloat16[4]" in text
+    assert "n\\x1b[2J  bfloat16[4] <- norm; rounded from float32" in text
     assert "\x1b" not in text
     assert "cast: 7 tensors float32 -> bfloat16, values rounded" in text
     assert list(tmp_path.iterdir()) == []
@@ -116,15 +121,21 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--to", "nope"], "cannot convert to 'nope'"),
+        (["--to", "nope"], "no such backend and version"),
         (["--to", "tensor_store"], "did you mean 'tensorstore'"),
-        (["--to", "zarr:3"], "did you mean 'zarr:"),
+        (["--to", "zarr:3"], "zarr 1, zarr 2; found zarr 3"),
         (["--to", "zarr", "--include", "("], "not a regular expression"),
-        (["--to", "zarr", "--weights", "--include", "w"], "leave --include out"),
-        (["--to", "zarr", "--include", "nowhere"], "leave nothing to convert"),
-        (["--to", "zarr", "--rename", r"\d="], "rename gives no valid names"),
+        (["--to", "zarr", "--include", "layer"], "nothing is left to convert"),
+        (
+            ["--to", "zarr", "--include", "layer"],
+            "nothing matches rule 1 (keep ['layer']): a pattern must",
+        ),
+        (["--to", "zarr", "--rename", "layer.{i}.w=w"], "several tensors would have this name"),
+        (["--to", "zarr", "--rename", "norm="], "a pattern or a name must be a text"),
+        (["--to", "zarr", "--rename", "norm"], "expected PATTERN=KEY"),
+        (["--to", "zarr", "--cast", "floof"], "'floof' is not one of bfloat16"),
         (["--to", "zarr", "--cast", "float16"], "--lossy"),
-        (["--to", "zarr", "--cast", "int8"], "floating-point"),
+        (["--to", "zarr", "--cast", "int8"], "'int8' is not one of bfloat16"),
         (["--to", "zarr", "--reshard", "axis"], "axis=0,parts=8"),
         (["--to", "torch_file", "--reshard", "axis=0,parts=8"], "reshard makes no sense"),
         (["--to", "zarr", "--memory", "lots"], "is not a size"),
@@ -241,14 +252,25 @@ def test_peak_memory_stays_within_its_budget(
             torch.save({key: torch.empty(shape) for key in keys}, path)
     (tmp_path / "rules.json").write_text(json.dumps(rules))
     recipe = ("--recipe", tmp_path / "rules.json") if rules else ()
-    arguments = ("convert", path, tmp_path / "out", "--to", "tensorstore", "--memory", budget)
+    arguments = (
+        "convert",
+        path,
+        tmp_path / "out",
+        "--to",
+        "tensorstore",
+        "--memory",
+        budget,
+        "--lossy",
+    )
     result = run_fresh("-c", TELL_PEAK + MAIN, *arguments, *recipe)
     assert result.returncode == 0, result.stderr
     assert 0 < told_peak(result.stderr) < budget
     assert path.stat().st_size > budget
 
 
-def test_a_recipe_makes_other_tensors(source: Path, tmp_path: Path) -> None:
+def test_a_recipe_makes_other_tensors(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rules = [
         {"stack": "layer.{i}.w", "into": "layers"},
         {"transpose": "layers", "axes": [0, 2, 1]},
@@ -263,7 +285,8 @@ def test_a_recipe_makes_other_tensors(source: Path, tmp_path: Path) -> None:
     assert "rule 3: rename 'nrom', to='bias': matches nothing" in output
     assert not (tmp_path / "new").exists()
     output = run(source, tmp_path / "new", "--to", "zarr", "--recipe", recipe)
-    assert "recipe: 1 rule of 3 matched nothing, see --dry-run" in output
+    assert "1 of 3 rules match nothing" in output
+    assert "nothing matches rule 3 (rename 'nrom', to='bias'): a pattern must" in caplog.text
     assert "verified: 8.8 MiB of tensors by the checksums of the source" in output
     found = load_plain_tensors(tmp_path / "new")
     assert torch.equal(found["layers"], wanted)
@@ -275,10 +298,29 @@ def test_a_recipe_makes_other_tensors(source: Path, tmp_path: Path) -> None:
     assert told["recipe"]["tensors"] == {"layers": "layer.*.w"}
     lossy = [{"cast": "layer.{i}.w", "dtype": "bfloat16"}, {"resize": "norm", "size": 1}]
     recipe.write_text(json.dumps([*lossy, {"drop": "layer.5.w"}]))
-    output = run(source, tmp_path / "lossy", "--to", "zarr", "--recipe", recipe)
-    assert "recipe: values rounded in 5 tensors, see --dry-run" in output
-    assert "recipe: 1 tensor of the source used in part, see --dry-run" in output
-    assert "recipe: 1 tensor of the source not used, see --dry-run" in output
+    output = run(source, tmp_path / "lossy", "--to", "zarr", "--recipe", recipe, "--lossy")
+    assert "cast: 5 tensors float32 -> bfloat16, values rounded" in output
+    assert "; 1 left out, 1 in part; 0 of 3 rules" in output
+
+
+def test_options_are_rules_after_those_of_the_recipe(source: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "rules.json"
+    recipe.write_text('[{"stack": "layer.{i}.w", "into": "layers"}]')
+    # In any order on the command line: include, exclude, rename, cast.
+    options = ["--cast", "bfloat16", "--cast", "all=float64", "--rename", "layers=all", "--lossy"]
+    options += ["--rename", "norm=bias", "--exclude", "norm", "--include", "layers|norm"]
+    target = (tmp_path / "new", "--to", "zarr")
+    output = run(source, *target, "--recipe", recipe, *options, "--dry-run")
+    assert [line.split(":")[1].split()[0] for line in output.splitlines()[:7]] == [
+        "stack", "keep", "drop", "rename", "rename", "cast", "cast",
+    ]  # fmt: skip
+    assert "rule 5: rename 'norm', to='bias': matches nothing" in output
+    assert "cast: 1 tensor float32 -> float64, no value changed" in output
+    run(source, *target, "--recipe", recipe, *options)
+    found = load_plain_tensors(tmp_path / "new")
+    assert [key for key in found if torch.is_tensor(found[key])] == ["all"]
+    wanted = torch.stack([TENSORS[f"layer.{i}.w"] for i in range(6)]).double()
+    assert torch.equal(found["all"], wanted)
 
 
 def test_a_recipe_that_does_not_fit_names_its_rule(source: Path, tmp_path: Path) -> None:
@@ -304,3 +346,18 @@ def test_under_torchrun(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
     seen = run_fresh(*ranks, "verify", tmp_path / "out", "--json", timeout=120)
     alone = dckpt("verify", tmp_path / "out", "--json")
     assert json.loads(seen.stdout) == alone.json
+
+
+def test_diff_and_stats_under_torchrun(tmp_path: Path, dckpt: Run) -> None:
+    values = {f"w{i}": torch.arange(6.0) + i for i in range(5)}
+    save({key: shard(key, full) for key, full in values.items()}, tmp_path / "a")
+    values["w1"][2], values["w4"][0], values["w2"][5] = 7, float("nan"), float("inf")
+    save({key: shard(key, full) for key, full in values.items()}, tmp_path / "b")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    for command in (["diff", tmp_path / "a", tmp_path / "b"], ["stats", tmp_path / "b", "--scan"]):
+        arguments = (*launcher, "-m", "dist_checkpointing", *command, "--json")
+        done = run_fresh(*arguments, timeout=120)
+        alone = dckpt(*command, "--json", code=1).json
+        assert json.loads(done.stdout) == alone, done.stderr
+        found = alone["not_finite"] if command[0] == "stats" else alone["tensors"]
+        assert len(found) == (2 if command[0] == "stats" else 3)

@@ -18,6 +18,7 @@ import dist_checkpointing as dc
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box
+from dist_checkpointing.planning import CastTo, Keep, Recipe, Rename
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY, TorchFile
 from dist_checkpointing.testing import failures_on, random_bits, run_ranks
@@ -45,7 +46,7 @@ COMMON: dict[str, Any] = {
     "order": torch.arange(3),
 }
 convert = conversions.convert
-ConvertOptions, Rules = conversions.ConvertOptions, conversions.Rules
+ConvertOptions = conversions.ConvertOptions
 ROOMY = ConvertOptions(memory_bytes=8 * 2**30)
 
 
@@ -224,9 +225,9 @@ def test_the_cut_is_kept_and_may_be_changed(sources: dict[str, Path], tmp_path: 
     assert {k: [c.box for c in before[k].chunks] for k in before if k != "optim.m"} == {
         k: [c.box for c in after[k].chunks] for k in after if k != "optim.m"
     }
-    rules = Rules.parse(reshard=[r"model\.w:axis=1,parts=3;axis=0,parts=2"])
+    options = replace(ROOMY, reshard=["model.w:axis=1,parts=3;axis=0,parts=2"])
     for to in BACKENDS:
-        convert(sources["zarr"], tmp_path / to, to, rules=rules, options=ROOMY)
+        convert(sources["zarr"], tmp_path / to, to, options=options)
         assert dc.Checkpoint.open(tmp_path / to)["model.w"].chunk_shape == (4, 4), to
         assert_same(read_back(tmp_path / to, to), ORACLE)
 
@@ -253,13 +254,15 @@ def test_files_are_divided_as_hugging_face_does(sources: dict[str, Path], tmp_pa
 
 @pytest.mark.parametrize("to", KINDS)
 def test_renamed_cast_and_selected(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
-    rules = Rules.parse(
-        include=["^model"],
-        rename=["^model=m", "/=_"],
-        cast=["half=float32", "bfloat16"],
-        lossy=True,
+    recipe = Recipe(
+        Keep("model.{x*}"),
+        Rename("model.{x*}", "m.{x}"),
+        Rename("{x*}/{y}", "{x}_{y}"),
+        CastTo("{x*}", "bfloat16"),
+        CastTo("m.half", "float32"),
     )
-    convert(sources["torch_dist"], tmp_path / "out", to, rules=rules, options=ROOMY)
+    options = replace(ROOMY, lossy=True)
+    convert(sources["torch_dist"], tmp_path / "out", to, recipe=recipe, options=options)
     wanted = {
         "m.w": ORACLE["model.w"].to(torch.bfloat16),
         "m.half": ORACLE["model.half"].to(torch.float32),
@@ -296,10 +299,10 @@ def test_any_cut_arrives(data: st.DataObject, source: str, to: str, reshard: str
         )
         for number, box in enumerate(boxes)
     }
-    rules = Rules.parse(reshard=[reshard] if reshard and to in BACKENDS else [])
+    options = replace(ROOMY, reshard=[reshard] if reshard and to in BACKENDS else [])
     with tempfile.TemporaryDirectory() as folder:
         dc.save({"leaves": leaves}, Path(folder, "source"), BACKENDS[source])
-        convert(Path(folder, "source"), Path(folder, "out"), to, rules=rules, options=ROOMY)
+        convert(Path(folder, "source"), Path(folder, "out"), to, options=options)
         assert_same(read_back(Path(folder, "out"), to), {"k": full})
 
 
@@ -312,11 +315,10 @@ def test_small_boxes_and_many_threads(tmp_path: Path) -> None:
     dc.save({**state, "big": shard("big", big)}, tmp_path / "source")
     wanted = {key: leaf.data for key, leaf in state.items() if leaf.data is not None}
     wanted["big"] = big
-    rules = Rules.parse(reshard=["big:axis=1,parts=2"])
-    options = ConvertOptions(threads=8)
     for to in FORMATS:
-        own = rules if to in BACKENDS else None
-        convert(tmp_path / "source", tmp_path / to, to, rules=own, options=options)
+        reshard = ["big:axis=1,parts=2"] if to in BACKENDS else []
+        options = ConvertOptions(threads=8, reshard=reshard)
+        convert(tmp_path / "source", tmp_path / to, to, options=options)
         assert_same(read_back(tmp_path / to, to), wanted)
 
 
@@ -484,7 +486,7 @@ def test_what_is_there_is_not_touched(sources: dict[str, Path], to: str, tmp_pat
 @pytest.mark.parametrize("to", KINDS)
 def test_overwriting_what_is_alike(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    convert(sources["zarr"], out, to, rules=Rules.parse(include=["flags"]), options=ROOMY)
+    convert(sources["zarr"], out, to, recipe=Recipe(Keep("flags")), options=ROOMY)
     with pytest.raises(dc.CheckpointExistsError, match="force"):
         convert(sources["zarr"], out, to, options=ROOMY)
     options = ConvertOptions(overwrite=True)
@@ -501,6 +503,18 @@ def test_not_into_itself(sources: dict[str, Path], place: str) -> None:
     assert dc.Checkpoint.open(source).is_committed
 
 
+def test_a_strategy_with_options_of_its_own(sources: dict[str, Path], tmp_path: Path) -> None:
+    strategy = Zarr3SaveShardedStrategy(codec="zstd")
+    before = vars(strategy).copy()
+    done = convert(sources["tensorstore"], tmp_path / "out", strategy, options=ROOMY)
+    assert done.target == "zarr 2"
+    assert dc.Checkpoint.open(tmp_path / "out").index.codec == "zstd"
+    assert_same(read_back(tmp_path / "out", "zarr"), ORACLE)
+    assert vars(strategy) == before
+    convert(sources["tensorstore"], tmp_path / "old", ("zarr", 1), options=ROOMY)
+    assert dc.Checkpoint.open(tmp_path / "old").backend == ("zarr", 1)
+
+
 def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(dc.CheckpointNotFoundError):
         convert(tmp_path / "nowhere", tmp_path / "out", "zarr")
@@ -509,9 +523,9 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
         convert(tmp_path / "text", tmp_path / "out", "zarr")
     with pytest.raises(dc.StrategyNotFoundError, match="safetensors"):
         convert(sources["zarr"], tmp_path / "out", "parquet")
-    rules = Rules.parse(reshard=["axis=0,parts=2"])
+    options = ConvertOptions(reshard=["axis=0,parts=2"])
     with pytest.raises(dc.CheckpointingException, match="reshard"):
-        convert(sources["zarr"], tmp_path / "out", "torch_file", rules=rules)
+        convert(sources["zarr"], tmp_path / "out", "torch_file", options=options)
     with pytest.raises(dc.CheckpointingException, match="memory"):
         convert(sources["zarr"], tmp_path / "out", "zarr", options=ConvertOptions(memory_bytes=1))
     dc.save({"c": shard("c", torch.ones(2).to(torch.complex128))}, tmp_path / "c")

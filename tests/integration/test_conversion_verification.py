@@ -4,6 +4,7 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from dist_checkpointing.format import (
     checksum,
     dtypes,
 )
+from dist_checkpointing.planning import Drop, Recipe
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools.app import app, main
-from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
+from dist_checkpointing.tools.convert import ConvertOptions, convert
 from dist_checkpointing.tools.convert.source import PartChecks
 from dist_checkpointing.tools.values import Budget
 from states import between, flat as flat_part, rows, save_on, shard
@@ -107,9 +109,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(
         assert "--no-verify" in str(finding)
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
         # Where the damaged tensor is not read, nobody minds.
-        done = convert(
-            damaged, tmp_path / "out", to, rules=Rules.parse(exclude=[f"^{key}$"]), options=ROOMY
-        )
+        done = convert(damaged, tmp_path / "out", to, recipe=Recipe(Drop(key)), options=ROOMY)
         assert done.verified_bytes == NUM_BYTES - FULL[key].nbytes
         shutil.rmtree(damaged)
         out = tmp_path / "out"
@@ -154,17 +154,17 @@ def test_parts_that_are_larger_than_what_is_read_at_a_time(
     monkeypatch.setattr(
         import_module("dist_checkpointing.tools.convert.conversion"), "budget_of", little
     )
-    rules = Rules.parse(reshard=reshard)
+    options = replace(ROOMY, reshard=reshard)
     for to in ("zarr", "safetensors"):
         if to == "safetensors" and reshard:
             continue
-        done = convert(sources[source], tmp_path / to, to, rules=rules, options=ROOMY)
+        done = convert(sources[source], tmp_path / to, to, options=options)
         assert done.verified_bytes == NUM_BYTES
         damaged = tmp_path / f"damaged-{to}"
         shutil.copytree(sources[source], damaged)
         flip_a_bit_of(damaged, FULL["across"][23, 44:])
         with pytest.raises(dc.CorruptCheckpointError, match="'across'"):
-            convert(damaged, tmp_path / "out", to, rules=rules, options=ROOMY)
+            convert(damaged, tmp_path / "out", to, options=options)
         assert not (tmp_path / "out").exists()
 
 

@@ -43,7 +43,7 @@ from dist_checkpointing.serialization import (
 )
 from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
 from dist_checkpointing.testing import assert_same_bits, run_ranks
-from dist_checkpointing.tools.convert import Rules, convert
+from dist_checkpointing.tools.convert import ConvertOptions, convert
 from quantized import Tensors, of_blocks, part_of, written
 from states import BACKEND, between, blanks, flat, rows, shard, wholes
 from tiers import examples
@@ -220,8 +220,8 @@ def test_any_cut_of_a_conversion(
     reshard = f"axis=0,parts={parts[0]};axis=1,parts={parts[1]}"
 
     def on_rank(comm: Comm) -> None:
-        cuts = Rules.parse(reshard=[reshard])
-        convert(folder, made, backend, rules=cuts, recipe=Recipe(*rules), comm=comm)
+        options = ConvertOptions(reshard=[reshard], lossy=True)
+        convert(folder, made, backend, options=options, recipe=Recipe(*rules), comm=comm)
 
     run_ranks(world_size, on_rank)
     assert_holds(made, full)

@@ -40,6 +40,7 @@ from dist_checkpointing.serialization import (
 )
 from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
 from dist_checkpointing.testing import assert_same_bits, run_ranks
+from dist_checkpointing.tools.convert import convert
 from quantized import Tensors, of_blocks, part_of, written
 from states import BACKEND, blanks, shard, wholes
 from tiers import examples
@@ -306,6 +307,32 @@ def test_conversions_slices_and_files(tmp_path: Path, dtype: torch.dtype) -> Non
         == "layers.*.experts.up_blocks, layers.*.experts.up_scales"
     )
     assert made.rounded_from("layers.0.mlp.weight") == (["float32"] if name == "bfloat16" else [])
+
+
+@pytest.mark.parametrize("between", [(), ("zarr",)])
+def test_a_dequantized_folder_does_not_say_that_it_is_quantized(
+    tmp_path: Path, between: tuple[str, ...]
+) -> None:
+    """So that transformers reads the values as they are; also by way of another format."""
+    folder = written(tmp_path / "hf", STORED)
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}, "é": 1.5}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"quantization_config": 1}')
+    recipe, place = Recipe(Dequantize(block=BLOCK)), folder
+    for number, to in enumerate([*between, "safetensors"]):
+        convert(place, tmp_path / f"{number}", to, recipe=Recipe() if number else recipe)
+        place = tmp_path / f"{number}"
+    del config["quantization_config"]
+    assert json.loads((place / "config.json").read_text()) == config
+    assert (place / "tokenizer.json").read_text() == '{"quantization_config": 1}'
+    # What stays quantized says so, byte for byte.
+    convert(folder, tmp_path / "same", "safetensors")
+    same = (tmp_path / "same" / "config.json").read_bytes()
+    assert same == (folder / "config.json").read_bytes()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError, match=r"configuration .* cannot be read"):
+        convert(folder, tmp_path / "new", "safetensors", recipe=recipe)
+    assert not (tmp_path / "new").exists()
 
 
 def test_scales_of_another_name(tmp_path: Path) -> None:

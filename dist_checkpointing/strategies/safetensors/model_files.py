@@ -51,6 +51,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 _MAX_INDEX_BYTES = 1 << 30
 _ALIGNMENT = 8
+_CONFIG = "config.json"
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 MAX_MODEL_FILE_BYTES = 128 * 2**20
 
@@ -198,6 +199,20 @@ def model_files_of(common: Mapping[Any, Any]) -> dict[str, bytes]:
         for name, data in (kept.items() if isinstance(kept, dict) else ())
         if isinstance(name, str) and isinstance(data, bytes) and is_model_file(name)
     }
+
+
+def without_quantization(common: Mapping[Any, Any], path: Location) -> dict[Any, Any]:
+    """The common state of a model after its values are dequantized: its configuration says nothing
+    of quantization, or readers would dequantize again. ``path`` is named in errors.
+    """
+    files = model_files_of(common)
+    if _CONFIG not in files:
+        return dict(common)
+    with local_folder.parsing("the configuration of the model cannot be read", path / _CONFIG):
+        config = local_folder.parse_json(files[_CONFIG])
+        if config.pop("quantization_config", None) is not None:
+            files[_CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
+    return {**common, MODEL_FILES_KEY: files}
 
 
 def texts_of(common: Mapping[Any, Any]) -> dict[str, str]:

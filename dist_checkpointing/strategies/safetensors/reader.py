@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from dist_checkpointing.threads import in_threads
 class SafetensorsReader(StorageReader):
     """Reads safetensors files: each tensor is one chunk, read as that of any backend."""
 
+    has_checksums: ClassVar[bool] = False
     _index: Index = Index.of([])
 
     def reset(self, checkpoint_id: Any) -> None:

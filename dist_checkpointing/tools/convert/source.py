@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.planning.shard_table import Bools
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
+from dist_checkpointing.strategies.safetensors.model_files import without_quantization
 from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
 from dist_checkpointing.tools.values import Budget, ReusedMemory
 
@@ -41,57 +43,57 @@ _REMEDY = "Convert another checkpoint, or take it as it is: --no-verify (verify=
 class Source:
     """Tensors and objects to convert, as a recipe makes them, read from any thread.
 
-    ``made`` is what a recipe makes. What is read is compared with the checksums in ``checks``.
+    ``made`` is what the recipe makes. What is read is compared with the checksums in ``checks``.
 
     Raises:
         StateMismatchError: naming the rule that does not fit.
     """
 
-    def __init__(self, opened: Checkpoint, recipe: Recipe | None = None) -> None:
+    def __init__(self, opened: Checkpoint, recipe: Recipe) -> None:
         self.opened = opened
         # Threads are the caller's, and pages of a mapped file would count as memory in use.
         opened.reads.options = StorageOptions(
             threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
         )
         opened.reads.memory = self._memory = ReusedMemory()
-        self.index: Index = opened.index
-        self.objects: Mapping[str, ObjectHandle] = opened.objects
-        self.made: Derivation | None = None
         self.checks = PartChecks({}, opened.index, opened.read, self._location)
-        if recipe is not None:
-            self.made = derive(recipe, opened.index, opened.objects)
-            findings = [
-                Finding("no template says what fills it", key, remedy="Fill with zeros.")
-                for key, tensor in self.made.tensors.items()
-                if any(p.key is None and p.fill == "template" for p in tensor.pieces)
-            ]
-            if findings:
-                raise StateMismatchError("the recipe needs a template", findings)
-            self.index = self.made.index
-            self.objects = {new: opened.objects[old] for new, old in self.made.objects.items()}
+        self.made: Derivation = derive(recipe, opened.index, opened.objects)
+        findings = [
+            Finding("no template says what fills it", key, remedy="Fill with zeros.")
+            for key, tensor in self.made.tensors.items()
+            if any(p.key is None and p.fill == "template" for p in tensor.pieces)
+        ]
+        if findings:
+            raise StateMismatchError("the recipe needs a template", findings)
+        self.index: Index = self.made.index
+        self.objects: Mapping[str, ObjectHandle] = {
+            new: opened.objects[old] for new, old in self.made.objects.items()
+        }
+
+    def common(self) -> dict[Any, Any]:
+        """The common state to write: a model that is dequantized is no longer called quantized."""
+        pieces = (piece for tensor in self.made.tensors.values() for piece in tensor.pieces)
+        if any(piece.quantization is not None for piece in pieces):
+            return without_quantization(self.opened.common, self.opened.path)
+        return self.opened.common
 
     def limit(self, budget: Budget) -> None:
         """Let checks take no more memory than the budget allows."""
         self.checks.most_bytes = budget.box_bytes
         self._memory.most_bytes = budget.threads * budget.box_bytes
 
-    def find_checksums(self, keys: Collection[str]) -> bool:
-        """Compare what is read of some tensors from now on; False if the source keeps no checksums.
+    def find_checksums(self) -> bool:
+        """Compare what is read from now on; False if the source keeps no checksums.
 
         Common state, objects, and all that describes the tensors are compared here. It is an error
         if the checksums do not speak of all there is.
         """
         opened = self.opened
-        if self.made is not None:
-            keys = {stored for key in keys for stored in self.made.tensors[key].sources}
-        seal = read_seal(opened.folder)
-        if seal is not None and seal.is_open:
-            seal = None
-        if seal is not None:
+        keys = {stored for tensor in self.made.tensors.values() for stored in tensor.sources}
+        seal, tables = read_seal(opened.folder), read_tables(opened.folder)
+        if seal is not None and not seal.is_open:
             names = [file.name for file in seal.files.values() if file.digest is not None]
             _refuse([*check_config(seal, opened.folder), *check_files(seal, opened.folder, names)])
-        tables = read_tables(opened.folder)
-        if seal is not None:
             cells = [cell for table in tables for cell in table.objects()]
             _refuse(stored_objects_damage(opened, cells))
         has_checksums = any((table.is_object == 0).any() for table in tables)
@@ -104,7 +106,7 @@ class Source:
     def read(self, wanted: KeyBoxes) -> list[torch.Tensor]:
         """A new contiguous CPU tensor for each box of a tensor."""
         made = self.made
-        if made is None:
+        if not made.counts:
             return self.checks.read(wanted)
         leaves = [ShardedTensor.of_box(self.index[key], box) for key, box in wanted]
         for leaf in leaves:
@@ -150,7 +152,12 @@ class PartChecks:
     ) -> None:
         self.most_bytes = _HASHED_BYTES
         self.num_bytes = 0
-        self._left = {key: (own, _corners(own)) for key, own in parts.items() if own}
+        # The first and last corners of the boxes: [part, 2, axis].
+        self._left: dict[str, tuple[Sequence[StoredPart], npt.NDArray[np.int64]]] = {
+            key: (own, np.array([(part.box.offset, part.box.stop) for part in own], np.int64))
+            for key, own in parts.items()
+            if own
+        }
         self._tensors = tensors
         self._read, self._location = read, location
         self._lock = threading.Lock()
@@ -198,11 +205,6 @@ class PartChecks:
                     yield tensor[block.relative_to(box.offset).slices()]
                 else:
                     yield from self._read([(part.key, block)])
-
-
-def _corners(parts: Sequence[StoredPart]) -> npt.NDArray[np.int64]:
-    """The first and last corners of the boxes: ``[part, 2, axis]``."""
-    return np.array([(part.box.offset, part.box.stop) for part in parts], np.int64)
 
 
 def _refuse(findings: Sequence[Finding], message: str = "the source is not what was saved") -> None:

@@ -40,6 +40,7 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.state_dict_parts import with_leaves
 from dist_checkpointing.planning import DefaultSavePlanner, MetadataIndex, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.planning.recipe import Recipe
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_folder import SaveHooks, partial_folder
 from dist_checkpointing.storage.fingerprints import fingerprints_by_reading
@@ -52,8 +53,6 @@ from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.tools.convert.plan import (
     ConversionPlan,
     ConvertOptions,
-    PlannedTensor,
-    Rules,
     is_cut_across,
     shards,
 )
@@ -75,30 +74,28 @@ class Target:
     source: Source
     plan: ConversionPlan
     destination: Any
-    backend: tuple[str, int]
+    strategy: Any
     options: ConvertOptions
-    rules: Rules
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Imports what will be used, so that its memory counts before the rest is divided.
-        found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, self.backend)
+        found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, self.strategy)
+        self.backend = f"{found.backend} {found.version}"
         if not isinstance(found, PlannedSaveStrategy):
             problem = "it has no planner, so all tensors would have to be in memory"
-            message = f"cannot convert into {self.backend[0]} {self.backend[1]}"
+            message = f"cannot convert into {self.backend}"
             raise CheckpointingException(message, [Finding(problem, found=type(found))])
-        # A copy: a strategy that was registered by hand belongs to somebody else.
+        # A copy: a strategy that was registered or passed belongs to somebody else.
         self.strategy = copy.copy(found)
         keeps_cuts = getattr(found, "writer_type", StorageWriter).keeps_cuts
-        if self.rules.reshards and not keeps_cuts:
-            finding = Finding(
-                "each tensor is stored in one run", found=" ".join(map(str, self.backend))
-            )
+        if self.options.reshard and not keeps_cuts:
+            finding = Finding("each tensor is stored in one run", found=self.backend)
             raise CheckpointingException("reshard makes no sense here", [finding])
         self.is_one_file = found.is_one_file(self.destination)
         self._require_place()
-        common = {} if self.rules.tensors_only else self.source.opened.common
-        cells = {o.key: dict(self.source.objects[o.source_key]) for o in self.plan.objects}
+        common = {} if self.options.tensors_only else self.source.common()
+        cells = {key: dict(self.source.objects[key]) for key in self.plan.objects}
         self.common, self.cells = self.strategy.holdable(self.destination, common, cells)
         self._leave_out("common state", common, self.common)
         self._leave_out("objects", cells, self.cells)
@@ -109,26 +106,14 @@ class Target:
             more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
             self.left_out.append(f"{what} ({', '.join(lost[:5])}{more})")
 
-    def read(self, wanted: Sequence[tuple[PlannedTensor, Box]]) -> Iterator[torch.Tensor]:
-        """The values of boxes in their new dtypes, each cast when the one before is done with."""
-        values = self.source.read([(tensor.source.key, box) for tensor, box in wanted])
-        values.reverse()
-        for tensor, _ in wanted:
-            yield values.pop().to(tensor.dtype.torch)
-
     def prove(self, written: Checkpoint, budget: Budget) -> int:
         """Compare what was written with the fingerprints of the source; how many were compared.
 
         Those of tensors with another dtype differ. A format that keeps none is read again.
         """
-        kept = self.source.index.fingerprints
-        expected = {
-            tensor.key: kept[tensor.source.key]
-            for tensor in self.plan.tensors
-            if tensor.dtype == tensor.source.dtype and tensor.source.key in kept
-        }
+        expected = self.source.index.fingerprints
         found: Mapping[str, str] = written.index.fingerprints or fingerprints_by_reading(
-            written.index, expected, Source(written).read, most_bytes=budget.box_bytes
+            written.index, expected, Source(written, Recipe()).read, most_bytes=budget.box_bytes
         )
         findings = [
             Finding("was not converted bit by bit", key, expected=text, found=found.get(key))
@@ -145,26 +130,26 @@ class Target:
         folder: Location = self.destination
         if not location.is_there(folder):
             return
+        what = "file" if self.is_one_file else "checkpoint"
         if location.is_folder(folder) is self.is_one_file:
-            what = "a folder is here" if self.is_one_file else "a file is here"
-            raise _exists(folder, what, "Name another place.")
-        if self.is_one_file:
-            if not self.options.overwrite:
-                raise _exists(folder, "a file is here", "Name another place, or pass --force.")
-            return
-        if check_is_distributed_checkpoint(folder):
-            if not self.options.overwrite:
-                remedy = "Name another place, or pass --force."
-                raise _exists(folder, "a checkpoint is here", remedy)
-            return
-        made, attempt = leftovers(folder), attempt_of(folder) or ""
-        made |= {shared_name(name, attempt) for name in made}
-        ours = {Path(name).parts[0] for name in made} | {DCKPT_FOLDER, LOCK_NAME}
-        if location.is_there(folder / CLAIMS):
-            ours.add(DATA)
-        if others := {*location.names_in(folder)} - ours:
-            problem = f"the folder holds {min(others)!r}"
-            raise _exists(folder, problem, "Name an empty or a new folder.")
+            what = "folder" if self.is_one_file else "file"
+            problem, remedy = f"a {what} is here", "Name another place."
+        elif self.is_one_file or check_is_distributed_checkpoint(folder):
+            if self.options.overwrite:
+                return
+            problem, remedy = f"a {what} is here", "Name another place, or pass --force."
+        else:
+            made, attempt = leftovers(folder), attempt_of(folder) or ""
+            made |= {shared_name(name, attempt) for name in made}
+            ours = {Path(name).parts[0] for name in made} | {DCKPT_FOLDER, LOCK_NAME}
+            if location.is_there(folder / CLAIMS):
+                ours.add(DATA)
+            others = {*location.names_in(folder)} - ours
+            if not others:
+                return
+            problem, remedy = f"the folder holds {min(others)!r}", "Name an empty or a new folder."
+        finding = Finding(problem, path=str(folder), remedy=remedy)
+        raise CheckpointExistsError(f"{folder} already exists", [finding])
 
     def write(self, budget: Budget, progress: ProgressOption | None, comm: Comm) -> int:
         """Save it; the number of tensors proven to be those of the source. Collective."""
@@ -176,7 +161,7 @@ class Target:
             data_file_bytes=self.options.shard_bytes,
         )
         writer = strategy.make_writer(destination)
-        has_fingerprints = bool(self.source.index.fingerprints)
+        has_fingerprints = bool(self.source.made.stored.fingerprints)
         # Cut here as the backend would anyway, but along what is stored.
         most_bytes = budget.box_bytes
         if isinstance(writer.layout, RowBlockLayout):
@@ -225,12 +210,12 @@ class Target:
         if comm.rank == comm.world_size - 1:
             last = len(boxes)
         for tensor, box in boxes[first if comm.rank else 0 : last]:
-            dtype, shape = tensor.dtype.torch, tensor.shape
-            data = torch.empty(box.shape, dtype=dtype, device="meta")
-            yield ShardedTensor(tensor.key, data, dtype, box.shape, shape, box.offset, None)
-        for planned in () if comm.rank else self.plan.objects:
-            for cell, value in self.cells.get(planned.key, {}).items():
-                yield ShardedObject(planned.key, value, planned.shape, cell)
+            leaf = ShardedTensor.of_box(tensor.stored, box)
+            leaf.data = torch.empty(box.shape, dtype=leaf.dtype, device="meta")
+            yield leaf
+        for key, shape in () if comm.rank else self.plan.objects.items():
+            for cell, value in self.cells.get(key, {}).items():
+                yield ShardedObject(key, value, shape, cell)
 
 
 @dataclass(eq=False)
@@ -248,8 +233,8 @@ class LazyPlanner(DefaultSavePlanner):
 
     def __init__(self, target: Target, budget: Budget) -> None:
         super().__init__()
-        self._target = target
-        self._tensors = {tensor.key: tensor for tensor in target.plan.tensors}
+        self._source = target.source
+        self._tensors = {tensor.stored.key: tensor for tensor in target.plan.tensors}
         self._most_together = budget.box_bytes
         self._groups: dict[MetadataIndex, _Group] = {}
         # What was read and not yet asked for, and how many bytes more of it there may be.
@@ -289,10 +274,9 @@ class LazyPlanner(DefaultSavePlanner):
 
     def _read(self, group: _Group) -> list[torch.Tensor]:
         items, whole = group.items, group.box
-        tensors = [self._tensors[item.index.fqn] for item in items]
         if whole is None:
-            return [*self._target.read([*zip(tensors, map(_box, items), strict=True)])]
-        (read,) = self._target.read([(tensors[0], whole)])
+            return self._source.read([(item.index.fqn, _box(item)) for item in items])
+        (read,) = self._source.read([(items[0].index.fqn, whole)])
         return [read[_box(item).relative_to(whole.offset).slices()] for item in items]
 
     def _grouped(self, items: Sequence[WriteItem]) -> Iterator[_Group]:
@@ -302,7 +286,10 @@ class LazyPlanner(DefaultSavePlanner):
         for (key, start, height), found in itertools.groupby(plain, _rows):
             parts, tensor = list(found), self._tensors[key]
             if len(parts) > 1 and is_cut_across(tensor):
-                box = Box((start, *[0] * (len(tensor.shape) - 1)), (height, *tensor.shape[1:]))
+                box = Box(
+                    (start, *[0] * (len(tensor.stored.global_shape) - 1)),
+                    (height, *tensor.stored.global_shape[1:]),
+                )
                 is_whole = sum(_box(item).num_elements for item in parts) == box.num_elements
                 if is_whole and _LARGE_BYTES <= tensor.num_bytes_of(box) <= 2 * self._most_together:
                     yield _Group(parts, box)
@@ -321,8 +308,3 @@ def _rows(item: WriteItem) -> tuple[str, int, int]:
     """Key, first row and number of rows."""
     box = _box(item)
     return item.index.fqn, *((box.offset[0], box.shape[0]) if box.shape else (0, 1))
-
-
-def _exists(path: Location, problem: str, remedy: str) -> CheckpointingException:
-    finding = Finding(problem, path=str(path), remedy=remedy)
-    return CheckpointExistsError(f"{path} already exists", [finding])
