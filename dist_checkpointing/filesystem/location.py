@@ -154,7 +154,6 @@ def read_bytes(path: Location, max_bytes: int) -> bytes:
 def _content(
     path: Path, max_bytes: int, *, follows_links: bool = True, is_start: bool = False
 ) -> bytes | None:
-    """The content of a file; None if it is no regular one."""
     # A pipe would be waited for.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
     try:
@@ -183,7 +182,6 @@ def _content(
 
 
 def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryview]:
-    """The content of a file of any size, block by block."""
     if isinstance(path, ObjectPath):
         yield from path.store.blocks(path.key)
         return
@@ -429,7 +427,6 @@ def sizes_in(
 
 
 def make_folder(path: Location) -> None:
-    """Make a folder and those that it is in, where there are folders."""
     if isinstance(path, Path):
         path.mkdir(parents=True, exist_ok=True)
 

@@ -84,7 +84,6 @@ class Holder(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether the process runs, or ran, where this one can see it."""
         return (self.host, self.boot, self.pid_space) == _process(os.getpid())[:3]
 
     def to_json(self) -> bytes:
@@ -150,11 +149,9 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
     @property
     def is_held(self) -> bool:
-        """Whether the lock has not been released."""
         return self._close.alive
 
     def release(self) -> None:
-        """Release the lock."""
         self._close()
 
     def __exit__(self, *_: object) -> None:
@@ -272,7 +269,6 @@ def _take_flock(at: int, file: int, folder: Path) -> Holder | None:
 
 
 def _is_at(file: int, at: int) -> bool:
-    """Whether an open file is still the lock file."""
     # Opened, because a network file system may answer everything else from a cache.
     with suppress(FileNotFoundError):
         named = os.open(LOCK_NAME, _OPEN, dir_fd=at)
@@ -359,7 +355,6 @@ def _write_new(at: int, name: str, holder: Holder) -> None:
 
 
 def _read(at: int, name: str) -> bytes:
-    """The content of a lock file."""
     file = os.open(name, _READ, dir_fd=at)
     try:
         return os.read(file, _MAX_BYTES)

@@ -214,7 +214,6 @@ class ObjectStore:
             return bytes(answer.bytes())
 
     def blocks(self, key: str) -> Iterator[memoryview]:
-        """The content of an object of any size, block by block."""
         answer = self._call("get", key, key, max_retries=self.options.max_retries)
         left = iter(answer.stream(min_chunk_size=self.options.part_bytes))
         while (block := self._next(key, left)) is not None:
@@ -312,7 +311,6 @@ class ObjectStore:
 
     @_repeating
     def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
-        """The names of the folders in a folder, and its objects; each sorted."""
         answer = self._call("list_with_delimiter", prefix, prefix=prefix)
         folders = sorted(PurePosixPath(name).name for name in answer["common_prefixes"])
         return folders, sorted(map(_info, answer["objects"]), key=lambda info: info.key)

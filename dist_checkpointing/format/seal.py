@@ -96,7 +96,6 @@ class Seal:
     is_open: bool = False
 
     def tables_with(self, keys: Collection[str]) -> list[str]:
-        """The tables that may speak of some of these keys."""
         wanted = sorted(keys)
         return [
             name

@@ -65,17 +65,14 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
             self._manager.load(self._state)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save, if it is time."""
         if self._every and trainer.global_step - self._state.step >= self._every:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save what the epoch has made."""
         if trainer.global_step > self._state.step:
             self._save(trainer)
 
     def on_fit_end(self, *_: Any) -> None:
-        """Wait for the last save."""
         self._manager.close()
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:

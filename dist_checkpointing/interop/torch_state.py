@@ -37,7 +37,6 @@ from dist_checkpointing.validation.save_errors import CommonDigests
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of the generators of Python, NumPy, torch and the current CUDA device."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
@@ -51,7 +50,6 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue where ``rng_state`` was called."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])

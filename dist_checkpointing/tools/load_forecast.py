@@ -69,8 +69,6 @@ MEGATRON_RULES = (
 
 
 class Reason(StrEnum):
-    """Why a tensor is cut, or is not."""
-
     RULE = "a rule matches"
     ASKED = "a rule says so"
     STORED = "as it was when saved"
@@ -118,7 +116,6 @@ def stored_axis(stored: StoredTensor, *, is_stacked: bool = False) -> int | None
 
 
 def _counts(stored: StoredTensor) -> list[int]:
-    """In how many parts a tensor is cut along each axis."""
     if stored.pieces is None:
         return list(stored.grid.counts)
     return [len(set(column.tolist())) for column in stored.pieces.offsets.T]
@@ -177,7 +174,6 @@ def _cut(
 
 
 def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:
-    """The box that one of the tensor-parallel ranks holds."""
     shape = list(stored.global_shape)
     offset = [0] * len(shape)
     if cut.axis is not None:

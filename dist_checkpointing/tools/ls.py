@@ -182,7 +182,6 @@ class Entry(NamedTuple):
 
 
 def tensor_entries(index: Index, wanted: Callable[[str], object]) -> Iterator[Entry]:
-    """The tensors of an index whose keys are wanted, in the order of the index."""
     itemsizes = {row.name: row.itemsize for row in dtypes.ELEMENT_TYPES}
     columns = index.dtype_column, index.global_shape_column, index.chunk_shape_column
     for key, dtype, extents, chunk in zip(index.keys_column, *columns, strict=True):
@@ -407,7 +406,6 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
 
 
 def _notes_of(root: Location) -> dict[str, list[str]]:
-    """What the record of a manager says about each step, by name."""
     if not location.is_file(root / RECORD_NAME):
         return {}
     record = up_to_date(root, read_record(root))

@@ -114,7 +114,6 @@ def page_data(checkpoint: Checkpoint, key: str | None = None) -> dict[str, Any]:
 
 
 def _writers(checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, list[Writers]]:
-    """The writers of each chunk in C order, or of each piece."""
     parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
     for part in itertools.chain.from_iterable(t.parts() for t in read_tables(checkpoint.folder)):
         if part.key in parts:

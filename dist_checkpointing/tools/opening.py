@@ -108,7 +108,6 @@ class Files:
 
     @classmethod
     def of(cls, uses: Collection[location.FileUse]) -> Files:
-        """What some files take together."""
         return cls(
             len(uses),
             sum(use.num_bytes for use in uses),
@@ -125,7 +124,6 @@ class Files:
 
 
 def count_files(folder: Location) -> Files:
-    """The files below a folder."""
     return Files.of(location.use_below(folder).values())
 
 
@@ -136,8 +134,6 @@ def _not_found(
 
 
 class StepState(Enum):
-    """What the folder of a step is."""
-
     WHOLE = "whole"  # all files have the sizes that the save has sealed
     COMMITTED = "committed"  # no seal says what the files should be
     SAVING = "being saved"
@@ -147,7 +143,6 @@ class StepState(Enum):
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether something is committed there."""
         return self in (StepState.WHOLE, StepState.COMMITTED, StepState.DAMAGED)
 
 
@@ -188,7 +183,6 @@ def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
 
 
 def state_of(folder: Location, uses: Uses) -> StepState:
-    """The state of the folder of a step, in which these files are."""
     try:
         if CONFIG_FNAME in uses or is_committed(folder):
             commit = read_commit(folder)

@@ -193,7 +193,6 @@ _LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
 
 
 def _numbers(cost: dict[str, Any]) -> list[float]:
-    """A number for each of the columns."""
     wanted, read = cost["wanted_bytes"], cost["read_bytes"]
     copies = cost["num_reads"], len(cost["files"]), cost["peak_bytes"]
     return [cost["num_tensors"], wanted, read, _ratio(read, wanted), *copies]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Literal, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.strategies.registry import (
@@ -20,35 +19,17 @@ from dist_checkpointing.strategies.registry import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronDefaults:
-    """How ``save`` and ``load`` of the package that Megatron imports behave.
-
-    Attributes:
-        backend: Backend, and its version, of a save that names no strategy.
-        validate: Whether a load checks that the shards of all ranks make up each tensor once.
-        cast: What to do where stored and wanted dtype differ. Megatron converts and says nothing.
-        overwrite: Whether a save may replace a checkpoint, also one that Megatron wrote.
-        trusted: Whether loads unpickle anything, and saves take anything that pickles.
-
-    Example:
-        >>> from dist_checkpointing.interop.megatron import MegatronDefaults
-        >>> MegatronDefaults().backend
-        ('torch_dist', 1)
-    """
+class Installed(NamedTuple):
+    """The arguments of ``install`` that are in use in this process."""
 
     backend: tuple[str, int] = ("torch_dist", 1)
-    validate: bool = True
-    cast: Literal["error", "widen", "any"] = "any"
-    overwrite: bool = True
     trusted: bool = False
 
 
-_in_use = MegatronDefaults()
+_in_use = Installed()
 
 
-def defaults() -> MegatronDefaults:
-    """The defaults that are in use in this process."""
+def installed() -> Installed:
     return _in_use
 
 
@@ -123,7 +104,6 @@ def _below(fullname: str) -> str:
 
 
 def _attribute(module: str, name: str) -> Any:
-    """What a module of Megatron's package has by a name."""
     below = _below(module)
     if name in _LEFT_OUT.get(below, "").split():
         message = _left_out(f"{module}.{name}")
@@ -146,8 +126,6 @@ def _attribute(module: str, name: str) -> Any:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of Megatron's package, and makes them of ours."""
-
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
             return None
@@ -197,7 +175,7 @@ def install(backend: str | tuple[str, int] = "torch_dist", *, trusted: bool = Fa
         )
         raise CheckpointingException(f"{PACKAGE} cannot be replaced any more", [finding])
     global _in_use  # noqa: PLW0603 - an import hook is one for a process, and so is what it means
-    _in_use = MegatronDefaults(backend, trusted=trusted)
+    _in_use = Installed(backend, trusted)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
@@ -219,7 +197,7 @@ def uninstall() -> None:
         del sys.modules[name]
     parent, _, own = PACKAGE.rpartition(".")
     vars(sys.modules.get(parent, ModuleType(parent))).pop(own, None)
-    _in_use = MegatronDefaults()
+    _in_use = Installed()
 
 
 def _imported() -> list[str]:

@@ -51,13 +51,10 @@ class TorchDistSaveShardedStrategy(torch_dist.TorchDistSaveShardedStrategy):
 
     @property
     def plan_cache(self) -> PlanCache | None:
-        """What ``save`` keeps from one call to the next."""
         return self._plan_cache if self.use_cached_ckpt_structure else None
 
 
 class TorchDistLoadShardedStrategy(torch_dist.TorchDistLoadShardedStrategy):
-    """Loads torch_dist; see the strategy of the same name in this library."""
-
     cached_global_metadata: Metadata | None = None
 
 
@@ -113,8 +110,6 @@ class _FullyParallel:
 class FullyParallelSaveStrategyWrapper(
     _FullyParallel, fully_parallel.FullyParallelSaveStrategyWrapper
 ):
-    """See the wrapper of the same name in this library."""
-
     def save(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
         _distribute(self, sharded_state_dict, is_load=False)
         super().save(sharded_state_dict, checkpoint_dir)
@@ -123,8 +118,6 @@ class FullyParallelSaveStrategyWrapper(
 class FullyParallelLoadStrategyWrapper(
     _FullyParallel, fully_parallel.FullyParallelLoadStrategyWrapper
 ):
-    """See the wrapper of the same name in this library."""
-
     cached_global_metadata: Any = None
 
     def load(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> StateDict:

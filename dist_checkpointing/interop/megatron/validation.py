@@ -143,7 +143,6 @@ def maybe_report_missing_and_unexpected_keys(
 def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
-    """The nest of sharded leaves without those of some keys."""
     kept: ShardedStateDict = nests.extract_matching_values(
         sharded_state_dict, lambda leaf: leaf.key in sharded_keys_to_remove
     )[1]
@@ -161,7 +160,6 @@ def verify_checkpoint_and_load_strategy(
 
 
 def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: Any) -> None:
-    """Check that one of the two strategies takes sharded objects."""
     if not handles_objects(sharded_strategy) and not handles_objects(common_strategy):
         raise CheckpointingException(
             f"neither {sharded_strategy} nor {common_strategy} takes ShardedObjects"

@@ -86,7 +86,6 @@ class DCPKeys:
         return nested({path: values.get(name, ABSENT) for name, path in self.paths.items()})
 
     def write(self, folder: Path, durability: local_folder.Durability) -> None:
-        """Write the file, atomically."""
         content = {
             "format": _FORMAT,
             "paths": {name: list(path) for name, path in self.paths.items()},
@@ -216,7 +215,6 @@ class DCPReader(dcp_storage.StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Folder of the checkpoint."""
         return self.path
 
     @classmethod

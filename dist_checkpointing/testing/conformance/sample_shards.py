@@ -62,7 +62,6 @@ def assert_same_bits(actual: object, expected: torch.Tensor, what: str) -> None:
 
 
 def data_of(shard: ShardedTensor) -> torch.Tensor:
-    """The data of a shard that has data."""
     assert shard.data is not None
     return shard.data
 
@@ -92,7 +91,6 @@ def every_cut(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> d
 
 
 def one_for_each_cut(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors that ``every_cut`` takes."""
     return {name: random_bits(CUT_SHAPE, dtype, i) for i, name in enumerate(CUTS)}
 
 
@@ -115,7 +113,6 @@ def uneven_shard(
 
 
 def _along(axis: int, key: str, full: torch.Tensor, count: int) -> Shards:
-    """Parts along an axis, equal if that is possible."""
     if full.shape[axis] % count == 0:
         parts = full.chunk(count, axis)
         return [[_regular(key, part, (axis, rank, count))] for rank, part in enumerate(parts)]
@@ -133,7 +130,6 @@ by_columns: Sharding = partial(_along, 1)
 
 
 def rows_of(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
-    """The part of each tensor along axis 0 that a rank has."""
     return {key: by_rows(key, tensor, world_size)[rank][0] for key, tensor in full.items()}
 
 
@@ -177,12 +173,10 @@ def ragged(key: str, full: torch.Tensor, world_size: int) -> Shards:
 
 
 def replicated(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """The whole tensor on every rank."""
     return [[_regular(key, full, replica_id=rank)] for rank in range(world_size)]
 
 
 def whole(full: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    """Each tensor as one shard."""
     return {key: replicated(key, tensor, 1)[0][0] for key, tensor in full.items()}
 
 
