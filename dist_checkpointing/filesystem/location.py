@@ -115,22 +115,21 @@ def as_local_folder(path: str | os.PathLike[str]) -> Path:
 
 def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
     """Check that all ranks save into the same folder (absolute paths), in the same format."""
-    names = [saved_as for _, saved_as in destinations]
-    what, message = "format", "the ranks save in different formats"
+    what, names = "format", [saved_as for _, saved_as in destinations]
     remedy = "Pass the same strategy on every rank."
     if len({*names}) == 1:
-        names = [os.path.normpath(name) for name, _ in destinations]
-        what, message = "folder", "the ranks name different folders for one checkpoint"
+        what, names = "folder", [os.path.normpath(folder) for folder, _ in destinations]
         remedy = "Give every rank the same path; broadcast a name that holds the time or date."
     ranks_of: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         ranks_of.setdefault(name, []).append(rank)
     if len(ranks_of) > 1:
-        findings = []
-        for name, ranks in ranks_of.items():
-            found, path = (name, None) if what == "format" else (None, name)
-            problem, named = f"this is the {what} on some ranks only", tuple(ranks[:_MOST_NAMED])
-            findings.append(Finding(problem, None, None, found, named, path, remedy))
+        problem = f"this is the {what} on some ranks only"
+        findings = [
+            Finding(problem, found=name, ranks=tuple(ranks[:_MOST_NAMED]), remedy=remedy)
+            for name, ranks in ranks_of.items()
+        ]
+        message = f"the ranks name different {what}s for one checkpoint"
         raise CheckpointingException(message, findings)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from typer import Argument, Option
 
@@ -28,11 +28,7 @@ from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS, last_known_holder
-from dist_checkpointing.format.commit import (
-    is_committed,
-    read_commit,
-    read_config,
-)
+from dist_checkpointing.format.commit import is_committed, read_commit, read_config
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -41,9 +37,6 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.format.run_steps import LATEST, is_run, located, step_folders
 from dist_checkpointing.format.seal import read_seal
-
-if TYPE_CHECKING:
-    pass
 
 CheckpointArgument = Annotated[
     Path,
@@ -125,12 +118,6 @@ class Files:
 
 def count_files(folder: Location) -> Files:
     return Files.of(location.use_below(folder).values())
-
-
-def _not_found(
-    message: str, problem: str, path: Location, remedy: str | None = None
-) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(message, [Finding(problem, path=str(path), remedy=remedy)])
 
 
 class StepState(Enum):
@@ -237,8 +224,9 @@ def explaining(path: Location) -> Iterator[None]:
         problem, remedy = _what_it_is(path)
         if not problem:
             raise
+        finding = Finding(problem, path=str(path), remedy=remedy or None)
         message = f"{path} is not a distributed checkpoint"
-        raise _not_found(message, problem, path, remedy or None) from error
+        raise CheckpointNotFoundError(message, [finding]) from error
 
 
 def _what_it_is(path: Location) -> tuple[str, str]:

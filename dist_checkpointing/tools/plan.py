@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,16 +19,14 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
 from dist_checkpointing.serialization.load_recipe import shapes_of
 from dist_checkpointing.tools.load_forecast import (
+    MEGATRON_RULES,
     KeyCut,
     Reason,
     cut_keys,
     forecast_of,
-    guessed_rules,
     of_function,
     of_tensor_parallel,
     parse_rule,
-    stacked_keys,
-    stored_axis,
 )
 from dist_checkpointing.tools.opening import CheckpointArgument, open_named
 from dist_checkpointing.tools.report import (
@@ -43,8 +39,6 @@ from dist_checkpointing.tools.report import (
 _MAX_ROWS = 16
 _NARROW = 76
 _MAX_LISTED = 10
-_WORTH_CUTTING = 0.1
-"""If tensors that are whole on every rank have more than this share of all bytes, say so."""
 _EXIT_FAILS = 1
 
 
@@ -62,8 +56,8 @@ def plan(
         Option(
             "--shard",
             metavar="PATTERN=AXIS",
-            help="Cut the keys in which PATTERN is found along this axis; 'none': not at all, "
-            "'stored': as when saved. May be repeated; the first that matches counts.",
+            help="Cut the keys in which PATTERN is found along this axis; 'none': not at all. May "
+            "be repeated; the first that matches counts.",
         ),
     ] = None,
     template: Annotated[
@@ -92,7 +86,7 @@ def plan(
     exit code is 1).
 
     Without --shard, tensors are cut according to their names in Megatron-Core
-    and Hugging Face; if no name is known, as they were when saved.
+    and Hugging Face; those with other names are whole on every rank.
 
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
 
@@ -111,7 +105,7 @@ def plan(
         if rows is not None:
             made = derive(rows, opened.index, opened.objects)
             index = made.index
-        cuts = cut_keys(index, tp, [*rules, *guessed_rules(index)])
+        cuts = cut_keys(index, tp, [*rules, *MEGATRON_RULES])
         wants = of_tensor_parallel(index, cuts, parts=tp, replicas=dp)
     else:
         wants = of_function(template, ranks)
@@ -236,11 +230,10 @@ def _totals(opened: Checkpoint, found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
-    axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
-    for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
-        how = f", {reason}" if reason is Reason.STORED else ""
-        report.line(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
-    for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
+    axes = Counter(cut.axis for cut in cuts if cut.axis is not None)
+    for axis, count in sorted(axes.items()):
+        report.line(f"cut along axis {axis}: {counted(count, 'tensor')}")
+    for reason in (Reason.NO_RULE, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
             size = bytes_text(sum(index[key].num_bytes for key in keys))
@@ -249,31 +242,8 @@ def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> 
             text = f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}"
             report.line(text, "yellow" if indivisible else None)
             _add_keys(report, sorted(keys, key=lambda key: -index[key].num_bytes))
-        if reason is Reason.STORED and (rule := _example_rule(index, cuts, tp)):
-            report.line(f"To cut them, say how: --shard {rule}")
-
-
-def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
-    """A rule that cuts the largest tensor without a rule; None if that would save little."""
-    whole = {
-        cut.key: index[cut.key].num_bytes
-        for cut in cuts
-        if cut.axis is None and cut.reason in (Reason.NO_RULE, Reason.STORED)
-    }
-    if sum(whole.values()) < _WORTH_CUTTING * sum(index[cut.key].num_bytes for cut in cuts):
-        return None
-    stacked = stacked_keys(index)
-    for key in sorted(whole, key=lambda key: -whole[key]):
-        stored, is_stacked = index[key], key in stacked
-        extents = list(enumerate(stored.global_shape))[is_stacked:]
-        fits = [axis for axis, extent in extents if extent and extent % tp == 0]
-        if fits:
-            axis = stored_axis(stored, is_stacked=is_stacked)
-            # The part after the number of the layer, which all layers share.
-            name = same_for_all_layers(key).rpartition("*.")[2]
-            pattern = re.escape(name).replace(r"\.", ".")
-            return shlex.quote(f"{pattern}={axis if axis in fits else fits[0]}")
-    return None
+            if reason is Reason.NO_RULE:
+                report.line("To cut them, say how: --shard PATTERN=AXIS")
 
 
 def _add_keys(report: Report, keys: Sequence[str]) -> None:

@@ -302,13 +302,10 @@ def test_options_of_file_system_writer(
 ) -> None:
     fsync, synced = os.fsync, list[None]()
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(fsync(file)))
-    options: Any = {"single_file_per_rank": False, "per_thread_copy_ahead": 1, "thread_count": 1}
-    writer = DCPWriter(tmp_path, sync_files=sync_files, **options)
+    writer = DCPWriter(tmp_path, sync_files=sync_files, thread_count=1)
     assert dcp_save(state(), storage_writer=writer).version == "1.0.0"
     assert bool(synced) is sync_files
     assert_same(read_back(tmp_path, state()), state())
-    with pytest.raises(dc.UnsupportedFormatError, match=r"Zarr3SaveShardedStrategy\(codec="):
-        DCPWriter(tmp_path, _extensions=[object()])
 
 
 def test_staged_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,16 +117,11 @@ class DCPKeys:
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 
-def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[StatePath, Any]]:
-    """Path that DCP would give it, and value, of everything in the common state of a checkpoint
-    that DCP has not written. A list that held one of ``tensors`` counts as flattened; None replaces
-    the tensor there.
-    """
-    parts = (key.split(".") for key in tensors)
-    return _walk(common, (), {name for own in parts for name in accumulate(own, "{}.{}".format)})
-
-
 def _walk(value: Any, path: StatePath, above: set[str]) -> Iterator[tuple[StatePath, Any]]:
+    """Path that DCP would give it, and value, of everything in the common state of a checkpoint
+    that DCP has not written. A list that held a tensor counts as flattened: its name is ``above``
+    that of a tensor, which None replaces.
+    """
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _walk(child, (*path, str(key)), above)
@@ -269,7 +264,9 @@ class DCPReader(dcp_storage.StorageReader):
         keys = DCPKeys.read(self._folder)
         self._raw = frozenset(() if keys is None else keys.raw)
         if keys is None:
-            found = [(".".join(map(str, p)), p, v) for p, v in dcp_paths_in(state, self._index)]
+            parts = (key.split(".") for key in self._index)
+            above = {name for own in parts for name in accumulate(own, "{}.{}".format)}
+            found = [(".".join(map(str, p)), p, v) for p, v in _walk(state, (), above)]
             return [(name, v) for name, _, v in found], {name: path for name, path, _ in found}
         try:
             named = [(name, reduce(getitem, keys.paths[name], state)) for name in keys.values]

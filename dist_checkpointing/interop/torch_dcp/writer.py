@@ -170,13 +170,11 @@ class DCPWriter(dcp_storage.StorageWriter):
         thread_count: threads that write; by default those of the strategy.
         sync_files: whether the checkpoint survives a power cut, if the strategy's do.
         cache_staged_state_dict: keep pinned memory for the copies of ``async_save``, with a GPU.
-        single_file_per_rank: without effect.
-        per_thread_copy_ahead: without effect.
 
     Raises:
         StrategyNotFoundError: if there is no such backend.
         UnsupportedFormatError: if the strategy is not a PlannedSaveStrategy, or has a planner of
-            its own (DCP has one); or if ``_extensions`` are given.
+            its own (DCP has one).
 
     Example:
         >>> from torch.distributed import checkpoint as dcp
@@ -197,16 +195,8 @@ class DCPWriter(dcp_storage.StorageWriter):
         thread_count: int | None = None,
         sync_files: bool = True,
         cache_staged_state_dict: bool = False,
-        single_file_per_rank: bool = True,
-        per_thread_copy_ahead: int = 10_000_000,
-        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
-        del single_file_per_rank, per_thread_copy_ahead
-        if _extensions:
-            remedy = 'To compress, pass backend=Zarr3SaveShardedStrategy(codec="zstd").'
-            finding = Finding("extensions of DCP are not called", remedy=remedy)
-            raise UnsupportedFormatError("DCPWriter takes no _extensions", [finding])
         strategy = copy.copy(select_strategy(StrategyAction.SAVE_SHARDED, backend))
         if not isinstance(strategy, PlannedSaveStrategy) or strategy.planner is not None:
             problem = "DCP needs a PlannedSaveStrategy without a planner of its own"
