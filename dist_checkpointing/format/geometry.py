@@ -203,7 +203,6 @@ class ChunkGrid:
 
     @property
     def counts(self) -> Ints:
-        """Number of chunks along each axis."""
         return tuple(
             -(-extent // chunk)
             for extent, chunk in zip(self.global_shape, self.chunk_shape, strict=True)
@@ -219,7 +218,6 @@ class ChunkGrid:
         return Box(offset, shape)
 
     def index_at(self, offset: Ints) -> Ints:
-        """Index of the chunk that holds the element at ``offset``."""
         return tuple(o // c for o, c in zip(offset, self.chunk_shape, strict=True))
 
     def intersecting(self, box: Box) -> Iterator[tuple[Ints, Box]]:

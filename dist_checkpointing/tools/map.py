@@ -179,7 +179,6 @@ def _by_file_name(checkpoint: Checkpoint, keys: Sequence[str]) -> Mapping[str, l
 
 
 def render_page(data: dict[str, Any]) -> str:
-    """The HTML of the page with such data. A pure function of them."""
     parts = {
         "TITLE": html.escape(f"{data['name']}: chunks"),
         "STYLE": _resource("page.css"),

@@ -142,7 +142,6 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Like ``dict_list_map_inplace``, in new dicts and lists."""
     if not _is_nest(x):
         return f(x)
     mapped = {step: dict_list_map_outplace(f, value) for step, value in _items(x)}
@@ -189,7 +188,6 @@ _loggers: list[logging.Logger] = []
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
-    """``zip`` of as many values each."""
     lists = [list(values) for values in args]
     assert len({len(values) for values in lists}) <= 1, f"lengths {list(map(len, lists))} differ"
     return zip(*lists, strict=True)
