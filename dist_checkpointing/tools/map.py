@@ -47,25 +47,15 @@ def map_tensors(
 
     Example: dckpt map ckpt/1000 decoder.weight -o weight.html
     """
-    _check_output(output, force=force)
+    if output.exists() and not force:
+        raise FileExistsError(f"{output} exists: name another file, or pass --force")
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"the folder {output.absolute().parent} does not exist")
     data = page_data(open_named(checkpoint), key)
     page = render_page(data).encode(errors="backslashreplace")
     local_folder.write_atomic(output, page, local_folder.Durability.PAGE_CACHE)
     document = {"file": str(output), "bytes": len(page), "tensors": len(data["tensors"])}
     Report(f"{output}  {bytes_text(len(page))}", None).finish(document, as_json=as_json)
-
-
-def _check_output(output: Path, *, force: bool) -> None:
-    """Refuse a path that the page is not to be written to, before the work for it is done."""
-    if output.suffix.lower() != ".html":
-        page = str(output.with_suffix(".html"))
-        raise ValueError(
-            f"{str(output)!r} must end in .html: write {page!r} and open it in a browser"
-        )
-    if output.exists() and not force:
-        raise FileExistsError(f"{output} exists: name another file, or pass --force")
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder {output.absolute().parent} does not exist")
 
 
 # The contents of the page.
