@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.errors import Finding, StateMismatchError, merge_findings
 from dist_checkpointing.filesystem.ranged_reads import StoreFile
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.geometry import Box, Window
@@ -30,6 +30,7 @@ from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.planning.resharding import plan_load
+from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
@@ -208,8 +209,7 @@ def forecast_of(
     objects: Container[str] = ()
     if any(want.objects for want in wants):
         objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
-    # By problem and key, with all ranks that meet it.
-    findings: dict[tuple[str, str | None], Finding] = {}
+    findings: list[Finding] = []
     rows: list[dict[str, Any]] = []
     for want in wants:
         misfits: list[Finding] = []
@@ -219,11 +219,7 @@ def forecast_of(
             misfits += error.findings
         unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
         leaves = [leaf for leaf in want.tensors.values() if leaf.key not in unfit]
-        sizes = [leaf.flat_range or (0, leaf.box.num_elements) for leaf in leaves]
-        wanted_bytes = sum(
-            (stop - start) * leaf.dtype.itemsize
-            for leaf, (start, stop) in zip(leaves, sizes, strict=True)
-        )
+        wanted_bytes = int(describe(leaves, 0).num_bytes.sum())
         if made is not None:
             leaves = [source for leaf in leaves for source in source_leaves(made, leaf, [])]
         items, uncovered = plan_load(index, leaves)
@@ -233,10 +229,7 @@ def forecast_of(
             for leaf in want.objects
             if leaf.key not in objects
         ]
-        for finding in misfits:
-            known = findings.setdefault((finding.problem, finding.key), finding)
-            ranks = tuple(sorted({*known.ranks, *want.ranks}))
-            findings[finding.problem, finding.key] = replace(known, ranks=ranks)
+        findings += [replace(finding, ranks=want.ranks) for finding in misfits]
         cost = _cost(items, index, reader, wanted_bytes)
         rows.append({"ranks": want.ranks, "num_tensors": len(want.tensors), **cost})
     files = sorted({name for row in rows for name in row["files"]})
@@ -257,7 +250,7 @@ def forecast_of(
         "ranks": rows,
         "cuts": [],
         "unasked": [key for key in (index if made is None else made.tensors) if key not in asked],
-        "findings": [*findings.values(), *lost],
+        "findings": [*merge_findings(findings), *lost],
     }
 
 
