@@ -112,7 +112,7 @@ def rename_new(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno in _NO_LINK:
+        if error.errno in NO_LINK:
             _move_new(source, target)
         # A network file system may say that a link is there which it has just made.
         elif error.errno != errno.EEXIST or not target.samefile(source):
@@ -127,7 +127,7 @@ def _move_new(source: Path, target: Path) -> None:
         if not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
             return
         code = ctypes.get_errno()
-        if code not in {*_NO_LINK, errno.EINVAL}:
+        if code not in {*NO_LINK, errno.EINVAL}:
             raise OSError(code, os.strerror(code), str(source), None, str(target))
     # Slow, but this does not replace anything on any file system.
     with source.open("rb") as read, target.open("xb") as write:
@@ -244,7 +244,7 @@ def make_dckpt_folder(folder: Path) -> bool:
     return False
 
 
-_NO_LINK: Final = frozenset(
+NO_LINK: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
     | {errno.ENOTSUP}
 )
@@ -265,7 +265,7 @@ def share_file(source: Path, target: Path) -> int | None:
     except FileExistsError:
         pass  # made by another process of the same save
     except OSError as error:
-        if error.errno not in _NO_LINK:
+        if error.errno not in NO_LINK:
             raise
         if not _copy(source, target):
             return None
@@ -310,7 +310,7 @@ def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:
         try:
             copied = os.copy_file_range(read, write, min(end - offset, _COPIED_BYTES), offset)
         except OSError as error:
-            if offset == begin and error.errno in {*_NO_LINK, errno.EINVAL}:
+            if offset == begin and error.errno in {*NO_LINK, errno.EINVAL}:
                 return False
             raise
         if not copied:

@@ -32,7 +32,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 LOCK_NAME: Final = ".dckpt.lock"
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 _NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
-_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV})
 _MAX_BYTES: Final = 1 << 16
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # For writing: network file systems give an exclusive lock only on such a descriptor.
@@ -328,7 +327,7 @@ def _created(at: int, name: str, holder: Holder) -> bool:
     except FileNotFoundError:
         return False  # deleted by a process that has the lock
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in local_folder.NO_LINK:
             raise
     else:
         return True

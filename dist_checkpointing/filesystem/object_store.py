@@ -555,17 +555,18 @@ class ObjectPath:
         return f"{self.store.url}/{self.key}"
 
     def __truediv__(self, name: str | PurePosixPath) -> ObjectPath:
-        return replace(self, key=_key(PurePosixPath(self.key, name)))
+        path = PurePosixPath(self.key, name)
+        return replace(self, key=path.as_posix() if path.parts else "")
 
     @property
     def name(self) -> str:
         """Last part of the key."""
-        return PurePosixPath(self.key).name
+        return self.key.rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectPath:
         """The folder that it is in."""
-        return replace(self, key=_key(PurePosixPath(self.key).parent))
+        return replace(self, key=self.key.rpartition("/")[0])
 
     @property
     def prefix(self) -> str:
@@ -579,10 +580,6 @@ class ObjectPath:
     def absolute(self) -> ObjectPath:
         """Itself: there is no working directory."""
         return self
-
-
-def _key(path: PurePosixPath) -> str:
-    return path.as_posix() if path.parts else ""
 
 
 Location = Path | ObjectPath

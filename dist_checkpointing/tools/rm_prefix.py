@@ -16,6 +16,7 @@ from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
 from dist_checkpointing.tools.opening import CheckpointArgument, count_files, open_named
 from dist_checkpointing.tools.report import (
+    AsJson,
     Report,
     same_for_all_layers,
     shape_text,
@@ -34,16 +35,14 @@ def rm_prefix(
     dry_run: Annotated[
         bool, Option("--dry-run", "-n", help="Only show what would be removed.")
     ] = False,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON document; needs --yes or --dry-run.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove the tensors below a prefix from a checkpoint, for good.
 
     Shows which tensors it will remove and how many bytes that frees, and
-    asks. A crash in between leaves the checkpoint with the tensors or without
-    them; then run it again to free the rest. Sharded objects and common
-    state stay.
+    asks (--json needs --yes or --dry-run). A crash in between leaves the
+    checkpoint with the tensors or without them; then run it again to free the
+    rest. Sharded objects and common state stay.
 
     Example: dckpt rm-prefix ckpt/1000 optimizer
     """

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.mapping import ReplicaId, ShardedTensor, flatten, unflatten
-from dist_checkpointing.mapping.nested_dicts import path_text, value_at
+from dist_checkpointing.mapping import ReplicaId, ShardedTensor, flatten
+from dist_checkpointing.mapping.nested_dicts import mapped, path_text, value_at
 
 Shards = list[list[ShardedTensor]]
 Place = tuple[int, int, int]
@@ -73,10 +73,7 @@ def template(shard: ShardedTensor, data: torch.Tensor | None = None) -> ShardedT
 
 def blank(nest: Any) -> Any:
     """The same nest of shards, to load into memory in which every element is wrong."""
-    leaves, skeleton = flatten(nest)
-    return unflatten(
-        skeleton, {path: template(s, poisoned(data_of(s))) for path, s in leaves.items()}
-    )
+    return mapped(nest, lambda shard: template(shard, poisoned(data_of(shard))))
 
 
 def assert_loaded(result: Any, nest: Any, what: str) -> None:
