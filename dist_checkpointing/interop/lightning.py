@@ -121,12 +121,7 @@ class DistCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning may be 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Save a nest of dicts and lists with plain tensors. Not collective.
-
-        Raises:
-            ValueError: for ``storage_options``, which mean nothing here.
-            CheckpointingException: see ``save``.
-        """
+        """Save a nest of dicts and lists with plain tensors. Not collective."""
         if storage_options is not None:
             raise ValueError("DistCheckpointIO has no storage_options")
         leaves, skeleton = flatten(checkpoint)

@@ -204,12 +204,7 @@ def holder_at(folder: Location) -> Holder | None:
 
 
 def open_named(path: Location, *, trusted: bool = False) -> Checkpoint:
-    """Open a checkpoint, a step of a run, or what another program has saved.
-
-    Raises:
-        CheckpointNotFoundError: if there is none; it says what there is.
-        CorruptCheckpointError: see ``Checkpoint.open``.
-    """
+    """Open a checkpoint, a step of a run, or what another program has saved."""
     place = located(path)
     with explaining(place):
         return Checkpoint.open(place, trusted=trusted)

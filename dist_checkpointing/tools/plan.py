@@ -13,7 +13,7 @@ from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import Finding, counted
+from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
@@ -120,17 +120,10 @@ def plan(
         report.line(line)
     _add_forecast(report, opened, index, found, cuts, tp)
     code = _EXIT_FAILS if found["findings"] else 0
-    found["findings"] = list(map(_finding_row, found["findings"]))
+    found["findings"] = list(map(dataclasses.asdict, found["findings"]))
     if made is not None:
         found["recipe"] = made.as_json()
     report.finish(found, as_json=as_json, code=code)
-
-
-def _finding_row(finding: Finding) -> dict[str, Any]:
-    row = dataclasses.asdict(finding)
-    del row["remedy"]
-    texts = {name: str(row[name]) for name in ("expected", "found") if row[name] is not None}
-    return row | texts
 
 
 # What is printed.

@@ -62,11 +62,7 @@ class Budget:
 
 
 def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
-    """Divide what a budget for the whole process leaves among threads and buffers.
-
-    Raises:
-        CheckpointingException: if that is too little to begin.
-    """
+    """Divide what a budget for the whole process leaves among threads and buffers."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     used = pages * os.sysconf("SC_PAGE_SIZE")
     rest = memory_bytes - used

@@ -196,7 +196,7 @@ def build(rank, world_size):
     found = {finding["key"]: finding for finding in plan["findings"]}
     assert "not in the checkpoint" in found["missing"]["problem"]
     assert found[QKV]["problem"] == "global shape differs"
-    assert found[QKV]["found"] == "(256, 256)"
+    assert found[QKV]["found"] == [256, 256]
     assert found[PROJ]["problem"] == "dtype differs"
     assert {tuple(finding["ranks"]) for finding in found.values()} == {(0, 1)}
     text = invoke(folder, *template, exit_code=1)

@@ -53,7 +53,6 @@ _SOURCES = {
     "strategies.common": "strategies.common",
     "strategies.filesystem_async": ".strategies",
     "strategies.fully_parallel": ".strategies",
-    "strategies.resharding": "",
     "strategies.tensorstore": "strategies.tensorstore",
     "strategies.torch": ".strategies",
     "strategies.zarr": "strategies.zarr",
@@ -65,18 +64,8 @@ _SOURCES = {
 of the library. The first one that has a name counts."""
 
 _LEFT_OUT = {
-    "exchange_utils": (
-        "_get_empty_tensor_for_exchange exchange_loaded_objects_gather_object "
-        "exchange_loaded_tensors_broadcast exchange_loaded_tensors_gather_object "
-        "exchange_loaded_tensors_gather_rounds"
-    ),
     "strategies.async_utils": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller",
     "strategies.filesystem_async": "FileSystemWriterAsync",
-    "strategies.resharding": (
-        "TensorReformulationMetadata is_nd_flattened_tensor "
-        "nd_flattened_tensor_reformulated_global_shape apply_nd_flattened_tensors_reformulation "
-        "restore_nd_flattened_tensors_formulation"
-    ),
     "strategies.torch": "MCoreLoadPlanner MCoreSavePlanner get_reformulation_metadata",
 }
 """Classes and functions that are left out, by module. To import one warns, since it may not be
@@ -84,7 +73,7 @@ used; to call it raises LeftOutError."""
 
 _INTERNAL = tuple(
     f"strategies.{name}"
-    for name in ("cached_metadata_filesystem_reader", "state_dict_saver", "two_stage")
+    for name in ("cached_metadata_filesystem_reader", "resharding", "state_dict_saver", "two_stage")
 )
 
 

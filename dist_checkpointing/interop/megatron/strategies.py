@@ -22,15 +22,8 @@ _results_queue = None  # Megatron's training imports it
 
 
 class TorchDistSaveShardedStrategy(torch_dist.TorchDistSaveShardedStrategy):
-    """Saves torch_dist; see the strategy of the same name in this library.
-
-    Args:
-        backend: Must be "torch_dist".
-        version: Must be 1.
-        keep_only_main_replica: Has no effect: nobody reads the others.
-        thread_count: Number of threads that write.
-        cached_metadata: Use the plan of the last save while nothing but values changes.
-        separation_hint: Tensors whose keys begin with this get data files of their own.
+    """Saves torch_dist, with the parameters of Megatron's strategy. Nobody reads other than main
+    replicas, so ``keep_only_main_replica`` has no effect.
     """
 
     def __init__(

@@ -44,9 +44,8 @@ from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.planning.planners import saved_stream
 from dist_checkpointing.storage.driver import read
-from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
-from dist_checkpointing.strategies.selection import LoadStrategies, Selection, open_checkpoint
+from dist_checkpointing.strategies.selection import Selection, open_checkpoint
 from dist_checkpointing.strategies.torch_dist.metadata import StatePath
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
 from dist_checkpointing.validation.load_errors import overlap_finding
@@ -187,14 +186,6 @@ class DCPReader(dcp_storage.StorageReader):
         >>> state["w"]
         tensor([1., 1., 1.])
     """
-
-    # Of the checkpoint whose metadata was read last.
-    _found: LoadStrategies
-    _reader: StorageReader
-    _index: Index
-    _values: Mapping[str, Any]
-    _raw: frozenset[str]
-    _objects: Mapping[str, ShardedObject]
 
     def __init__(
         self,
