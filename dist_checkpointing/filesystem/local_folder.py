@@ -23,10 +23,7 @@ _renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # of Linux, which alone has this function
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
-TEMPORARY_NAME = re.compile(
-    r"(.+?)(?:\.[0-9a-f]{8}(?:[0-9a-f]{24})?\.tmp|(?:_[0-9a-f]{16})?\.__lock)"
-)
-"""Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
+TEMPORARY_NAME = re.compile(r"(.+?)\.[0-9a-f]{8}(?:[0-9a-f]{24})?\.tmp")
 
 
 def status_of(path: Path | str, *, follows: bool = True) -> os.stat_result | None:

@@ -134,16 +134,6 @@ class ObjectStore:
     url: str
     options: ObjectStoreOptions = ObjectStoreOptions()
 
-    def __reduce__(self) -> tuple[type[ObjectStore], tuple[str, ObjectStoreOptions]]:
-        if self.url.startswith("memory:"):
-            finding = Finding(
-                "memory:// is in one process",
-                path=self.url,
-                remedy="Write with a thread, or to another store.",
-            )
-            raise UnsupportedFormatError("an object store cannot be handed on", [finding])
-        return ObjectStore, (self.url, self.options)
-
     def repeated(self, request: Callable[[], T]) -> T:
         """What a request returns, made again after each StoreUnavailableError while there is time.
 
@@ -232,7 +222,6 @@ class ObjectStore:
 
     @_repeating
     def head(self, key: str) -> ObjectInfo | None:
-        """What an object is; None if there is none."""
         try:
             return _info(self._call("head", key, key))
         except FileNotFoundError:

@@ -198,9 +198,7 @@ class Claim:
         return self.folder / f"{BEATS}/{self.attempt}"
 
     def to_json(self) -> bytes:
-        holder = self.holder._asdict()
-        content = {"attempt": self.attempt, "period": self.period, "holder": holder}
-        return json.dumps(content).encode()
+        return json.dumps({"period": self.period, "holder": self.holder._asdict()}).encode()
 
     @classmethod
     def read(cls, folder: ObjectPath, number: int) -> Claim | None:

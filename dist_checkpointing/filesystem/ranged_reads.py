@@ -209,7 +209,6 @@ class StoreFile(AbstractContextManager["StoreFile"]):
 
 
 OpenFile = LocalFile | StoreFile
-"""A file to read from."""
 
 
 class FolderReads:
@@ -257,7 +256,6 @@ class FolderReads:
         return file
 
     def size_of(self, name: str) -> int | None:
-        """Size of a file; None if it is not there."""
         if isinstance(self.folder, Path):
             try:
                 with LocalFile(f"{self.folder}/{name}") as file:

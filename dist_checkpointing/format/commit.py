@@ -510,7 +510,6 @@ class StoreAttempt:
                 clear_saves(root, {self._replaces.attempt})
 
     def abandon(self) -> None:
-        """Free what was written. What cannot be deleted now, the next save deletes."""
         if not self._claim.is_held:
             return
         with tolerant("what a failed save wrote was not deleted"):
@@ -520,7 +519,6 @@ class StoreAttempt:
                 logger.warning("%s: the failed save is a checkpoint after all", self._claim.folder)
 
     def release(self) -> None:
-        """Leave the prefix as it is; the next save clears away what has not committed."""
         if self._claim.is_held:
             with tolerant("a save was not noted as ended: the next one waits for a while"):
                 self._claim.end()
@@ -534,7 +532,6 @@ def begin_attempt(
     overwrite: bool,
     name: str | None = None,
 ) -> Attempt | StoreAttempt:
-    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
     if isinstance(folder, ObjectPath):
         return StoreAttempt.begin(folder, creates, overwrite=overwrite)
     return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability, name=name)

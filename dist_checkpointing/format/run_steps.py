@@ -304,7 +304,6 @@ def step_folders(root: Location) -> dict[str, Location]:
 
 
 def _is_begun(folder: Location) -> bool:
-    """Whether a save of this library began there."""
     return location.is_file(folder / ATTEMPT_NAME) or bool(location.names_in(folder / CLAIMS))
 
 

@@ -342,19 +342,12 @@ class OptimizerTemplate:
 
     def _log_unequal(self, stored: set[str]) -> None:
         fresh = set(self._names.values()) - stored
-        unused = stored - set(self._names.values())
         if fresh and stored:
             logger.warning(
                 "%d of %d parameters start without optimizer state: the checkpoint has none, "
                 "for example of %s",
                 len(fresh), len(self._names), min(fresh),
             )  # fmt: skip
-        if unused:
-            logger.info(
-                "optimizer state of %d parameters of the checkpoint is not used, for example of %s",
-                len(unused),
-                min(unused),
-            )
         saved = {key for group in self.groups for key in group} - {"params"}
         for optimizer in self._optimizers:
             own = {key for group in optimizer.param_groups for key in group}

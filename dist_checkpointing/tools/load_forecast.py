@@ -248,7 +248,6 @@ def forecast_of(
         "read_bytes_if_shared": sum(row["read_bytes"] for row in rows),
         "files": files,
         "ranks": rows,
-        "cuts": [],
         "unasked": [key for key in (index if made is None else made.tensors) if key not in asked],
         "findings": [*merge_findings(findings), *lost],
     }

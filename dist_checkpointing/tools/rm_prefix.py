@@ -75,7 +75,11 @@ def rm_prefix(
         if not as_json:
             report.print()
         count = counted(len(planned.keys), "tensor")
-        _make_sure(count, yes=yes)
+        if not (yes or sys.stdin.isatty()):
+            raise ValueError("cannot ask without a terminal: pass --yes to remove them")
+        if not (yes or confirm(f"Remove {count} for good?", default=False)):
+            Report("Nothing was removed.").print()
+            raise Exit(_EXIT_DECLINED)
         before = count_files(opened.path).num_bytes_on_disk
         remove_sharded_tensors(opened.path, prefix, comm=SingleProcess())
         freed = before - count_files(opened.path).num_bytes_on_disk
@@ -121,13 +125,3 @@ def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any
     report.facts(facts)
     report.line("")
     return report
-
-
-def _make_sure(count: str, *, yes: bool) -> None:
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise ValueError("cannot ask without a terminal: pass --yes to remove them")
-    if not confirm(f"Remove {count} for good?", default=False):
-        Report("Nothing was removed.").print()
-        raise Exit(_EXIT_DECLINED)

@@ -26,11 +26,7 @@ class Installed(NamedTuple):
     trusted: bool = False
 
 
-_in_use = Installed()
-
-
-def installed() -> Installed:
-    return _in_use
+in_use = Installed()
 
 
 PACKAGE = "megatron.core.dist_checkpointing"
@@ -163,8 +159,8 @@ def install(backend: str | tuple[str, int] = "torch_dist", *, trusted: bool = Fa
             "python -m dist_checkpointing.interop.megatron.",
         )
         raise CheckpointingException(f"{PACKAGE} cannot be replaced any more", [finding])
-    global _in_use  # noqa: PLW0603 - an import hook is one for a process, and so is what it means
-    _in_use = Installed(backend, trusted)
+    global in_use  # noqa: PLW0603 - an import hook is one for a process, and so is what it means
+    in_use = Installed(backend, trusted)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
@@ -178,7 +174,7 @@ def uninstall() -> None:
         >>> from dist_checkpointing.interop import megatron
         >>> megatron.uninstall()
     """
-    global _in_use  # noqa: PLW0603 - see ``install``
+    global in_use  # noqa: PLW0603 - see ``install``
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
@@ -186,7 +182,7 @@ def uninstall() -> None:
         del sys.modules[name]
     parent, _, own = PACKAGE.rpartition(".")
     vars(sys.modules.get(parent, ModuleType(parent))).pop(own, None)
-    _in_use = Installed()
+    in_use = Installed()
 
 
 def _imported() -> list[str]:

@@ -28,8 +28,7 @@ from dist_checkpointing.format.commit import (
     read_config,
 )
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, leftovers, note_attempt
-from dist_checkpointing.interop.megatron import state_dicts
-from dist_checkpointing.interop.megatron.import_hook import installed
+from dist_checkpointing.interop.megatron import import_hook, state_dicts
 from dist_checkpointing.interop.megatron.strategies import get_default_strategy
 from dist_checkpointing.interop.megatron.validation import _validate_common_state_dict
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
@@ -128,7 +127,7 @@ def save(
     if common_strategy is not None:
         raise NotImplementedError("the only common strategy is torch")
     if sharded_strategy is None:
-        sharded_strategy = installed().backend
+        sharded_strategy = import_hook.in_use.backend
     if isinstance(sharded_strategy, tuple):
         sharded_strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *sharded_strategy)
     if validate_access_integrity:
@@ -151,7 +150,7 @@ def save(
         content_metadata=content_metadata,
         overwrite=True,
         plan_cache=getattr(base, "plan_cache", None),
-        trusted=installed().trusted,
+        trusted=import_hook.in_use.trusted,
     )
 
 
@@ -182,14 +181,14 @@ def load(
             validate_access_integrity,
             flag,
             cast="any",  # as Megatron does
-            trusted=installed().trusted,
+            trusted=import_hook.in_use.trusted,
         )
     except StateMismatchError as error:
         raise TemplateMismatchError(*error.args) from error
 
 
 def load_common_state_dict(checkpoint_dir: Folder) -> StateDict:
-    return ours.load_common_state_dict(checkpoint_dir, trusted=installed().trusted)
+    return ours.load_common_state_dict(checkpoint_dir, trusted=import_hook.in_use.trusted)
 
 
 def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) -> Any:
@@ -214,7 +213,7 @@ def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:
 
 
 def get_default_save_sharded_strategy(backend: str | None = None, version: int = 1) -> Any:
-    chosen = installed().backend if backend is None else (backend, version)
+    chosen = import_hook.in_use.backend if backend is None else (backend, version)
     return get_default_strategy(StrategyAction.SAVE_SHARDED, *chosen)
 
 

@@ -363,8 +363,6 @@ class DCPWriter(dcp_storage.StorageWriter):
 
 
 class _ResolvedData(DefaultSavePlanner):
-    """Resolves the data of our items from the items of DCP."""
-
     def __init__(
         self, items: Sequence[dcp.WriteItem], parts: Sequence[WriteItem], planner: dcp.SavePlanner
     ) -> None:

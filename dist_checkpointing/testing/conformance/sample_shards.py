@@ -261,4 +261,3 @@ CUTS: dict[str, Sharding] = {
     "flattened_rows": lambda *tensor: _flattened(max(1, tensor[-1] // 2), *tensor),
     "flattened_layers": flattened_layers,
 }
-"""All cuts by name."""
