@@ -189,7 +189,6 @@ def checksum_files(folder: Location) -> list[Location]:
 
 
 def read_tables(folder: Location, names: Iterable[str] | None = None) -> list[ChecksumColumns]:
-    """The tables of a checkpoint; see ``read_table``."""
     paths = checksum_files(folder) if names is None else [folder / name for name in names]
     return list(map(read_table, paths))
 

@@ -377,8 +377,7 @@ def _cells(step: dict[str, Any], latest: str | None, now: float) -> tuple[str, .
 
 
 def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Uses]:
-    """The files of all steps of a run in a store, which are listed at once."""
-    if not isinstance(root, ObjectPath):
+    if not isinstance(root, ObjectPath):  # what is in a store is listed at once
         return {}
     uses: defaultdict[str, dict[str, location.FileUse]] = defaultdict(dict)
     for path, use in location.use_below(root).items():

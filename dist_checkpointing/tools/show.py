@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pprint
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any
 
@@ -239,6 +240,8 @@ def _common_value(opened: Checkpoint, key: str) -> Any:
 
 def plot_lines(found: Histogram, width: int) -> Iterator[str]:
     """A line for each bin: its lower edge, a bar, and the number of its values."""
+    is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
+    full, parts = ("█", " ▏▎▍▌▋▊▉") if is_utf else ("#", " " * 8)
     form = "{:.0f}" if found.is_of_integers else "{:.4g}"
     # The bin of an integer begins half below it.
     labels = [form.format(edge + 0.5 * found.is_of_integers) for edge in found.edges]
@@ -252,7 +255,7 @@ def plot_lines(found: Histogram, width: int) -> Iterator[str]:
     room = max(8, width - label_width - count_width - 4)
     for label, count in rows:
         whole, eighths = divmod(round(8 * room * count / most), 8)
-        bar = "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()
+        bar = full * whole + parts[eighths].strip()
         if count and not bar:
-            bar = "▏"
+            bar = parts[1].strip() or full
         yield f"{label:>{label_width}}  {bar:<{room}}  {count:>{count_width},}"

@@ -131,7 +131,6 @@ def rows_of(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> dic
 
 
 def by_blocks(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """A grid over axes 0 and 2."""
     rows = max(1, world_size // 2)
     columns = world_size // rows
     return [
