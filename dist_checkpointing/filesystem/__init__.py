@@ -10,6 +10,5 @@ from dist_checkpointing.filesystem.locks import (
 from dist_checkpointing.filesystem.object_store import (
     Location as Location,
     ObjectPath as ObjectPath,
-    ObjectStore as ObjectStore,
     ObjectStoreOptions as ObjectStoreOptions,
 )

@@ -91,7 +91,6 @@ class _LocalFile:
         self.position += num_bytes
 
     def write_memory(self, addresses: Int64s, lengths: Int64s) -> None:
-        """Write what lies at some addresses, one behind the other."""
         parts = np.array([addresses, lengths], dtype=np.uintp).T.copy()
         for first in range(0, len(parts), MOST_PARTS):
             batch = parts[first : first + MOST_PARTS]
@@ -119,7 +118,6 @@ class _LocalFile:
         return None
 
     def give_up(self) -> None:
-        """Close a file that is not complete."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
 

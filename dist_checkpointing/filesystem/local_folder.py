@@ -23,10 +23,7 @@ _renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # of Linux, which alone has this function
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
-TEMPORARY_NAME = re.compile(
-    r"(.+?)(?:\.[0-9a-f]{8}(?:[0-9a-f]{24})?\.tmp|(?:_[0-9a-f]{16})?\.__lock)"
-)
-"""Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
+TEMPORARY_NAME = re.compile(r"(.+?)\.[0-9a-f]{8}(?:[0-9a-f]{24})?\.tmp")
 
 
 def status_of(path: Path | str, *, follows: bool = True) -> os.stat_result | None:
@@ -112,7 +109,7 @@ def rename_new(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno in _NO_LINK:
+        if error.errno in NO_LINK:
             _move_new(source, target)
         # A network file system may say that a link is there which it has just made.
         elif error.errno != errno.EEXIST or not target.samefile(source):
@@ -127,7 +124,7 @@ def _move_new(source: Path, target: Path) -> None:
         if not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
             return
         code = ctypes.get_errno()
-        if code not in {*_NO_LINK, errno.EINVAL}:
+        if code not in {*NO_LINK, errno.EINVAL}:
             raise OSError(code, os.strerror(code), str(source), None, str(target))
     # Slow, but this does not replace anything on any file system.
     with source.open("rb") as read, target.open("xb") as write:
@@ -244,7 +241,7 @@ def make_dckpt_folder(folder: Path) -> bool:
     return False
 
 
-_NO_LINK: Final = frozenset(
+NO_LINK: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
     | {errno.ENOTSUP}
 )
@@ -265,7 +262,7 @@ def share_file(source: Path, target: Path) -> int | None:
     except FileExistsError:
         pass  # made by another process of the same save
     except OSError as error:
-        if error.errno not in _NO_LINK:
+        if error.errno not in NO_LINK:
             raise
         if not _copy(source, target):
             return None
@@ -310,7 +307,7 @@ def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:
         try:
             copied = os.copy_file_range(read, write, min(end - offset, _COPIED_BYTES), offset)
         except OSError as error:
-            if offset == begin and error.errno in {*_NO_LINK, errno.EINVAL}:
+            if offset == begin and error.errno in {*NO_LINK, errno.EINVAL}:
                 return False
             raise
         if not copied:

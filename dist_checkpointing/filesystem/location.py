@@ -115,22 +115,21 @@ def as_local_folder(path: str | os.PathLike[str]) -> Path:
 
 def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
     """Check that all ranks save into the same folder (absolute paths), in the same format."""
-    names = [saved_as for _, saved_as in destinations]
-    what, message = "format", "the ranks save in different formats"
+    what, names = "format", [saved_as for _, saved_as in destinations]
     remedy = "Pass the same strategy on every rank."
     if len({*names}) == 1:
-        names = [os.path.normpath(name) for name, _ in destinations]
-        what, message = "folder", "the ranks name different folders for one checkpoint"
+        what, names = "folder", [os.path.normpath(folder) for folder, _ in destinations]
         remedy = "Give every rank the same path; broadcast a name that holds the time or date."
     ranks_of: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         ranks_of.setdefault(name, []).append(rank)
     if len(ranks_of) > 1:
-        findings = []
-        for name, ranks in ranks_of.items():
-            found, path = (name, None) if what == "format" else (None, name)
-            problem, named = f"this is the {what} on some ranks only", tuple(ranks[:_MOST_NAMED])
-            findings.append(Finding(problem, None, None, found, named, path, remedy))
+        problem = f"this is the {what} on some ranks only"
+        findings = [
+            Finding(problem, found=name, ranks=tuple(ranks[:_MOST_NAMED]), remedy=remedy)
+            for name, ranks in ranks_of.items()
+        ]
+        message = f"the ranks name different {what}s for one checkpoint"
         raise CheckpointingException(message, findings)
 
 
@@ -154,7 +153,6 @@ def read_bytes(path: Location, max_bytes: int) -> bytes:
 def _content(
     path: Path, max_bytes: int, *, follows_links: bool = True, is_start: bool = False
 ) -> bytes | None:
-    """The content of a file; None if it is no regular one."""
     # A pipe would be waited for.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
     try:
@@ -183,7 +181,6 @@ def _content(
 
 
 def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryview]:
-    """The content of a file of any size, block by block."""
     if isinstance(path, ObjectPath):
         yield from path.store.blocks(path.key)
         return
@@ -429,7 +426,6 @@ def sizes_in(
 
 
 def make_folder(path: Location) -> None:
-    """Make a folder and those that it is in, where there are folders."""
     if isinstance(path, Path):
         path.mkdir(parents=True, exist_ok=True)
 

@@ -32,7 +32,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 LOCK_NAME: Final = ".dckpt.lock"
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 _NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
-_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV})
 _MAX_BYTES: Final = 1 << 16
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # For writing: network file systems give an exclusive lock only on such a descriptor.
@@ -84,7 +83,6 @@ class Holder(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether the process runs, or ran, where this one can see it."""
         return (self.host, self.boot, self.pid_space) == _process(os.getpid())[:3]
 
     def to_json(self) -> bytes:
@@ -150,11 +148,9 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
     @property
     def is_held(self) -> bool:
-        """Whether the lock has not been released."""
         return self._close.alive
 
     def release(self) -> None:
-        """Release the lock."""
         self._close()
 
     def __exit__(self, *_: object) -> None:
@@ -272,7 +268,6 @@ def _take_flock(at: int, file: int, folder: Path) -> Holder | None:
 
 
 def _is_at(file: int, at: int) -> bool:
-    """Whether an open file is still the lock file."""
     # Opened, because a network file system may answer everything else from a cache.
     with suppress(FileNotFoundError):
         named = os.open(LOCK_NAME, _OPEN, dir_fd=at)
@@ -332,7 +327,7 @@ def _created(at: int, name: str, holder: Holder) -> bool:
     except FileNotFoundError:
         return False  # deleted by a process that has the lock
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in local_folder.NO_LINK:
             raise
     else:
         return True
@@ -359,7 +354,6 @@ def _write_new(at: int, name: str, holder: Holder) -> None:
 
 
 def _read(at: int, name: str) -> bytes:
-    """The content of a lock file."""
     file = os.open(name, _READ, dir_fd=at)
     try:
         return os.read(file, _MAX_BYTES)

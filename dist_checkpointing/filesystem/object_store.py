@@ -134,16 +134,6 @@ class ObjectStore:
     url: str
     options: ObjectStoreOptions = ObjectStoreOptions()
 
-    def __reduce__(self) -> tuple[type[ObjectStore], tuple[str, ObjectStoreOptions]]:
-        if self.url.startswith("memory:"):
-            finding = Finding(
-                "memory:// is in one process",
-                path=self.url,
-                remedy="Write with a thread, or to another store.",
-            )
-            raise UnsupportedFormatError("an object store cannot be handed on", [finding])
-        return ObjectStore, (self.url, self.options)
-
     def repeated(self, request: Callable[[], T]) -> T:
         """What a request returns, made again after each StoreUnavailableError while there is time.
 
@@ -214,7 +204,6 @@ class ObjectStore:
             return bytes(answer.bytes())
 
     def blocks(self, key: str) -> Iterator[memoryview]:
-        """The content of an object of any size, block by block."""
         answer = self._call("get", key, key, max_retries=self.options.max_retries)
         left = iter(answer.stream(min_chunk_size=self.options.part_bytes))
         while (block := self._next(key, left)) is not None:
@@ -233,7 +222,6 @@ class ObjectStore:
 
     @_repeating
     def head(self, key: str) -> ObjectInfo | None:
-        """What an object is; None if there is none."""
         try:
             return _info(self._call("head", key, key))
         except FileNotFoundError:
@@ -312,7 +300,6 @@ class ObjectStore:
 
     @_repeating
     def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
-        """The names of the folders in a folder, and its objects; each sorted."""
         answer = self._call("list_with_delimiter", prefix, prefix=prefix)
         folders = sorted(PurePosixPath(name).name for name in answer["common_prefixes"])
         return folders, sorted(map(_info, answer["objects"]), key=lambda info: info.key)
@@ -557,17 +544,18 @@ class ObjectPath:
         return f"{self.store.url}/{self.key}"
 
     def __truediv__(self, name: str | PurePosixPath) -> ObjectPath:
-        return replace(self, key=_key(PurePosixPath(self.key, name)))
+        path = PurePosixPath(self.key, name)
+        return replace(self, key=path.as_posix() if path.parts else "")
 
     @property
     def name(self) -> str:
         """Last part of the key."""
-        return PurePosixPath(self.key).name
+        return self.key.rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectPath:
         """The folder that it is in."""
-        return replace(self, key=_key(PurePosixPath(self.key).parent))
+        return replace(self, key=self.key.rpartition("/")[0])
 
     @property
     def prefix(self) -> str:
@@ -581,10 +569,6 @@ class ObjectPath:
     def absolute(self) -> ObjectPath:
         """Itself: there is no working directory."""
         return self
-
-
-def _key(path: PurePosixPath) -> str:
-    return path.as_posix() if path.parts else ""
 
 
 Location = Path | ObjectPath

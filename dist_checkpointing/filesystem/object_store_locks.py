@@ -149,7 +149,6 @@ def numbers_in(
 
 
 def delete_below(folder: ObjectPath) -> None:
-    """Delete every object below a prefix."""
     folder.store.delete([info.key for info in folder.objects()])
 
 
@@ -170,7 +169,6 @@ def read_outcome(folder: ObjectPath, number: int) -> dict[str, Any]:
 
 
 def parsed_object(data: bytes, path: ObjectPath) -> dict[str, Any]:
-    """The fields of an object of JSON; CorruptCheckpointError if it has none."""
     with local_folder.parsing("an object of the commit protocol cannot be read", path):
         return dict(local_folder.parse_json(data))
 
@@ -189,23 +187,18 @@ class Claim:
 
     @property
     def attempt(self) -> str:
-        """Name of the attempt: the token of the holder."""
         return self.holder.token
 
     @property
     def path(self) -> ObjectPath:
-        """The object that is the claim."""
         return self.folder / f"{CLAIMS}/{self.number}.json"
 
     @property
     def beats(self) -> ObjectPath:
-        """The object that its holder puts again and again."""
         return self.folder / f"{BEATS}/{self.attempt}"
 
     def to_json(self) -> bytes:
-        holder = self.holder._asdict()
-        content = {"attempt": self.attempt, "period": self.period, "holder": holder}
-        return json.dumps(content).encode()
+        return json.dumps({"period": self.period, "holder": self.holder._asdict()}).encode()
 
     @classmethod
     def read(cls, folder: ObjectPath, number: int) -> Claim | None:
@@ -418,11 +411,9 @@ class Heartbeats(Thread):
         self.start()
 
     def stop(self) -> None:
-        """End it, soon."""
         self._stops.put(None)
 
     def run(self) -> None:
-        """Put it until this is stopped."""
         while True:
             with suppress(Empty):
                 self._stops.get(timeout=self._period)

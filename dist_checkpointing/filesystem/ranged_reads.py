@@ -30,8 +30,6 @@ _MOST_STORE_GAP_BYTES: Final = 2**20
 
 
 class WrongSizeError(EOFError):
-    """A file does not have the size that it must have."""
-
     def __init__(self, found: int) -> None:
         super().__init__(f"the file ends at byte {found}")
         self.found = found
@@ -98,7 +96,6 @@ class LocalFile(AbstractContextManager["LocalFile"]):
         pread(self.descriptor, target, position)
 
     def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
-        """Fill C-contiguous arrays, each from its position."""
         if not is_cached(self.descriptor, *runs[0]):
             for target, position in runs:
                 os.posix_fadvise(self.descriptor, position, target.nbytes, os.POSIX_FADV_WILLNEED)
@@ -212,7 +209,6 @@ class StoreFile(AbstractContextManager["StoreFile"]):
 
 
 OpenFile = LocalFile | StoreFile
-"""A file to read from."""
 
 
 class FolderReads:
@@ -260,7 +256,6 @@ class FolderReads:
         return file
 
     def size_of(self, name: str) -> int | None:
-        """Size of a file; None if it is not there."""
         if isinstance(self.folder, Path):
             try:
                 with LocalFile(f"{self.folder}/{name}") as file:

@@ -55,12 +55,10 @@ _DIGESTS_VERSION: Final = 1
 
 
 def checksum(array: Array) -> int:
-    """xxh3_64 of the elements of a C-contiguous array."""
     return checksum_of([array])
 
 
 def bytes_of(array: Array) -> memoryview:
-    """The memory of a C-contiguous array of any dtype."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
@@ -151,11 +149,9 @@ class ChecksumColumns(NamedTuple):
         return self.parts_at(np.flatnonzero(chosen))
 
     def objects(self) -> list[StoredPart]:
-        """The rows of objects."""
         return self.parts_at(np.flatnonzero(self.is_object))
 
     def to_bytes(self) -> bytes:
-        """The content of a table of all rows."""
         text = json.dumps(self.names).encode()
         columns = zip(self[1:], _DTYPES, strict=True)
         body = [column.astype(dtype).tobytes() for column, dtype in columns]
@@ -193,7 +189,6 @@ def checksum_files(folder: Location) -> list[Location]:
 
 
 def read_tables(folder: Location, names: Iterable[str] | None = None) -> list[ChecksumColumns]:
-    """The tables of a checkpoint; see ``read_table``."""
     paths = checksum_files(folder) if names is None else [folder / name for name in names]
     return list(map(read_table, paths))
 
@@ -204,7 +199,6 @@ def read_table(path: Location) -> ChecksumColumns:
 
 
 def parse_table(data: bytes, path: str) -> ChecksumColumns:
-    """The table with this content."""
     remedy = "Use another checkpoint, or load without verify."
     with local_folder.parsing("checksums cannot be read", path, remedy=remedy):
         magic, version, names_size, rows, width = _HEAD.unpack_from(data)
@@ -265,7 +259,6 @@ def digest_of(data: Any, num_bytes: int) -> bytes:
 
 
 def digest_of_array(array: Array) -> bytes:
-    """The digest of the elements of a C-contiguous array of any dtype."""
     data = bytes_of(array)
     if len(data) < _LARGE_BYTES:
         return digest_of(data, len(data))

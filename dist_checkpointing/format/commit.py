@@ -64,7 +64,6 @@ CONTENT_METADATA_KEY = "content_metadata"
 _MAX_BYTES = 1 << 20
 DATA: Final = "data"
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
-_SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 
 
 @dataclass(frozen=True)
@@ -381,14 +380,12 @@ def end_commit(folder: Path) -> None:
 class Commit:
     """A save that has committed in an object store. Its files lie below ``data/<attempt>/``.
 
-    Of several the one whose claim has the highest ``number`` is the checkpoint. The ``seal`` is the
-    checksum that the seal of the save begins with; "" without a seal.
+    Of several the one whose claim has the highest ``number`` is the checkpoint.
     """
 
     number: int
     attempt: str
     config: CheckpointingConfig
-    seal: str
 
     @property
     def data(self) -> str:
@@ -417,7 +414,7 @@ def read_commit(folder: Location, decided: Iterable[int] | None = None) -> Commi
                 if not _ATTEMPT.fullmatch(outcome["attempt"]):
                     raise ValueError(f"{outcome['attempt']!r} is no name of a save")
                 config = CheckpointingConfig.of(outcome["config"])
-                return Commit(number, outcome["attempt"], config, str(outcome["seal"]))
+                return Commit(number, outcome["attempt"], config)
     return None
 
 
@@ -500,10 +497,7 @@ class StoreAttempt:
         """
         root = self._claim.folder
         self._claim.require_there()  # whether it has been ended is decided below
-        seal = self.folder / DCKPT_FOLDER / "seal.json"
-        start = location.read_regular(seal, _SEAL_START_BYTES, is_start=True)
-        checksum = "" if start is None else start[-33:-1].decode(errors="replace")
-        outcome = {"attempt": self.id, "config": vars(config), "seal": checksum}
+        outcome = {"attempt": self.id, "config": vars(config)}
         # Readers go there from the commit on, where another checkpoint has been.
         _put_config(self.folder, config)
         if claims.decide(root, self._claim.number, outcome) != outcome:
@@ -516,7 +510,6 @@ class StoreAttempt:
                 clear_saves(root, {self._replaces.attempt})
 
     def abandon(self) -> None:
-        """Free what was written. What cannot be deleted now, the next save deletes."""
         if not self._claim.is_held:
             return
         with tolerant("what a failed save wrote was not deleted"):
@@ -526,7 +519,6 @@ class StoreAttempt:
                 logger.warning("%s: the failed save is a checkpoint after all", self._claim.folder)
 
     def release(self) -> None:
-        """Leave the prefix as it is; the next save clears away what has not committed."""
         if self._claim.is_held:
             with tolerant("a save was not noted as ended: the next one waits for a while"):
                 self._claim.end()
@@ -540,7 +532,6 @@ def begin_attempt(
     overwrite: bool,
     name: str | None = None,
 ) -> Attempt | StoreAttempt:
-    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
     if isinstance(folder, ObjectPath):
         return StoreAttempt.begin(folder, creates, overwrite=overwrite)
     return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability, name=name)

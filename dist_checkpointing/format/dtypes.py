@@ -34,7 +34,6 @@ class DType:
 
     @property
     def is_of_numpy(self) -> bool:
-        """Whether numpy itself has it."""
         return self.zarr_v2 != self.name
 
     @property
@@ -49,7 +48,6 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return self.bits.itemsize
 
     @property

@@ -78,7 +78,6 @@ def is_model(path: Location) -> bool:
 
 
 def is_torch_file(path: Location) -> bool:
-    """Whether a path is a file of ``torch.save``."""
     if not isinstance(path, Path) or not path.is_file():
         return False
     with path.open("rb") as file:
@@ -113,7 +112,6 @@ def foreign_backend(path: Location) -> str | None:
 
 
 def foreign_files(path: Location) -> tuple[Location, list[str]]:
-    """The folder and the names of the files at a path."""
     if is_file(path):
         return path.parent, [path.name]
     return path, sorted(name for name, size in location.files_below(path).items() if size)

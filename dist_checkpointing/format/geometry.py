@@ -175,7 +175,6 @@ Part = tuple[Box, FlatRange]
 
 
 def boxes_of_part(box: Box, flat_range: FlatRange) -> list[Box]:
-    """The boxes that make up a part."""
     if flat_range is None:
         return [box]
     return [run.moved(box.offset) for run in split_flat_range(box.shape, *flat_range)]
@@ -204,7 +203,6 @@ class ChunkGrid:
 
     @property
     def counts(self) -> Ints:
-        """Number of chunks along each axis."""
         return tuple(
             -(-extent // chunk)
             for extent, chunk in zip(self.global_shape, self.chunk_shape, strict=True)
@@ -220,7 +218,6 @@ class ChunkGrid:
         return Box(offset, shape)
 
     def index_at(self, offset: Ints) -> Ints:
-        """Index of the chunk that holds the element at ``offset``."""
         return tuple(o // c for o, c in zip(offset, self.chunk_shape, strict=True))
 
     def intersecting(self, box: Box) -> Iterator[tuple[Ints, Box]]:
@@ -287,7 +284,6 @@ class Pieces:
 
     @classmethod
     def of(cls, ndim: int, pieces: Iterable[Part]) -> Pieces:
-        """A table of the given boxes and flat ranges."""
         rows = list(pieces)
         return cls(
             np.array([box.offset for box, _ in rows], dtype=np.int64).reshape(len(rows), ndim),
@@ -364,7 +360,6 @@ class PieceColumns(Mapping[str, Pieces]):
 
     @classmethod
     def of(cls, pieces: Mapping[str, Pieces]) -> PieceColumns:
-        """The pieces of these tensors, in their order."""
         if isinstance(pieces, cls):
             return pieces
         tables = list(pieces.values())
@@ -423,7 +418,6 @@ class PieceColumns(Mapping[str, Pieces]):
 
 
 def padded(column: Int64s, width: int, fill: int) -> Int64s:
-    """A two-dimensional column with at least so many axes."""
     missing = max(0, width - column.shape[1])
     return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
 

@@ -113,7 +113,6 @@ def _parsed_rows(text: bytes) -> Int64s:
 
 
 def strings(values: Any) -> list[str]:
-    """A list of strings, checked."""
     if not isinstance(values, list) or not {str}.issuperset(map(type, values)):
         raise ValueError("expected a list of strings")
     "".join(values).encode()  # half of a surrogate pair is in no key and in no file name

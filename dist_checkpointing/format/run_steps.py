@@ -95,7 +95,6 @@ class RunRecord:
     writer: str = ""
 
     def to_json(self) -> bytes:
-        """The content of the file."""
         steps = {
             # Older versions do not know the others, and expect these.
             str(step): {
@@ -110,7 +109,6 @@ class RunRecord:
 
     @property
     def metrics(self) -> dict[int, float]:
-        """The metric of each step that has one."""
         return {s: r.metric for s, r in self.steps.items() if r.metric is not None}
 
     def history(self, steps: Iterable[int], newest: int | None = None) -> list[int]:
@@ -306,7 +304,6 @@ def step_folders(root: Location) -> dict[str, Location]:
 
 
 def _is_begun(folder: Location) -> bool:
-    """Whether a save of this library began there."""
     return location.is_file(folder / ATTEMPT_NAME) or bool(location.names_in(folder / CLAIMS))
 
 

@@ -77,7 +77,7 @@ class SealedFile:
     def put(cls, folder: Location, name: str, data: bytes, durability: Durability) -> SealedFile:
         """Write a small file, see ``file_writer.put``."""
         file_writer.put(folder, name, data, durability)
-        return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
+        return cls.of_bytes(name, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,6 @@ class Seal:
     is_open: bool = False
 
     def tables_with(self, keys: Collection[str]) -> list[str]:
-        """The tables that may speak of some of these keys."""
         wanted = sorted(keys)
         return [
             name

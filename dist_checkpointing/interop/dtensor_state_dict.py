@@ -62,9 +62,9 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
         ['model.bias', 'model.weight']
     """
     comm = chosen_comm(comm)
-    leaves, skeleton = flatten(state_dict, wanted=_is_tensor)
+    leaves, skeleton = flatten(state_dict, wanted=torch.is_tensor)
     with comm.agreed("describing the tensors"):
-        parts = _parts({path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)})
+        parts = _parts({path: leaf for path, leaf in leaves.items() if torch.is_tensor(leaf)})
     # Hashes, because every rank gets those of all ranks. A collision would be found as a gap.
     hashes = [
         xxhash.xxh3_64_intdigest(repr((_name(path), part.boxes)).encode())
@@ -106,14 +106,10 @@ def unshard_state_dict(loaded: StateDict, state_dict: StateDict) -> StateDict:
         17
     """
     leaves, skeleton = flatten(loaded)
-    own, _ = flatten(state_dict, wanted=_is_tensor)
-    tensors = {path: leaf for path, leaf in own.items() if path in leaves and _is_tensor(leaf)}
+    own, _ = flatten(state_dict, wanted=torch.is_tensor)
+    tensors = {path: leaf for path, leaf in own.items() if path in leaves and torch.is_tensor(leaf)}
     restored: StateDict = unflatten(skeleton, leaves | tensors)
     return restored
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _name(path: Path) -> str:

@@ -65,17 +65,14 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
             self._manager.load(self._state)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save, if it is time."""
         if self._every and trainer.global_step - self._state.step >= self._every:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save what the epoch has made."""
         if trainer.global_step > self._state.step:
             self._save(trainer)
 
     def on_fit_end(self, *_: Any) -> None:
-        """Wait for the last save."""
         self._manager.close()
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
@@ -124,12 +121,7 @@ class DistCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning may be 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Save a nest of dicts and lists with plain tensors. Not collective.
-
-        Raises:
-            ValueError: for ``storage_options``, which mean nothing here.
-            CheckpointingException: see ``save``.
-        """
+        """Save a nest of dicts and lists with plain tensors. Not collective."""
         if storage_options is not None:
             raise ValueError("DistCheckpointIO has no storage_options")
         leaves, skeleton = flatten(checkpoint)

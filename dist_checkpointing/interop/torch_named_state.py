@@ -47,7 +47,6 @@ def outline(value: object, key: str) -> Any:
 
 
 def keys_of(outlined: object) -> list[str]:
-    """The keys of all tensors in an outline."""
     leaves: list[Any] = []
     take_apart(outlined, leaves)
     return [key for key in leaves if isinstance(key, str)]
@@ -163,7 +162,6 @@ class ModuleTensors:
         return found
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
-        """Put loaded values into the module."""
         sources = {name: self.sources[clean] for name, clean in self._names.items()}
         full = {name: loaded[source] for name, source in sources.items() if source in loaded}
         # Parameters have been filled in place; this is for what a module makes of its state dict.
@@ -225,7 +223,6 @@ def optimizer_tree(
 
 
 def _without_tensors(state: dict[str, Any], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of a parameter without tensors, and the outlines of nests with tensors."""
     if not any(map(is_container, state.values())):
         return {entry: v for entry, v in state.items() if not isinstance(v, torch.Tensor)}, {}
     rest = mapped(state, lambda leaf: MISSING if isinstance(leaf, torch.Tensor) else leaf)
@@ -345,19 +342,12 @@ class OptimizerTemplate:
 
     def _log_unequal(self, stored: set[str]) -> None:
         fresh = set(self._names.values()) - stored
-        unused = stored - set(self._names.values())
         if fresh and stored:
             logger.warning(
                 "%d of %d parameters start without optimizer state: the checkpoint has none, "
                 "for example of %s",
                 len(fresh), len(self._names), min(fresh),
             )  # fmt: skip
-        if unused:
-            logger.info(
-                "optimizer state of %d parameters of the checkpoint is not used, for example of %s",
-                len(unused),
-                min(unused),
-            )
         saved = {key for group in self.groups for key in group} - {"params"}
         for optimizer in self._optimizers:
             own = {key for group in optimizer.param_groups for key in group}
@@ -371,7 +361,6 @@ class OptimizerTemplate:
                 )
 
     def restore(self, loaded: StateDict) -> None:
-        """Put the loaded state and hyperparameters into the optimizers."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

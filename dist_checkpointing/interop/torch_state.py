@@ -37,7 +37,6 @@ from dist_checkpointing.validation.save_errors import CommonDigests
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of the generators of Python, NumPy, torch and the current CUDA device."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
@@ -51,7 +50,6 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue where ``rng_state`` was called."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
@@ -175,7 +173,7 @@ class TorchState:
                 per_rank[name] = own
             elif _has(own, _is_weight):
                 state[name], nests[name] = own, outline(own, name)
-            elif not _has(own, _is_tensor):
+            elif not _has(own, torch.is_tensor):
                 state[name] = own
             else:
                 # A new object may have no tensor yet that could be filled.
@@ -246,7 +244,7 @@ class TorchState:
                 elif nests is not None:
                     if name in nests:
                         state[name] = tensors_to_fill(nests[name], self._state_of(name), tensor)
-                elif _has(own := self._state_of(name), _is_tensor):
+                elif _has(own := self._state_of(name), torch.is_tensor):
                     state[name] = own
         if is_alone:
             state |= state.pop("model")
@@ -317,10 +315,6 @@ class TorchState:
 
 def _cell(name: str, value: object, comm: Comm, world_size: int | None = None) -> ShardedObject:
     return ShardedObject(name, value, (world_size or comm.world_size,), (comm.rank,))
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_weight(value: object) -> bool:

@@ -124,7 +124,6 @@ def options(
 
 
 def main() -> None:
-    """Run ``dckpt`` with the arguments of the process."""
     debug = "--debug" in sys.argv
     _prepare_output()
     # Allowed anywhere, also after the command.

@@ -12,16 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from heapq import nlargest
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.errors import Finding, StateMismatchError, merge_findings
 from dist_checkpointing.filesystem.ranged_reads import StoreFile
-from dist_checkpointing.format.file_names import EVERY_KEY, key_pattern
+from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -31,12 +30,12 @@ from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.planning.resharding import plan_load
+from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
 from dist_checkpointing.validation.load_errors import StoredTensors, compare
 
-_PAGE_BYTES = 4096
 _SCRATCH_BYTES = 2**22
 """Small neighbours are read together into a buffer of at most this size."""
 _COLUMN_PARALLEL = (
@@ -45,19 +44,16 @@ _COLUMN_PARALLEL = (
 )
 _ROW_PARALLEL = "linear_proj|linear_fc2|dense_4h_to_h|o_proj|down_proj"
 # How a model would be cut.
-AS_STORED: Final = "stored"
-Axis = int | Literal["stored"] | None
 
 
 class AxisRule(NamedTuple):
     """Which axis the tensors of some keys are cut along; None leaves them whole.
 
-    Counted from the end if negative, so that stacked layers do not matter; ``AS_STORED`` is the
-    axis along which each was cut when it was saved.
+    Counted from the end if negative, so that stacked layers do not matter.
     """
 
     pattern: re.Pattern[str]
-    axis: Axis
+    axis: int | None
 
 
 MEGATRON_RULES = (
@@ -69,11 +65,8 @@ MEGATRON_RULES = (
 
 
 class Reason(StrEnum):
-    """Why a tensor is cut, or is not."""
-
     RULE = "a rule matches"
     ASKED = "a rule says so"
-    STORED = "as it was when saved"
     NO_RULE = "no rule matches"
     NOT_DIVISIBLE = "not divisible"
 
@@ -87,97 +80,44 @@ class KeyCut(NamedTuple):
 
 
 def parse_rule(text: str) -> AxisRule:
-    """``PATTERN=axis``, ``PATTERN=none`` or ``PATTERN=stored``."""
+    """``PATTERN=axis`` or ``PATTERN=none``."""
     pattern, _, axis = text.rpartition("=")
     if not pattern:
         raise ValueError(f"{text!r} is not of the form PATTERN=axis, such as 'lm_head.weight=0'")
-    words: dict[str, Axis] = {"none": None, AS_STORED: AS_STORED}
-    word = axis.strip().lower()
     wanted = key_pattern(pattern)
     try:
-        return AxisRule(wanted, words[word] if word in words else int(axis))
+        return AxisRule(wanted, None if axis.strip().lower() == "none" else int(axis))
     except ValueError:
-        problem = "is no axis; write a number, 'none' or 'stored'"
+        problem = "is no axis; write a number or 'none'"
         raise ValueError(f"{axis!r} in {text!r} {problem}") from None
-
-
-def guessed_rules(index: Index) -> tuple[AxisRule, ...]:
-    """By name; of a model in which no name is known, as every tensor was cut when it was saved."""
-    by_name = any(rule.pattern.fullmatch(key) for key in index for rule in MEGATRON_RULES)
-    return MEGATRON_RULES if by_name else (AxisRule(key_pattern(EVERY_KEY), AS_STORED),)
-
-
-def stored_axis(stored: StoredTensor, *, is_stacked: bool = False) -> int | None:
-    """The last axis along which a tensor was cut when it was saved; None if it was not.
-
-    The last, because stages of a pipeline cut stacked layers along the first, which does not count
-    in a tensor that ``is_stacked``.
-    """
-    axes = (axis for axis, count in enumerate(_counts(stored)) if count > 1)
-    return max((axis for axis in axes if axis or not is_stacked), default=None)
-
-
-def _counts(stored: StoredTensor) -> list[int]:
-    """In how many parts a tensor is cut along each axis."""
-    if stored.pieces is None:
-        return list(stored.grid.counts)
-    return [len(set(column.tolist())) for column in stored.pieces.offsets.T]
-
-
-def stacked_keys(index: Index) -> frozenset[str]:
-    """The tensors whose first axis counts layers: how the layers of a model become one tensor.
-
-    They are stored layer by layer, and all tensors below a prefix have that axis: weights of three
-    axes, and norms or biases of two.
-    """
-    below: defaultdict[str, list[StoredTensor]] = defaultdict(list)
-    for key in index:
-        for prefix in accumulate(key.split(".")[:-1], "{}.{}".format):
-            below[prefix].append(index[key])
-    found: set[str] = set()
-    for tensors in below.values():
-        ndims = {len(stored.global_shape) for stored in tensors}
-        if min(ndims) < 2 or max(ndims) < 3:
-            continue
-        layers = {stored.global_shape[0] for stored in tensors}
-        if len(layers) == 1 and all(_counts(stored)[0] in layers for stored in tensors):
-            found.update(stored.key for stored in tensors)
-    return frozenset(found)
 
 
 def cut_keys(index: Index, parts: int, rules: Sequence[AxisRule]) -> list[KeyCut]:
     """How every tensor is cut into ``parts``; the first rule that matches counts."""
-    stacked = stacked_keys(index)
-    return [_cut(index[key], parts, rules, is_stacked=key in stacked) for key in index]
+    return [_cut(index[key], parts, rules) for key in index]
 
 
-def _cut(
-    stored: StoredTensor, parts: int, rules: Iterable[AxisRule], *, is_stacked: bool
-) -> KeyCut:
+def _cut(stored: StoredTensor, parts: int, rules: Iterable[AxisRule]) -> KeyCut:
     rule = next((rule for rule in rules if rule.pattern.fullmatch(stored.key)), None)
     if rule is None:
         return KeyCut(stored.key, None, Reason.NO_RULE)
     if rule.axis is None:
         return KeyCut(stored.key, None, Reason.ASKED)
-    if rule.axis == AS_STORED:
-        axis, reason = stored_axis(stored, is_stacked=is_stacked), Reason.STORED
-    else:
-        ndim = len(stored.global_shape)
-        if not -ndim <= rule.axis < ndim:
-            if rule in MEGATRON_RULES:  # a guess that does not fit is not used
-                return KeyCut(stored.key, None, Reason.NO_RULE)
-            raise ValueError(
-                f"{stored.key!r} of shape {stored.global_shape} has no axis {rule.axis}, "
-                f"which {rule.pattern.pattern!r} cuts"
-            )
-        axis, reason = rule.axis % ndim, Reason.RULE
-    if axis is not None and stored.global_shape[axis] % parts:
+    ndim = len(stored.global_shape)
+    if not -ndim <= rule.axis < ndim:
+        if rule in MEGATRON_RULES:  # a guess that does not fit is not used
+            return KeyCut(stored.key, None, Reason.NO_RULE)
+        raise ValueError(
+            f"{stored.key!r} of shape {stored.global_shape} has no axis {rule.axis}, "
+            f"which {rule.pattern.pattern!r} cuts"
+        )
+    axis = rule.axis % ndim
+    if stored.global_shape[axis] % parts:
         return KeyCut(stored.key, None, Reason.NOT_DIVISIBLE)
-    return KeyCut(stored.key, axis, reason)
+    return KeyCut(stored.key, axis, Reason.RULE)
 
 
 def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:
-    """The box that one of the tensor-parallel ranks holds."""
     shape = list(stored.global_shape)
     offset = [0] * len(shape)
     if cut.axis is not None:
@@ -269,8 +209,7 @@ def forecast_of(
     objects: Container[str] = ()
     if any(want.objects for want in wants):
         objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
-    # By problem and key, with all ranks that meet it.
-    findings: dict[tuple[str, str | None], Finding] = {}
+    findings: list[Finding] = []
     rows: list[dict[str, Any]] = []
     for want in wants:
         misfits: list[Finding] = []
@@ -280,11 +219,7 @@ def forecast_of(
             misfits += error.findings
         unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
         leaves = [leaf for leaf in want.tensors.values() if leaf.key not in unfit]
-        sizes = [leaf.flat_range or (0, leaf.box.num_elements) for leaf in leaves]
-        wanted_bytes = sum(
-            (stop - start) * leaf.dtype.itemsize
-            for leaf, (start, stop) in zip(leaves, sizes, strict=True)
-        )
+        wanted_bytes = int(describe(leaves, 0).num_bytes.sum())
         if made is not None:
             leaves = [source for leaf in leaves for source in source_leaves(made, leaf, [])]
         items, uncovered = plan_load(index, leaves)
@@ -294,10 +229,7 @@ def forecast_of(
             for leaf in want.objects
             if leaf.key not in objects
         ]
-        for finding in misfits:
-            known = findings.setdefault((finding.problem, finding.key), finding)
-            ranks = tuple(sorted({*known.ranks, *want.ranks}))
-            findings[finding.problem, finding.key] = replace(known, ranks=ranks)
+        findings += [replace(finding, ranks=want.ranks) for finding in misfits]
         cost = _cost(items, index, reader, wanted_bytes)
         rows.append({"ranks": want.ranks, "num_tensors": len(want.tensors), **cost})
     files = sorted({name for row in rows for name in row["files"]})
@@ -316,9 +248,8 @@ def forecast_of(
         "read_bytes_if_shared": sum(row["read_bytes"] for row in rows),
         "files": files,
         "ranks": rows,
-        "cuts": [],
         "unasked": [key for key in (index if made is None else made.tensors) if key not in asked],
-        "findings": [*findings.values(), *lost],
+        "findings": [*merge_findings(findings), *lost],
     }
 
 
@@ -362,27 +293,11 @@ def bytes_read(
 ) -> tuple[int, int]:
     """Bytes that a window takes of storage, and of a buffer, 0 if it is read in place.
 
-    It is of a chunk that can be read in part. A window that is one run is read as it is. Of others
-    a mapped file delivers whole pages of 4 KiB (the read-ahead of the system not counted), and a
-    file that is read into buffers delivers parts, each from its first element to its last.
+    It is of a chunk that can be read in part. A window that is one run is read as it is. Others are
+    read in parts, each from its first element to its last.
     """
-    wanted = window.box.num_elements * itemsize
     if window.contiguous_range() is not None:
-        return wanted, 0
-    if not is_mapped:
-        axes = axes_apart(window, itemsize, maps_files=False, most_gap=gap)
-        span = span_bytes(window, axes, itemsize)
-        return math.prod(window.box.shape[:axes]) * span, span
-    span = span_bytes(window, 0, itemsize)
-    run = 1
-    skipped = 0
-    for extent, full in zip(reversed(window.box.shape), reversed(window.shape), strict=True):
-        skipped = run * (full - extent)
-        run *= extent
-        if extent != full:
-            break
-    if skipped * itemsize < _PAGE_BYTES:
-        return span, 0
-    runs = window.box.num_elements // run
-    # A run begins anywhere in a page, and so touches one more than it fills.
-    return min(span, wanted + runs * _PAGE_BYTES), 0
+        return window.box.num_elements * itemsize, 0
+    axes = axes_apart(window, itemsize, maps_files=is_mapped, most_gap=gap)
+    span = span_bytes(window, axes, itemsize)
+    return math.prod(window.box.shape[:axes]) * span, 0 if is_mapped else span

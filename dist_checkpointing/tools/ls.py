@@ -46,7 +46,6 @@ from dist_checkpointing.tools.opening import (
 from dist_checkpointing.tools.report import (
     AsJson,
     Report,
-    Total,
     fail,
     in_columns,
     is_narrower_than,
@@ -56,7 +55,6 @@ from dist_checkpointing.tools.report import (
     print_json,
     progress_bar,
     shape_text,
-    totals,
 )
 
 Pattern = Annotated[
@@ -66,7 +64,6 @@ Pattern = Annotated[
 OBJECT = "object"
 COMMON = "common"
 _NARROW = 90
-_MAX_SUBTOTALS = 12
 _MAX_SHARING_SHOWN = 3
 _THREADS = 16
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -152,7 +149,6 @@ def ls(
         else:
             _add_table(report, entries, fingerprints)
             report.paragraph(_total(entries), "bold")
-            report.table(("", "", ""), subtotals(tensors), right=[1, 2])
             if pattern is None and (own := count_files(opened.folder).own_text()):
                 report.line(f"of its own: {own}")
         report.print()
@@ -182,7 +178,6 @@ class Entry(NamedTuple):
 
 
 def tensor_entries(index: Index, wanted: Callable[[str], object]) -> Iterator[Entry]:
-    """The tensors of an index whose keys are wanted, in the order of the index."""
     itemsizes = {row.name: row.itemsize for row in dtypes.ELEMENT_TYPES}
     columns = index.dtype_column, index.global_shape_column, index.chunk_shape_column
     for key, dtype, extents, chunk in zip(index.keys_column, *columns, strict=True):
@@ -275,19 +270,6 @@ def _total(entries: Sequence[Entry]) -> str:
     return total + (f", {counted(num_values, 'value')} of common state" if num_values else "")
 
 
-def subtotals(tensors: Sequence[Entry]) -> list[tuple[str, str, str]]:
-    """The sums for each first part of the keys, largest first; none if they say nothing new."""
-    sums = totals((e.key.replace("/", ".").partition(".")[0], e.num_bytes) for e in tensors)
-    if not 1 < len(sums) < len(tensors):
-        return []
-    rows = list(sums.items())
-    if rest := [both for _, both in rows[_MAX_SUBTOTALS:]]:
-        total = Total(*map(sum, zip(*rest, strict=True)))
-        more = "1 more prefix" if len(rest) == 1 else f"{len(rest)} more prefixes"
-        rows[_MAX_SUBTOTALS:] = [(more, total)]
-    return [(f"  {name}", counted(count, "tensor"), bytes_text(n)) for name, (count, n) in rows]
-
-
 # The tree.
 
 
@@ -330,7 +312,6 @@ def _joined(branch: Branch) -> tuple[Branch, str]:
 
 
 def print_run(root: Location, *, as_json: bool) -> None:
-    """Print what is known about the steps of a run, oldest first. Reads no values."""
     folders = step_folders(root)
     latest, remark = latest_of(root, folders)
     notes = _notes_of(root)
@@ -396,8 +377,7 @@ def _cells(step: dict[str, Any], latest: str | None, now: float) -> tuple[str, .
 
 
 def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Uses]:
-    """The files of all steps of a run in a store, which are listed at once."""
-    if not isinstance(root, ObjectPath):
+    if not isinstance(root, ObjectPath):  # what is in a store is listed at once
         return {}
     uses: defaultdict[str, dict[str, location.FileUse]] = defaultdict(dict)
     for path, use in location.use_below(root).items():
@@ -407,7 +387,6 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
 
 
 def _notes_of(root: Location) -> dict[str, list[str]]:
-    """What the record of a manager says about each step, by name."""
     if not location.is_file(root / RECORD_NAME):
         return {}
     record = up_to_date(root, read_record(root))

@@ -47,25 +47,15 @@ def map_tensors(
 
     Example: dckpt map ckpt/1000 decoder.weight -o weight.html
     """
-    _check_output(output, force=force)
+    if output.exists() and not force:
+        raise FileExistsError(f"{output} exists: name another file, or pass --force")
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"the folder {output.absolute().parent} does not exist")
     data = page_data(open_named(checkpoint), key)
     page = render_page(data).encode(errors="backslashreplace")
     local_folder.write_atomic(output, page, local_folder.Durability.PAGE_CACHE)
     document = {"file": str(output), "bytes": len(page), "tensors": len(data["tensors"])}
     Report(f"{output}  {bytes_text(len(page))}", None).finish(document, as_json=as_json)
-
-
-def _check_output(output: Path, *, force: bool) -> None:
-    """Refuse a path that the page is not to be written to, before the work for it is done."""
-    if output.suffix.lower() != ".html":
-        page = str(output.with_suffix(".html"))
-        raise ValueError(
-            f"{str(output)!r} must end in .html: write {page!r} and open it in a browser"
-        )
-    if output.exists() and not force:
-        raise FileExistsError(f"{output} exists: name another file, or pass --force")
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder {output.absolute().parent} does not exist")
 
 
 # The contents of the page.
@@ -114,7 +104,6 @@ def page_data(checkpoint: Checkpoint, key: str | None = None) -> dict[str, Any]:
 
 
 def _writers(checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, list[Writers]]:
-    """The writers of each chunk in C order, or of each piece."""
     parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
     for part in itertools.chain.from_iterable(t.parts() for t in read_tables(checkpoint.folder)):
         if part.key in parts:
@@ -180,7 +169,6 @@ def _by_file_name(checkpoint: Checkpoint, keys: Sequence[str]) -> Mapping[str, l
 
 
 def render_page(data: dict[str, Any]) -> str:
-    """The HTML of the page with such data. A pure function of them."""
     parts = {
         "TITLE": html.escape(f"{data['name']}: chunks"),
         "STYLE": _resource("page.css"),

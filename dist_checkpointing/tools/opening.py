@@ -101,7 +101,6 @@ class Files:
 
     @classmethod
     def of(cls, uses: Collection[location.FileUse]) -> Files:
-        """What some files take together."""
         return cls(
             len(uses),
             sum(use.num_bytes for use in uses),
@@ -118,19 +117,10 @@ class Files:
 
 
 def count_files(folder: Location) -> Files:
-    """The files below a folder."""
     return Files.of(location.use_below(folder).values())
 
 
-def _not_found(
-    message: str, problem: str, path: Location, remedy: str | None = None
-) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(message, [Finding(problem, path=str(path), remedy=remedy)])
-
-
 class StepState(Enum):
-    """What the folder of a step is."""
-
     WHOLE = "whole"  # all files have the sizes that the save has sealed
     COMMITTED = "committed"  # no seal says what the files should be
     SAVING = "being saved"
@@ -140,7 +130,6 @@ class StepState(Enum):
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether something is committed there."""
         return self in (StepState.WHOLE, StepState.COMMITTED, StepState.DAMAGED)
 
 
@@ -181,7 +170,6 @@ def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
 
 
 def state_of(folder: Location, uses: Uses) -> StepState:
-    """The state of the folder of a step, in which these files are."""
     try:
         if CONFIG_FNAME in uses or is_committed(folder):
             commit = read_commit(folder)
@@ -216,12 +204,7 @@ def holder_at(folder: Location) -> Holder | None:
 
 
 def open_named(path: Location, *, trusted: bool = False) -> Checkpoint:
-    """Open a checkpoint, a step of a run, or what another program has saved.
-
-    Raises:
-        CheckpointNotFoundError: if there is none; it says what there is.
-        CorruptCheckpointError: see ``Checkpoint.open``.
-    """
+    """Open a checkpoint, a step of a run, or what another program has saved."""
     place = located(path)
     with explaining(place):
         return Checkpoint.open(place, trusted=trusted)
@@ -236,8 +219,9 @@ def explaining(path: Location) -> Iterator[None]:
         problem, remedy = _what_it_is(path)
         if not problem:
             raise
+        finding = Finding(problem, path=str(path), remedy=remedy or None)
         message = f"{path} is not a distributed checkpoint"
-        raise _not_found(message, problem, path, remedy or None) from error
+        raise CheckpointNotFoundError(message, [finding]) from error
 
 
 def _what_it_is(path: Location) -> tuple[str, str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,23 +13,21 @@ from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import Finding, counted
+from dist_checkpointing.errors import counted
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.file_names import WHOLE_KEY
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
 from dist_checkpointing.serialization.load_recipe import shapes_of
 from dist_checkpointing.tools.load_forecast import (
+    MEGATRON_RULES,
     KeyCut,
     Reason,
     cut_keys,
     forecast_of,
-    guessed_rules,
     of_function,
     of_tensor_parallel,
     parse_rule,
-    stacked_keys,
-    stored_axis,
 )
 from dist_checkpointing.tools.opening import CheckpointArgument, open_named
 from dist_checkpointing.tools.report import (
@@ -44,8 +40,6 @@ from dist_checkpointing.tools.report import (
 _MAX_ROWS = 16
 _NARROW = 76
 _MAX_LISTED = 10
-_WORTH_CUTTING = 0.1
-"""If tensors that are whole on every rank have more than this share of all bytes, say so."""
 _EXIT_FAILS = 1
 
 
@@ -63,8 +57,8 @@ def plan(
         Option(
             "--shard",
             metavar="PATTERN=AXIS",
-            help="Cut the keys that match PATTERN along this axis; 'none': not at all, "
-            "'stored': as when saved. May be repeated; the first that matches counts.",
+            help="Cut the keys that match PATTERN along this axis; 'none': not at all. May be "
+            "repeated; the first that matches counts.",
         ),
     ] = None,
     template: Annotated[
@@ -93,7 +87,7 @@ def plan(
     exit code is 1).
 
     Without --shard, tensors are cut according to their names in Megatron-Core
-    and Hugging Face; if no name is known, as they were when saved.
+    and Hugging Face; those with other names are whole on every rank.
 
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
 
@@ -115,7 +109,7 @@ def plan(
         for text, rule in zip(shard or (), rules, strict=True):
             if not any(map(rule.pattern.fullmatch, index)):
                 raise LookupError(f"--shard {text}: no key matches: {WHOLE_KEY}")
-        cuts = cut_keys(index, tp, [*rules, *guessed_rules(index)])
+        cuts = cut_keys(index, tp, [*rules, *MEGATRON_RULES])
         wants = of_tensor_parallel(index, cuts, parts=tp, replicas=dp)
     else:
         wants = of_function(template, ranks)
@@ -130,17 +124,10 @@ def plan(
         report.line(line)
     _add_forecast(report, opened, index, found, cuts, tp)
     code = _EXIT_FAILS if found["findings"] else 0
-    found["findings"] = list(map(_finding_row, found["findings"]))
+    found["findings"] = list(map(dataclasses.asdict, found["findings"]))
     if made is not None:
         found["recipe"] = made.as_json()
     report.finish(found, as_json=as_json, code=code)
-
-
-def _finding_row(finding: Finding) -> dict[str, Any]:
-    row = dataclasses.asdict(finding)
-    del row["remedy"]
-    texts = {name: str(row[name]) for name in ("expected", "found") if row[name] is not None}
-    return row | texts
 
 
 # What is printed.
@@ -197,7 +184,6 @@ _LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
 
 
 def _numbers(cost: dict[str, Any]) -> list[float]:
-    """A number for each of the columns."""
     wanted, read = cost["wanted_bytes"], cost["read_bytes"]
     copies = cost["num_reads"], len(cost["files"]), cost["peak_bytes"]
     return [cost["num_tensors"], wanted, read, _ratio(read, wanted), *copies]
@@ -241,11 +227,10 @@ def _totals(opened: Checkpoint, found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
-    axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
-    for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
-        how = f", {reason}" if reason is Reason.STORED else ""
-        report.line(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
-    for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
+    axes = Counter(cut.axis for cut in cuts if cut.axis is not None)
+    for axis, count in sorted(axes.items()):
+        report.line(f"cut along axis {axis}: {counted(count, 'tensor')}")
+    for reason in (Reason.NO_RULE, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
             size = bytes_text(sum(index[key].num_bytes for key in keys))
@@ -254,31 +239,8 @@ def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> 
             text = f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}"
             report.line(text, "yellow" if indivisible else None)
             _add_keys(report, sorted(keys, key=lambda key: -index[key].num_bytes))
-        if reason is Reason.STORED and (rule := _example_rule(index, cuts, tp)):
-            report.line(f"To cut them, say how: --shard {rule}")
-
-
-def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
-    """A rule that cuts the largest tensor without a rule; None if that would save little."""
-    whole = {
-        cut.key: index[cut.key].num_bytes
-        for cut in cuts
-        if cut.axis is None and cut.reason in (Reason.NO_RULE, Reason.STORED)
-    }
-    if sum(whole.values()) < _WORTH_CUTTING * sum(index[cut.key].num_bytes for cut in cuts):
-        return None
-    stacked = stacked_keys(index)
-    for key in sorted(whole, key=lambda key: -whole[key]):
-        stored, is_stacked = index[key], key in stacked
-        extents = list(enumerate(stored.global_shape))[is_stacked:]
-        fits = [axis for axis, extent in extents if extent and extent % tp == 0]
-        if fits:
-            axis = stored_axis(stored, is_stacked=is_stacked)
-            # The part after the number of the layer, which all layers share.
-            _, layer, name = same_for_all_layers(key).rpartition("*.")
-            pattern = ("{x*}." if layer else "") + re.escape(name).replace(r"\.", ".")
-            return shlex.quote(f"{pattern}={axis if axis in fits else fits[0]}")
-    return None
+            if reason is Reason.NO_RULE:
+                report.line("To cut them, say how: --shard PATTERN=AXIS")
 
 
 def _add_keys(report: Report, keys: Sequence[str]) -> None:

@@ -56,12 +56,10 @@ class Report:
         self._sections.append((head, []))
 
     def paragraph(self, text: str, style: str | None) -> None:
-        """Begin a section with a line."""
         self.section()
         self.line(text, style)
 
     def raw(self, lines: Iterable[str]) -> None:
-        """Add lines as they are."""
         self._sections[-1][1].append(lines)
 
     def line(self, text: str, style: str | None = None) -> None:
@@ -75,7 +73,6 @@ class Report:
         self.left_out(len(texts) - most)
 
     def left_out(self, number: int) -> None:
-        """Say how many lines are left out, if any."""
         if number > 0:
             self.line(f"  and {number:,} more (--json lists all)", "dim")
 
@@ -91,7 +88,6 @@ class Report:
         self.raw(in_columns(headers, cells, right))
 
     def print(self) -> None:
-        """Print all sections that have lines."""
         gap = ""
         for heading, parts in self._sections:
             lines = chain.from_iterable(parts)
@@ -132,7 +128,6 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def json_text(value: Any) -> str:
-    """A value of plain types as JSON, in one line."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -152,7 +147,6 @@ def _plain(value: Any) -> Any:
 
 
 def fail(message: str) -> None:
-    """Print an error; the lines after the first are its details."""
     first, *rest = [one_line(line).replace("[", r"\[") for line in message.split("\n")]
     for line in (f"[bold red]error:[/] {first}", *rest):
         errors.print(line, soft_wrap=True)
@@ -171,8 +165,6 @@ def shape_text(shape: Iterable[int] | None) -> str:
 
 
 class Total(NamedTuple):
-    """The number of some tensors, and their bytes."""
-
     num_tensors: int = 0
     num_bytes: int = 0
 
@@ -204,7 +196,6 @@ def terminal_width() -> int | None:
 
 
 def is_narrower_than(width: int) -> bool:
-    """Whether the output is a terminal of fewer columns."""
     return out.is_terminal and out.width < width
 
 
@@ -277,12 +268,10 @@ class Bar:
         self._task = task
 
     def advance(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` more bytes as done."""
         if self._bar is not None:
             self._bar.advance(self._task, num_bytes)
 
     def show(self, progress: Progress) -> None:
-        """Show a report of this library."""
         if self._bar is not None:
             done, total = progress.bytes_done, progress.bytes_total or None
             self._bar.update(self._task, description=progress.phase, completed=done, total=total)

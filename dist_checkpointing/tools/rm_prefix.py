@@ -16,6 +16,7 @@ from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
 from dist_checkpointing.tools.opening import CheckpointArgument, count_files, open_named
 from dist_checkpointing.tools.report import (
+    AsJson,
     Report,
     same_for_all_layers,
     shape_text,
@@ -34,16 +35,14 @@ def rm_prefix(
     dry_run: Annotated[
         bool, Option("--dry-run", "-n", help="Only show what would be removed.")
     ] = False,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON document; needs --yes or --dry-run.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove the tensors below a prefix from a checkpoint, for good.
 
     Shows which tensors it will remove and how many bytes that frees, and
-    asks. A crash in between leaves the checkpoint with the tensors or without
-    them; then run it again to free the rest. Sharded objects and common
-    state stay.
+    asks (--json needs --yes or --dry-run). A crash in between leaves the
+    checkpoint with the tensors or without them; then run it again to free the
+    rest. Sharded objects and common state stay.
 
     Example: dckpt rm-prefix ckpt/1000 optimizer
     """
@@ -76,7 +75,11 @@ def rm_prefix(
         if not as_json:
             report.print()
         count = counted(len(planned.keys), "tensor")
-        _make_sure(count, yes=yes)
+        if not (yes or sys.stdin.isatty()):
+            raise ValueError("cannot ask without a terminal: pass --yes to remove them")
+        if not (yes or confirm(f"Remove {count} for good?", default=False)):
+            Report("Nothing was removed.").print()
+            raise Exit(_EXIT_DECLINED)
         before = count_files(opened.path).num_bytes_on_disk
         remove_sharded_tensors(opened.path, prefix, comm=SingleProcess())
         freed = before - count_files(opened.path).num_bytes_on_disk
@@ -122,13 +125,3 @@ def _report(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any
     report.facts(facts)
     report.line("")
     return report
-
-
-def _make_sure(count: str, *, yes: bool) -> None:
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise ValueError("cannot ask without a terminal: pass --yes to remove them")
-    if not confirm(f"Remove {count} for good?", default=False):
-        Report("Nothing was removed.").print()
-        raise Exit(_EXIT_DECLINED)

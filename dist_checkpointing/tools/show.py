@@ -133,7 +133,7 @@ def _show_tensor(
         report.raw(_statistics_lines(found))
     if histogram is not None:
         report.section(f"Histogram{title}")
-        report.raw(plot_lines(histogram, _width(), sys.stdout.encoding or "ascii"))
+        report.raw(plot_lines(histogram, _width()))
     report.section(f"Values{title}")
     report.raw([_values_text(handle, slices)])
     boxes = () if part is None else selected.boxes
@@ -238,13 +238,10 @@ def _common_value(opened: Checkpoint, key: str) -> Any:
         raise KeyError(f"{opened.path} holds nothing called {key!r}{near}") from None
 
 
-def plot_lines(found: Histogram, width: int, encoding: str = "utf-8") -> Iterator[str]:
+def plot_lines(found: Histogram, width: int) -> Iterator[str]:
     """A line for each bin: its lower edge, a bar, and the number of its values."""
-    full, parts = "█", " ▏▎▍▌▋▊▉"
-    try:
-        (full + parts).encode(encoding)
-    except UnicodeEncodeError:
-        full, parts = "#", "       #"
+    is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
+    full, parts = ("█", " ▏▎▍▌▋▊▉") if is_utf else ("#", " " * 8)
     form = "{:.0f}" if found.is_of_integers else "{:.4g}"
     # The bin of an integer begins half below it.
     labels = [form.format(edge + 0.5 * found.is_of_integers) for edge in found.edges]

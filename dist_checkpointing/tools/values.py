@@ -62,11 +62,7 @@ class Budget:
 
 
 def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
-    """Divide what a budget for the whole process leaves among threads and buffers.
-
-    Raises:
-        CheckpointingException: if that is too little to begin.
-    """
+    """Divide what a budget for the whole process leaves among threads and buffers."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     used = pages * os.sysconf("SC_PAGE_SIZE")
     rest = memory_bytes - used
@@ -144,11 +140,9 @@ class Statistics:
 
     @property
     def num_finite(self) -> int:
-        """Number of elements that are neither NaN nor infinite."""
         return self.count - self.num_nan - self.num_inf
 
     def with_more(self, other: Statistics) -> Statistics:
-        """The statistics of both parts together."""
         names = ("count", "num_nan", "num_inf", "num_zero")
         counts = {name: getattr(self, name) + getattr(other, name) for name in names}
         if not (self.num_finite and other.num_finite):
@@ -191,7 +185,6 @@ def slabs(values: torch.Tensor | Array) -> Iterator[Array]:
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
-    """The statistics of a CPU tensor."""
     return reduce(Statistics.with_more, map(_of_slab, slabs(tensor)), Statistics())
 
 
@@ -288,7 +281,6 @@ def _slabs_of_part(
 
 
 def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """``slices`` of a tensor, cut into parts that fit into memory."""
     chosen = positions(handle.shape, slices, handle.key)
     ranges = [range(part, part + 1) if isinstance(part, int) else part for part in chosen]
     shape = tuple(map(len, ranges))
@@ -475,7 +467,6 @@ def type_text(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as one line of text."""
     if isinstance(value, torch.Tensor):
         is_long = value.numel() > _MAX_NUMBERS or value.is_sparse or value.device.type == "meta"
         text = f"{type_text(value)} {'...' if is_long else value.detach().tolist()}"

@@ -1,6 +1,5 @@
 """CheckpointManager with a root in an object store."""
 
-import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 from dist_checkpointing import CheckpointManager, ObjectPath, Retention, ShardedTensor
 from dist_checkpointing.errors import (
     CheckpointExistsError,
-    CheckpointingException,
     RankFailedError,
     UnsupportedFormatError,
 )
@@ -106,11 +104,6 @@ def test_what_needs_a_disk_is_refused(tmp_path: Path) -> None:
     del tmp_path
     with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
         CheckpointManager(new_url(), incremental=True)
-
-
-def test_memory_is_of_one_process() -> None:
-    with pytest.raises(CheckpointingException, match="memory:// is in one process"):
-        pickle.dumps(ObjectPath.of(new_url()))
 
 
 def test_requests_do_not_grow_with_the_steps_that_are_kept(s3_place: ObjectPath) -> None:

@@ -101,14 +101,11 @@ def test_the_tree(any_sample: Sample, dckpt: Run) -> None:
     assert out.count("──") >= len(any_sample.tensors)
 
 
-def test_subtotals_and_depth(samples: Samples, dckpt: Run) -> None:
+def test_depth_sums_up(samples: Samples, dckpt: Run) -> None:
     folder, tensors = samples("torch_dist").folder, samples("torch_dist").tensors
     size = sum(t.nbytes for key, t in tensors.items() if key.startswith("decoder"))
     text = f"{size} B"
     assert size < 1024
-    out = dckpt("ls", folder).out
-    (line,) = [line for line in out.split("\n") if line.startswith("  decoder ")]
-    assert line.split() == ["decoder", "4", "tensors", *text.split()]
     tree = dckpt("ls", folder, "--depth", 1).out
     (line,) = [line for line in tree.split("\n") if "decoder" in line]
     assert line.split() == ["├──", "decoder", *text.split(), "(4", "…)"]

@@ -168,9 +168,6 @@ def test_json_about_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["-o", "m.pdf"], "must end in .html"),
-        (["-o", "m.svg"], "write 'm.html' and open it in a browser"),
-        (["-o", "m.png"], "write 'm.html' and open it in a browser"),
         (["-o", "there.html"], "there.html exists"),
         (["-o", "no/such/m.html"], "does not exist"),
         (["fc.weights", "-o", "m.html"], "did you mean 'fc.weight'"),

@@ -249,9 +249,6 @@ def test_temporary_files_of_a_killed_removal_go_with_the_next_change(
     ]
     for change in changes:
         left = [folder / f"{name}.0123abcd.tmp" for name in names]
-        if backend[0] == "tensorstore":
-            left.append(folder / "manifest.ocdbt.__lock")
-            left.append(folder / "manifest.ocdbt_0123456789abcdef.__lock")
         for path in left:
             path.write_bytes(b"half")
         change()

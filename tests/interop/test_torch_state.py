@@ -212,9 +212,7 @@ def test_frozen_and_new_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
     model[0].requires_grad_(requires_grad=False)
     only = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    with caplog.at_level(logging.INFO):
-        dc.load(TorchState(model, only), tmp_path / "all")
-    assert "optimizer state of 2 parameters of the checkpoint is not used" in caplog.text
+    dc.load(TorchState(model, only), tmp_path / "all")
     found = state_by_name(model, only)
     assert found.pop("0.weight") == found.pop("0.bias") == {}
     assert found == {name: saved[name] for name in found}

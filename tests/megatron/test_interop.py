@@ -95,7 +95,6 @@ def test_a_second_install_changes_the_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("exchange_utils", "exchange_loaded_tensors_broadcast"),
         ("strategies.async_utils", "PersistentAsyncCaller"),
         ("strategies.filesystem_async", "FileSystemWriterAsync"),
         ("strategies.torch", "MCoreSavePlanner"),
@@ -113,7 +112,7 @@ def test_a_name_that_is_left_out_says_so_on_import_and_on_use(module: str, name:
 
 
 @pytest.mark.parametrize(
-    "module", ["state_dict_saver", "two_stage", "cached_metadata_filesystem_reader"]
+    "module", ["state_dict_saver", "two_stage", "cached_metadata_filesystem_reader", "resharding"]
 )
 def test_a_module_that_is_left_out_says_so_on_import(module: str) -> None:
     megatron.install()

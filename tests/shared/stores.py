@@ -41,7 +41,7 @@ def copied_up(folder: Path, url: Url) -> Url:
         if path.is_file():
             put(url, f"data/{attempt}/{path.relative_to(folder).as_posix()}", path.read_bytes())
     config = (folder / "metadata.json").read_bytes()
-    commit = {"attempt": attempt, "config": json.loads(config), "seal": ""}
+    commit = {"attempt": attempt, "config": json.loads(config)}
     put(url, ".dckpt/commits/1.json", json.dumps(commit).encode())
     put(url, "metadata.json", config)
     return url

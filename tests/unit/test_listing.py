@@ -7,7 +7,7 @@ from dist_checkpointing.planning import Keep, Recipe
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.tools.convert import ConvertOptions, plan_conversion
 from dist_checkpointing.tools.load_forecast import cut_keys, parse_rule
-from dist_checkpointing.tools.ls import Entry, sharding_text, subtotals, tensor_entries
+from dist_checkpointing.tools.ls import Entry, sharding_text, tensor_entries
 from dist_checkpointing.tools.report import shape_text
 
 FLOAT = dtypes.from_name("float32")
@@ -84,7 +84,6 @@ def test_entries() -> None:
     texts = [sharding_text(entry.shape or (), entry.parts) for entry in entries]
     assert texts == ["2x1 of 2x6", "2 pieces", "1 chunk"]
     assert [shape_text(entry.shape) for entry in entries] == ["4x6", "7", "scalar"]
-    assert subtotals(entries) == [("  m", "2 tensors", "124 B"), ("  o", "1 tensor", "2 B")]
 
 
 def test_a_tree_sums_up_and_loses_nothing() -> None:

@@ -5,6 +5,6 @@ Call ``install()`` before anything imports ``megatron.core.dist_checkpointing``,
 ``megatron.core`` is the real one.
 """
 
-from dist_checkpointing.interop.megatron.import_hook import MegatronDefaults, install, uninstall
+from dist_checkpointing.interop.megatron.import_hook import install, uninstall
 
-__all__ = ["MegatronDefaults", "install", "uninstall"]
+__all__ = ["install", "uninstall"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Literal, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.strategies.registry import (
@@ -20,36 +19,14 @@ from dist_checkpointing.strategies.registry import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronDefaults:
-    """How ``save`` and ``load`` of the package that Megatron imports behave.
-
-    Attributes:
-        backend: Backend, and its version, of a save that names no strategy.
-        validate: Whether a load checks that the shards of all ranks make up each tensor once.
-        cast: What to do where stored and wanted dtype differ. Megatron converts and says nothing.
-        overwrite: Whether a save may replace a checkpoint, also one that Megatron wrote.
-        trusted: Whether loads unpickle anything, and saves take anything that pickles.
-
-    Example:
-        >>> from dist_checkpointing.interop.megatron import MegatronDefaults
-        >>> MegatronDefaults().backend
-        ('torch_dist', 1)
-    """
+class Installed(NamedTuple):
+    """The arguments of ``install`` that are in use in this process."""
 
     backend: tuple[str, int] = ("torch_dist", 1)
-    validate: bool = True
-    cast: Literal["error", "widen", "any"] = "any"
-    overwrite: bool = True
     trusted: bool = False
 
 
-_in_use = MegatronDefaults()
-
-
-def defaults() -> MegatronDefaults:
-    """The defaults that are in use in this process."""
-    return _in_use
+in_use = Installed()
 
 
 PACKAGE = "megatron.core.dist_checkpointing"
@@ -72,7 +49,6 @@ _SOURCES = {
     "strategies.common": "strategies.common",
     "strategies.filesystem_async": ".strategies",
     "strategies.fully_parallel": ".strategies",
-    "strategies.resharding": "",
     "strategies.tensorstore": "strategies.tensorstore",
     "strategies.torch": ".strategies",
     "strategies.zarr": "strategies.zarr",
@@ -84,18 +60,8 @@ _SOURCES = {
 of the library. The first one that has a name counts."""
 
 _LEFT_OUT = {
-    "exchange_utils": (
-        "_get_empty_tensor_for_exchange exchange_loaded_objects_gather_object "
-        "exchange_loaded_tensors_broadcast exchange_loaded_tensors_gather_object "
-        "exchange_loaded_tensors_gather_rounds"
-    ),
     "strategies.async_utils": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller",
     "strategies.filesystem_async": "FileSystemWriterAsync",
-    "strategies.resharding": (
-        "TensorReformulationMetadata is_nd_flattened_tensor "
-        "nd_flattened_tensor_reformulated_global_shape apply_nd_flattened_tensors_reformulation "
-        "restore_nd_flattened_tensors_formulation"
-    ),
     "strategies.torch": "MCoreLoadPlanner MCoreSavePlanner get_reformulation_metadata",
 }
 """Classes and functions that are left out, by module. To import one warns, since it may not be
@@ -103,7 +69,7 @@ used; to call it raises LeftOutError."""
 
 _INTERNAL = tuple(
     f"strategies.{name}"
-    for name in ("cached_metadata_filesystem_reader", "state_dict_saver", "two_stage")
+    for name in ("cached_metadata_filesystem_reader", "resharding", "state_dict_saver", "two_stage")
 )
 
 
@@ -123,7 +89,6 @@ def _below(fullname: str) -> str:
 
 
 def _attribute(module: str, name: str) -> Any:
-    """What a module of Megatron's package has by a name."""
     below = _below(module)
     if name in _LEFT_OUT.get(below, "").split():
         message = _left_out(f"{module}.{name}")
@@ -146,8 +111,6 @@ def _attribute(module: str, name: str) -> Any:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of Megatron's package, and makes them of ours."""
-
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
             return None
@@ -196,8 +159,8 @@ def install(backend: str | tuple[str, int] = "torch_dist", *, trusted: bool = Fa
             "python -m dist_checkpointing.interop.megatron.",
         )
         raise CheckpointingException(f"{PACKAGE} cannot be replaced any more", [finding])
-    global _in_use  # noqa: PLW0603 - an import hook is one for a process, and so is what it means
-    _in_use = MegatronDefaults(backend, trusted=trusted)
+    global in_use  # noqa: PLW0603 - an import hook is one for a process, and so is what it means
+    in_use = Installed(backend, trusted)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
@@ -211,7 +174,7 @@ def uninstall() -> None:
         >>> from dist_checkpointing.interop import megatron
         >>> megatron.uninstall()
     """
-    global _in_use  # noqa: PLW0603 - see ``install``
+    global in_use  # noqa: PLW0603 - see ``install``
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
@@ -219,7 +182,7 @@ def uninstall() -> None:
         del sys.modules[name]
     parent, _, own = PACKAGE.rpartition(".")
     vars(sys.modules.get(parent, ModuleType(parent))).pop(own, None)
-    _in_use = MegatronDefaults()
+    in_use = Installed()
 
 
 def _imported() -> list[str]:

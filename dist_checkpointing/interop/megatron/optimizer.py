@@ -57,7 +57,6 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(
     model_param: Parameter, optim_param: torch.Tensor, prefix: str
 ) -> Parameter:
-    """A tensor of the optimizer, sharded as a parameter of the model."""
     data, key = _local(optim_param), f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=data)
@@ -70,7 +69,6 @@ def optim_state_to_sharding_state(
     id_to_sharded_param_map: Mapping[int, Parameter],
     exclude_keys: Container[str] = (),
 ) -> None:
-    """Replace the tensors in the state of an optimizer by sharded ones, in place."""
     sharded: dict[Any, dict[str, Parameter]] = {}
     for number, state in optim_state_dict["state"].items():
         kept = {name: value for name, value in state.items() if name not in exclude_keys}

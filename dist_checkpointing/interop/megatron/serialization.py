@@ -28,8 +28,7 @@ from dist_checkpointing.format.commit import (
     read_config,
 )
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, leftovers, note_attempt
-from dist_checkpointing.interop.megatron import state_dicts
-from dist_checkpointing.interop.megatron.import_hook import defaults
+from dist_checkpointing.interop.megatron import import_hook, state_dicts
 from dist_checkpointing.interop.megatron.strategies import get_default_strategy
 from dist_checkpointing.interop.megatron.validation import _validate_common_state_dict
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
@@ -61,7 +60,6 @@ def check_is_distributed_checkpoint(checkpoint_dir: Folder) -> bool:
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: Folder) -> None:
-    """Write ``metadata.json``, which turns the files in the folder into a checkpoint."""
     local_folder.write_atomic(
         Path(checkpoint_dir) / CONFIG_FNAME, json.dumps(asdict(config)).encode()
     )
@@ -129,7 +127,7 @@ def save(
     if common_strategy is not None:
         raise NotImplementedError("the only common strategy is torch")
     if sharded_strategy is None:
-        sharded_strategy = defaults().backend
+        sharded_strategy = import_hook.in_use.backend
     if isinstance(sharded_strategy, tuple):
         sharded_strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *sharded_strategy)
     if validate_access_integrity:
@@ -139,10 +137,10 @@ def save(
             common = preprocess(dict(state_dicts.extract_sharded_base(plain)[1]))
         _validate_common_state_dict(common)
     base = getattr(sharded_strategy, "base_strategy", sharded_strategy)
-    folder, overwrite = as_local_folder(checkpoint_dir), defaults().overwrite
+    folder = as_local_folder(checkpoint_dir)
     return save_with_hooks(
         # The plan stands by then.
-        SaveHooks(before_claim=lambda _: adopt(folder) if overwrite else None),
+        SaveHooks(before_claim=lambda _: adopt(folder)),
         sharded_state_dict,
         folder,
         async_sharded_save=async_sharded_save,
@@ -150,9 +148,9 @@ def save(
         validate_access_integrity=validate_access_integrity,
         preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
-        overwrite=overwrite,
+        overwrite=True,
         plan_cache=getattr(base, "plan_cache", None),
-        trusted=defaults().trusted,
+        trusted=import_hook.in_use.trusted,
     )
 
 
@@ -161,7 +159,7 @@ def load(
     checkpoint_dir: Folder,
     sharded_strategy: Any = None,
     common_strategy: Any = None,
-    validate_access_integrity: bool | None = None,
+    validate_access_integrity: bool = True,
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> Any:
     """See ``dist_checkpointing.load``.
@@ -174,25 +172,23 @@ def load(
         flag = StrictHandling.RAISE_UNEXPECTED  # the same, without the warning
     state_dicts.force_all_tensors_to_non_fp8(sharded_state_dict)
     template = mapped(sharded_state_dict, lambda v: None if isinstance(v, torch.Tensor) else v)
-    chosen = defaults()
-    validate = chosen.validate if validate_access_integrity is None else validate_access_integrity
     try:
         return ours.load(
             template,
             checkpoint_dir,
             sharded_strategy,
             common_strategy,
-            validate,
+            validate_access_integrity,
             flag,
-            cast=chosen.cast,
-            trusted=chosen.trusted,
+            cast="any",  # as Megatron does
+            trusted=import_hook.in_use.trusted,
         )
     except StateMismatchError as error:
         raise TemplateMismatchError(*error.args) from error
 
 
 def load_common_state_dict(checkpoint_dir: Folder) -> StateDict:
-    return ours.load_common_state_dict(checkpoint_dir, trusted=defaults().trusted)
+    return ours.load_common_state_dict(checkpoint_dir, trusted=import_hook.in_use.trusted)
 
 
 def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) -> Any:
@@ -217,13 +213,11 @@ def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:
 
 
 def get_default_save_sharded_strategy(backend: str | None = None, version: int = 1) -> Any:
-    """The save strategy of a backend, by default that of this layer."""
-    chosen = defaults().backend if backend is None else (backend, version)
+    chosen = import_hook.in_use.backend if backend is None else (backend, version)
     return get_default_strategy(StrategyAction.SAVE_SHARDED, *chosen)
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> Any:
-    """The load strategy for a checkpoint."""
     config = read_config(checkpoint_dir)
     chosen = config.sharded_backend, config.sharded_backend_version
     return get_default_strategy(StrategyAction.LOAD_SHARDED, *chosen)

@@ -84,7 +84,6 @@ def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], lis
 
 
 def _difference(x1: Any, x2: Any) -> tuple[Any, ...] | None:
-    """What is to be said of two leaves that differ; None if they do not."""
     if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
         try:
             unequal = x1 != (x2 if x1.device == x2.device else x2.to(x1.device))
@@ -100,7 +99,6 @@ def _difference(x1: Any, x2: Any) -> tuple[Any, ...] | None:
 
 
 def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None:
-    """Print the type of each leaf at its place in the nest."""
     for step, value in _items(x) if _is_nest(x) else [("", x)]:
         kind = (
             f"{value.dtype} of shape {tuple(value.shape)}"
@@ -113,7 +111,6 @@ def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None
 
 
 def nested_values(x: Nest) -> Iterator[Any]:
-    """All leaves."""
     return (value for _, _, value in nested_items_iter(x))
 
 
@@ -127,12 +124,10 @@ def nested_items_iter(x: Nest) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf by ``f(leaf)``, in place."""
     dict_map_with_key(lambda _, value: f(value), d)
 
 
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf by ``f(key, leaf)``, in place."""
     for container, step, value in nested_items_iter(d):
         container[step] = f(step, value)
 
@@ -147,7 +142,6 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Like ``dict_list_map_inplace``, in new dicts and lists."""
     if not _is_nest(x):
         return f(x)
     mapped = {step: dict_list_map_outplace(f, value) for step, value in _items(x)}
@@ -194,7 +188,6 @@ _loggers: list[logging.Logger] = []
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
-    """``zip`` of as many values each."""
     lists = [list(values) for values in args]
     assert len({len(values) for values in lists}) <= 1, f"lengths {list(map(len, lists))} differ"
     return zip(*lists, strict=True)
@@ -231,7 +224,6 @@ def _leaves(sharded_state_dict: StateDict) -> Iterator[ShardedBase]:
 
 
 def add_prefix_for_sharding(sharded_state_dict: StateDict, prefix: str) -> None:
-    """Put the prefix before all keys, in place."""
     for leaf in _leaves(sharded_state_dict):
         leaf.key = prefix + leaf.key
 
@@ -239,7 +231,6 @@ def add_prefix_for_sharding(sharded_state_dict: StateDict, prefix: str) -> None:
 def replace_prefix_for_sharding(
     sharded_state_dict: StateDict, old_prefix: str, new_prefix: str
 ) -> None:
-    """Replace the prefix of all keys, in place; ValueError for a key without it."""
     for leaf in _leaves(sharded_state_dict):
         if not leaf.key.startswith(old_prefix):
             raise ValueError(f"Expected {leaf.key} to begin with prefix {old_prefix}")
@@ -286,7 +277,6 @@ def debug_time(
     threshold: float = float("-inf"),
     level: int | None = None,
 ) -> Iterator[None]:
-    """Log how long the body took, if that is at least ``threshold`` seconds."""
     if level is None:
         level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
     with logger_stack(name, logger) as (names, last):
@@ -300,7 +290,6 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Log a message with the names of all bodies that are running."""
     with logger_stack() as (names, last):
         last.debug("%s %s", names, msg)
 

@@ -22,15 +22,8 @@ _results_queue = None  # Megatron's training imports it
 
 
 class TorchDistSaveShardedStrategy(torch_dist.TorchDistSaveShardedStrategy):
-    """Saves torch_dist; see the strategy of the same name in this library.
-
-    Args:
-        backend: Must be "torch_dist".
-        version: Must be 1.
-        keep_only_main_replica: Has no effect: nobody reads the others.
-        thread_count: Number of threads that write.
-        cached_metadata: Use the plan of the last save while nothing but values changes.
-        separation_hint: Tensors whose keys begin with this get data files of their own.
+    """Saves torch_dist, with the parameters of Megatron's strategy. Nobody reads other than main
+    replicas, so ``keep_only_main_replica`` has no effect.
     """
 
     def __init__(
@@ -51,13 +44,10 @@ class TorchDistSaveShardedStrategy(torch_dist.TorchDistSaveShardedStrategy):
 
     @property
     def plan_cache(self) -> PlanCache | None:
-        """What ``save`` keeps from one call to the next."""
         return self._plan_cache if self.use_cached_ckpt_structure else None
 
 
 class TorchDistLoadShardedStrategy(torch_dist.TorchDistLoadShardedStrategy):
-    """Loads torch_dist; see the strategy of the same name in this library."""
-
     cached_global_metadata: Metadata | None = None
 
 
@@ -113,8 +103,6 @@ class _FullyParallel:
 class FullyParallelSaveStrategyWrapper(
     _FullyParallel, fully_parallel.FullyParallelSaveStrategyWrapper
 ):
-    """See the wrapper of the same name in this library."""
-
     def save(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
         _distribute(self, sharded_state_dict, is_load=False)
         super().save(sharded_state_dict, checkpoint_dir)
@@ -123,8 +111,6 @@ class FullyParallelSaveStrategyWrapper(
 class FullyParallelLoadStrategyWrapper(
     _FullyParallel, fully_parallel.FullyParallelLoadStrategyWrapper
 ):
-    """See the wrapper of the same name in this library."""
-
     cached_global_metadata: Any = None
 
     def load(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> StateDict:

@@ -62,8 +62,6 @@ def load_preprocess(sharded_state_dict: StateDict) -> tuple[StateDict, Any, Any]
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: Any) -> Any:
-    """The nest without the tensors whose flattened range is empty."""
-
     def is_empty(x: object) -> bool:
         flat = x.flat_range if isinstance(x, ShardedTensor) else None
         return flat is not None and flat[0] == flat[1]
@@ -116,12 +114,10 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
 
     @property
     def is_hollow(self) -> bool:
-        """Whether the tensors are taken out."""
         return self._is_hollow
 
     @property
     def common_state_dict(self) -> dict[str, Any]:
-        """The common state."""
         return self.common
 
     def _leaves(self) -> Iterator[Any]:
@@ -133,12 +129,10 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors of this rank."""
         assert not self._is_hollow
         return (leaf.data for leaf in self._leaves())
 
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Take the tensors out."""
         assert not self._is_hollow
         tensors = []
         for leaf in self._leaves():
@@ -157,7 +151,6 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
         self._is_hollow = False
 
     def init_tensors(self) -> None:
-        """Put empty tensors where they were taken out."""
         assert self._is_hollow
         for leaf in list(self._leaves()):
             leaf.init_data(leaf.orig_device)
@@ -165,7 +158,6 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
         self._is_hollow = False
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replace the tensors by copies on the CPU."""
         assert not self._is_hollow
         for leaf in self._leaves():
             if hasattr(leaf, "orig_device"):
@@ -177,7 +169,6 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
                 leaf.data = leaf.data.detach().to("cpu", non_blocking=non_blocking)
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move the tensors back to where they came from."""
         assert not self._is_hollow
         for leaf in self._leaves():
             if hasattr(leaf, "orig_device"):
@@ -225,7 +216,6 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
     def _values(
         self, wanted: dict[str, Any], algo: str, exchange_algo: str, group: Group
     ) -> Callable[[Any], Any]:
-        """What there is for a leaf of the template."""
         tensors = {_id(leaf): leaf.data for leaf in self._leaves()}
         if algo == "fully_parallel":
             leaves = nests.nested_values(nests.extract_sharded_tensors(wanted)[0])

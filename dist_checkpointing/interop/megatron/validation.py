@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -100,10 +100,10 @@ def validate_integrity_and_strict_load(
                 "Cannot verify checkpoint mismatch with ckpt_sharded_metadata=None."
             )
         own = nests.nested_values(sharded_state_dict) if local_metadata is None else local_metadata
-        seen = StrictHandling.requires_global_app_metadata(strict)
-        missing, unexpected = _determine_missing_and_unexpected_keys(
-            ckpt_sharded_metadata, own, global_metadata if seen else None
-        )
+        stored = {leaf.key for leaf in ckpt_sharded_metadata.values()}
+        unexpected = {leaf.key for leaf in own} - stored
+        if StrictHandling.requires_global_app_metadata(strict) and global_metadata is not None:
+            missing = stored - {leaf.key for of_rank in global_metadata for leaf in of_rank}
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
         if strict == StrictHandling.IGNORE_ALL:
             missing, unexpected = set(), set()
@@ -119,20 +119,9 @@ def validate_integrity_and_strict_load(
     return sharded_state_dict, missing, unexpected
 
 
-def _determine_missing_and_unexpected_keys(
-    ckpt_sharded_metadata: Mapping[str, Any],
-    local_metadata: Iterable[ShardedBase],
-    global_metadata: Sequence[Metadata] | None = None,
-) -> tuple[set[str], set[str]]:
-    stored = {leaf.key for leaf in ckpt_sharded_metadata.values()}
-    asked = stored if global_metadata is None else {x.key for own in global_metadata for x in own}
-    return stored - asked, {leaf.key for leaf in local_metadata} - stored
-
-
 def maybe_report_missing_and_unexpected_keys(
     missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
 ) -> None:
-    """Raise an error that names the keys, or log them; nothing if there are none."""
     if not missing_keys and not unexpected_keys:
         return
     if raise_error:
@@ -143,7 +132,6 @@ def maybe_report_missing_and_unexpected_keys(
 def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
-    """The nest of sharded leaves without those of some keys."""
     kept: ShardedStateDict = nests.extract_matching_values(
         sharded_state_dict, lambda leaf: leaf.key in sharded_keys_to_remove
     )[1]
@@ -155,13 +143,11 @@ def verify_checkpoint_and_load_strategy(
     sharded_strategy: Selection[LoadShardedStrategy] = None,
     common_strategy: Selection[LoadCommonStrategy] = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """The strategies that read a checkpoint, which is there and which they understand."""
     found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
     return found.sharded, found.common
 
 
 def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: Any) -> None:
-    """Check that one of the two strategies takes sharded objects."""
     if not handles_objects(sharded_strategy) and not handles_objects(common_strategy):
         raise CheckpointingException(
             f"neither {sharded_strategy} nor {common_strategy} takes ShardedObjects"

@@ -44,9 +44,8 @@ from dist_checkpointing.mapping.nested_dicts import flatten
 from dist_checkpointing.mapping.tensor_memory import overlaps_itself
 from dist_checkpointing.planning.planners import saved_stream
 from dist_checkpointing.storage.driver import read
-from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, handles_objects
-from dist_checkpointing.strategies.selection import LoadStrategies, Selection, open_checkpoint
+from dist_checkpointing.strategies.selection import Selection, open_checkpoint
 from dist_checkpointing.strategies.torch_dist.metadata import StatePath
 from dist_checkpointing.strategies.torch_dist.reader import ABSENT, nested
 from dist_checkpointing.validation.load_errors import overlap_finding
@@ -86,7 +85,6 @@ class DCPKeys:
         return nested({path: values.get(name, ABSENT) for name, path in self.paths.items()})
 
     def write(self, folder: Path, durability: local_folder.Durability) -> None:
-        """Write the file, atomically."""
         content = {
             "format": _FORMAT,
             "paths": {name: list(path) for name, path in self.paths.items()},
@@ -118,16 +116,11 @@ class DCPKeys:
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 
-def dcp_paths_in(common: Any, tensors: Iterable[str]) -> Iterator[tuple[StatePath, Any]]:
-    """Path that DCP would give it, and value, of everything in the common state of a checkpoint
-    that DCP has not written. A list that held one of ``tensors`` counts as flattened; None replaces
-    the tensor there.
-    """
-    parts = (key.split(".") for key in tensors)
-    return _walk(common, (), {name for own in parts for name in accumulate(own, "{}.{}".format)})
-
-
 def _walk(value: Any, path: StatePath, above: set[str]) -> Iterator[tuple[StatePath, Any]]:
+    """Path that DCP would give it, and value, of everything in the common state of a checkpoint
+    that DCP has not written. A list that held a tensor counts as flattened: its name is ``above``
+    that of a tensor, which None replaces.
+    """
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _walk(child, (*path, str(key)), above)
@@ -194,14 +187,6 @@ class DCPReader(dcp_storage.StorageReader):
         tensor([1., 1., 1.])
     """
 
-    # Of the checkpoint whose metadata was read last.
-    _found: LoadStrategies
-    _reader: StorageReader
-    _index: Index
-    _values: Mapping[str, Any]
-    _raw: frozenset[str]
-    _objects: Mapping[str, ShardedObject]
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -216,7 +201,6 @@ class DCPReader(dcp_storage.StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Folder of the checkpoint."""
         return self.path
 
     @classmethod
@@ -271,7 +255,9 @@ class DCPReader(dcp_storage.StorageReader):
         keys = DCPKeys.read(self._folder)
         self._raw = frozenset(() if keys is None else keys.raw)
         if keys is None:
-            found = [(".".join(map(str, p)), p, v) for p, v in dcp_paths_in(state, self._index)]
+            parts = (key.split(".") for key in self._index)
+            above = {name for own in parts for name in accumulate(own, "{}.{}".format)}
+            found = [(".".join(map(str, p)), p, v) for p, v in _walk(state, (), above)]
             return [(name, v) for name, _, v in found], {name: path for name, path, _ in found}
         try:
             named = [(name, reduce(getitem, keys.paths[name], state)) for name in keys.values]

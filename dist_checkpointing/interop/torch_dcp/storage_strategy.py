@@ -284,4 +284,4 @@ def _stored_tensors(metadata: dcp_metadata.Metadata) -> Iterator[StoredTensor]:
         if pieces := [(box, None) for box in boxes if box.num_elements]:
             yield StoredTensor(key, dtype, shape, None, Pieces.of(len(shape), pieces))
         else:
-            yield StoredTensor(key, dtype, shape, tuple(max(extent, 1) for extent in shape))
+            yield StoredTensor.undivided(key, dtype, shape)

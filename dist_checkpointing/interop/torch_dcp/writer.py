@@ -235,7 +235,6 @@ class DCPWriter(dcp_storage.StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Folder of the checkpoint."""
         return self.path
 
     @classmethod
@@ -334,7 +333,6 @@ class DCPWriter(dcp_storage.StorageWriter):
     def finish(
         self, metadata: dcp_metadata.Metadata, results: list[list[dcp_storage.WriteResult]]
     ) -> None:
-        """Write the metadata of the checkpoint, and commit it."""
         assert self._writer is not None
         assert self._index is not None
         assert self._folder is not None
@@ -375,8 +373,6 @@ class DCPWriter(dcp_storage.StorageWriter):
 
 
 class _ResolvedData(DefaultSavePlanner):
-    """Resolves the data of our items from the items of DCP."""
-
     def __init__(
         self, items: Sequence[dcp.WriteItem], parts: Sequence[WriteItem], planner: dcp.SavePlanner
     ) -> None:

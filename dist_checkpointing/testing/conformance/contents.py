@@ -91,7 +91,6 @@ _GUARD = 7.0
 
 
 def _view(kind: str, values: torch.Tensor) -> torch.Tensor:
-    """A tensor equal to ``values`` that is a view of the given kind."""
     if kind == "transposed":
         axes = tuple(range(values.ndim))[::-1]
         return values.permute(axes).contiguous().permute(axes)
@@ -107,7 +106,6 @@ def _view(kind: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def _between(strided: torch.Tensor) -> torch.Tensor:
-    """The elements between those of a strided view."""
     return strided.as_strided(strided.shape, strided.stride(), strided.storage_offset() + 1)
 
 

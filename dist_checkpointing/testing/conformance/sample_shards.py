@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.mapping import ReplicaId, ShardedTensor, flatten, unflatten
-from dist_checkpointing.mapping.nested_dicts import path_text, value_at
+from dist_checkpointing.mapping import ReplicaId, ShardedTensor, flatten
+from dist_checkpointing.mapping.nested_dicts import mapped, path_text, value_at
 
 Shards = list[list[ShardedTensor]]
 Place = tuple[int, int, int]
@@ -62,7 +62,6 @@ def assert_same_bits(actual: object, expected: torch.Tensor, what: str) -> None:
 
 
 def data_of(shard: ShardedTensor) -> torch.Tensor:
-    """The data of a shard that has data."""
     assert shard.data is not None
     return shard.data
 
@@ -74,10 +73,7 @@ def template(shard: ShardedTensor, data: torch.Tensor | None = None) -> ShardedT
 
 def blank(nest: Any) -> Any:
     """The same nest of shards, to load into memory in which every element is wrong."""
-    leaves, skeleton = flatten(nest)
-    return unflatten(
-        skeleton, {path: template(s, poisoned(data_of(s))) for path, s in leaves.items()}
-    )
+    return mapped(nest, lambda shard: template(shard, poisoned(data_of(shard))))
 
 
 def assert_loaded(result: Any, nest: Any, what: str) -> None:
@@ -92,7 +88,6 @@ def every_cut(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> d
 
 
 def one_for_each_cut(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors that ``every_cut`` takes."""
     return {name: random_bits(CUT_SHAPE, dtype, i) for i, name in enumerate(CUTS)}
 
 
@@ -115,7 +110,6 @@ def uneven_shard(
 
 
 def _along(axis: int, key: str, full: torch.Tensor, count: int) -> Shards:
-    """Parts along an axis, equal if that is possible."""
     if full.shape[axis] % count == 0:
         parts = full.chunk(count, axis)
         return [[_regular(key, part, (axis, rank, count))] for rank, part in enumerate(parts)]
@@ -133,12 +127,10 @@ by_columns: Sharding = partial(_along, 1)
 
 
 def rows_of(full: Mapping[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
-    """The part of each tensor along axis 0 that a rank has."""
     return {key: by_rows(key, tensor, world_size)[rank][0] for key, tensor in full.items()}
 
 
 def by_blocks(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """A grid over axes 0 and 2."""
     rows = max(1, world_size // 2)
     columns = world_size // rows
     return [
@@ -177,12 +169,10 @@ def ragged(key: str, full: torch.Tensor, world_size: int) -> Shards:
 
 
 def replicated(key: str, full: torch.Tensor, world_size: int) -> Shards:
-    """The whole tensor on every rank."""
     return [[_regular(key, full, replica_id=rank)] for rank in range(world_size)]
 
 
 def whole(full: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    """Each tensor as one shard."""
     return {key: replicated(key, tensor, 1)[0][0] for key, tensor in full.items()}
 
 
@@ -270,4 +260,3 @@ CUTS: dict[str, Sharding] = {
     "flattened_rows": lambda *tensor: _flattened(max(1, tensor[-1] // 2), *tensor),
     "flattened_layers": flattened_layers,
 }
-"""All cuts by name."""
