@@ -9,7 +9,6 @@ import typing
 from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.planning.items import (
     LoadItemType,
-    LocalPlans,
     Metadata,
     MetadataIndex,
     ReadItem,
@@ -72,7 +71,6 @@ __all__ = [
     "LoadItemType",
     "LoadPlan",
     "LoadPlanner",
-    "LocalPlans",
     "Metadata",
     "MetadataIndex",
     "Missing",

@@ -71,7 +71,7 @@ class TensorWriteData:
             chunk = Box(_ints(_part(chunk, "offsets")), _ints(_part(chunk, "sizes")))
         dtype = properties if dtype is None else dtype
         object.__setattr__(self, "chunk", chunk)
-        object.__setattr__(self, "dtype", dtype if type(dtype) is str else _dtype_name(dtype))
+        object.__setattr__(self, "dtype", _dtype_name(dtype))
         object.__setattr__(self, "size", size if type(size) is tuple else _ints(size))
         object.__setattr__(self, "flat_range", flat_range)
 
@@ -84,8 +84,7 @@ class TensorWriteData:
                 fit together.
         """
         try:
-            chunk, dtype, size = (_part(given, name) for name in ("chunk", "properties", "size"))
-            data = cls(chunk, _dtype_name(dtype), size)
+            data = cls(*(_part(given, name) for name in ("chunk", "properties", "size")))
         except InvalidShardingError as error:
             (finding,) = error.findings
             raise InvalidShardingError(error.message, [replace(finding, key=key)]) from None
@@ -209,61 +208,6 @@ class WriteItem:
         return count * _ITEMSIZES.get(data.dtype, 4)
 
 
-@dataclass(eq=False, init=False)
-class SavePlan(EditablePlan[WriteItem, ShardTable]):
-    """What one rank brings to a save (local plan), or writes (final plan).
-
-    The rows are columns of ``table``; ``items`` is a list of them, and a planner may change either.
-
-    Args:
-        items: the shards, as a table or as items.
-        table: the same as ``items``, which come before it.
-
-    Attributes:
-        table: The shards.
-        index: What the whole checkpoint will hold; set by ``build_global_plan``.
-        storage_data: Data for a StorageWriter's own use.
-        planner_data: Data for a SavePlanner's own use.
-    """
-
-    table: ShardTable
-    index: Index | None
-    storage_data: object
-    planner_data: object
-
-    def __init__(
-        self,
-        items: ShardTable | Iterable[WriteItem] | None = None,
-        storage_data: object = None,
-        planner_data: object = None,
-        *,
-        table: ShardTable | None = None,
-        index: Index | None = None,
-    ) -> None:
-        if isinstance(items, ShardTable):
-            items, table = None, items
-        self._table = table_of_rows(0, []) if table is None else table
-        if items is not None:
-            self._table = self._table_of(items)
-        self.index, self.storage_data, self.planner_data = index, storage_data, planner_data
-
-    def _items_of(self, table: ShardTable) -> Iterable[WriteItem]:
-        return _items(table)
-
-    def _table_of(self, items: Iterable[WriteItem]) -> ShardTable:
-        rank = int(self._table.ranks[0]) if len(self._table) else 0
-        return table_of_rows(rank, list(map(_row, items)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors in the plan."""
-        return int(self.table.num_bytes.sum())
-
-    def for_index(self, index: Index | None) -> SavePlan:
-        """This plan with an index, unless it has one."""
-        return replace(self, index=index) if self.index is None else self
-
-
 def _items(table: ShardTable) -> Iterator[WriteItem]:
     columns = (getattr(table, name).tolist() for name in COLUMNS)
     for key, dtype, ndim, whole, offset, shape, flat, main, source, _ in zip(*columns, strict=True):
@@ -275,6 +219,11 @@ def _items(table: ShardTable) -> Iterator[WriteItem]:
         kind = WriteItemType.BYTE_IO if is_object else WriteItemType.TENSOR
         cell = size if is_object else None
         yield WriteItem(index, kind, data, object_cell=cell, is_main_replica=main)
+
+
+def _table_of(items: Iterable[WriteItem]) -> ShardTable:
+    # Items do not say whose they are.
+    return table_of_rows(0, [*map(_row, items)])
 
 
 def _row(item: WriteItem) -> tuple[Any, ...]:
@@ -294,18 +243,47 @@ def _row(item: WriteItem) -> tuple[Any, ...]:
     return index.fqn, OBJECT, grid, cell, one, None, item.is_main_replica, source
 
 
-class LocalPlans(tuple[SavePlan, ...]):  # noqa: SLOT001 - it keeps its catalog
-    """The local plans of all ranks, in rank order."""
+@dataclass(eq=False, init=False)
+class SavePlan(EditablePlan[WriteItem, ShardTable]):
+    """What one rank brings to a save (local plan), or writes (final plan).
 
-    @classmethod
-    def of(cls, plans: Sequence[SavePlan]) -> LocalPlans:
-        """The plans as they are, or made of a sequence that a user's planner has changed."""
-        return plans if isinstance(plans, cls) else cls(plans)
+    The rows are columns of ``table``; ``items`` is a list of them, and a planner may change either.
 
-    @cached_property
-    def catalog(self) -> ShardTable:
-        """All their rows in one table, sorted by key."""
-        return concatenate([plan.table for plan in self])
+    Args:
+        items: the shards, as a table or as items.
+        table: the same as ``items``, which come before it.
+
+    Attributes:
+        table: The shards.
+        index: What the whole checkpoint will hold; set by ``build_global_plan``.
+        storage_data: Data for a StorageWriter's own use.
+        planner_data: Data for a SavePlanner's own use.
+    """
+
+    table: ShardTable
+    index: Index | None
+    _items_of, _table_of = staticmethod(_items), staticmethod(_table_of)
+
+    def __init__(
+        self,
+        items: ShardTable | Iterable[WriteItem] | None = None,
+        storage_data: object = None,
+        planner_data: object = None,
+        *,
+        table: ShardTable | None = None,
+        index: Index | None = None,
+    ) -> None:
+        super().__init__(items, storage_data, planner_data, table=table)
+        self.index = index
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors in the plan."""
+        return int(self.table.num_bytes.sum())
+
+    def for_index(self, index: Index | None) -> SavePlan:
+        """This plan with an index, unless it has one."""
+        return replace(self, index=index) if self.index is None else self
 
 
 class LoadItemType(Enum):

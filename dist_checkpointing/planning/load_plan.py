@@ -252,15 +252,9 @@ class ReadTable(Columns, Sequence[ReadItem]):
         )
 
     def followed_by(self, other: ReadTable) -> ReadTable:
-        """This table and the rows of another one."""
-        tables = [self, replace(other, keys=other.keys + np.int32(len(self.names)))]
-        if any(table.given is not None for table in tables):
-            tables = [
-                replace(table, given=np.fromiter(own, np.object_, len(own)))
-                for table, own in zip(tables, (self.items(), other.items()), strict=True)
-            ]
-        joined = tables[0].joined(tables[1])
-        return replace(joined, names=(*self.names, *other.names))
+        """This table and the rows of another one, which was made as this one: ``given`` or not."""
+        other = replace(other, keys=other.keys + np.int32(len(self.names)))
+        return replace(self.joined(other), names=(*self.names, *other.names))
 
     @property
     def num_elements(self) -> Int64s:
@@ -413,26 +407,7 @@ class LoadPlan(EditablePlan[ReadItem, ReadTable]):
     """
 
     table: ReadTable
-    storage_data: object
-    planner_data: object
-
-    def __init__(
-        self,
-        items: ReadTable | Iterable[ReadItem] | None = None,
-        storage_data: object = None,
-        planner_data: object = None,
-        *,
-        table: ReadTable | None = None,
-    ) -> None:
-        rows = table if items is None else items
-        self._table = rows if isinstance(rows, ReadTable) else ReadTable.of(rows or ())
-        self.storage_data, self.planner_data = storage_data, planner_data
-
-    def _items_of(self, table: ReadTable) -> Iterable[ReadItem]:
-        return table.items()
-
-    def _table_of(self, items: Iterable[ReadItem]) -> ReadTable:
-        return ReadTable.of(items)
+    _items_of, _table_of = staticmethod(ReadTable.items), staticmethod(ReadTable.of)
 
     @property
     def num_elements(self) -> int:

@@ -31,7 +31,6 @@ from dist_checkpointing.mapping.nested_dicts import Path
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.items import (
-    LocalPlans,
     ReadItem,
     SavePlan,
     WriteItem,
@@ -45,7 +44,7 @@ from dist_checkpointing.planning.load_plan import (
     object_rows,
 )
 from dist_checkpointing.planning.resharding import plan_load
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate, describe
 from dist_checkpointing.planning.user_planner import overrides
 
 _STREAMS = dict.fromkeys(("BytesIO", "BinaryIO", "IO", "IO[bytes]"), io.BytesIO)
@@ -348,7 +347,8 @@ class DefaultSavePlanner(SavePlanner):
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
         """See ``assign``, which a save calls instead unless a subclass overrides this."""
-        written, index = self.assign(LocalPlans.of(all_plans).catalog, len(all_plans))
+        catalog = concatenate([plan.table for plan in all_plans])
+        written, index = self.assign(catalog, len(all_plans))
         ordered = written.take(np.argsort(written.ranks, kind="stable"))
         bounds = np.searchsorted(ordered.ranks, np.arange(len(all_plans) + 1)).tolist()
         return [

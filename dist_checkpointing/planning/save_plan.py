@@ -18,7 +18,7 @@ from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.format.geometry import renumbered
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import Layout, whole_items
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage
 from dist_checkpointing.planning.items import Metadata
@@ -204,13 +204,13 @@ class SavePlanning:
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
             tables = exchanged.tables_of_ranks(_KINDS[0])
-            local_plans = LocalPlans(
+            local_plans = [
                 # Ranks must not share what a planner may change.
                 replace(copy.deepcopy(facts.rest) or SavePlan(), table=table)
                 for facts, table in zip(exchanged.facts_of_ranks(), tables, strict=True)
-            )
-            plans, index = checked_plans(local_plans, planner)
-            catalog, plan = local_plans.catalog, plans[self._rank]
+            ]
+            plans, index, catalog = checked_plans(local_plans, planner)
+            plan = plans[self._rank]
         plan = planner.finalize_plan(plan).for_index(index)
         if self._rank == 0 and overrides(planner, DefaultSavePlanner, "build_local_plan"):
             self._log_dropped(catalog)
@@ -262,15 +262,16 @@ def _with_leaves(table: ShardTable, leaves: Mapping[int, Int32s]) -> ShardTable:
 
 
 def checked_plans(
-    local_plans: LocalPlans, planner: SavePlanner
-) -> tuple[Sequence[SavePlan], Index]:
-    """What all ranks write of what they announce, and what the checkpoint then holds.
+    local_plans: Sequence[SavePlan], planner: SavePlanner
+) -> tuple[Sequence[SavePlan], Index, ShardTable]:
+    """What all ranks write of what they announce; what the checkpoint then holds; and what they
+    announce in one table, sorted by key.
 
     Raises:
         InvalidShardingError: if ranks contradict each other about a tensor, or what is written is
             not each of its elements exactly once.
     """
-    announced = local_plans.catalog
+    announced = concatenate([plan.table for plan in local_plans])
     check_agreement(announced)
     plans, index = planner.build_global_plan(local_plans)
     if len(plans) != len(local_plans):
@@ -290,4 +291,4 @@ def checked_plans(
     if isinstance(index, Metadata) or not isinstance(index, Index):
         planner.layout = whole_items(planner.layout)
         index = Metadata.laid_out(index, planner.layout, announced, written)
-    return [plan.for_index(index) for plan in plans], index
+    return [plan.for_index(index) for plan in plans], index, announced
