@@ -209,9 +209,7 @@ class ShardedTensor(ShardedBase):
     @property
     def sticks_out(self) -> bool:
         """Whether the box extends beyond the global tensor, which a padded shard may."""
-        shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
-        axes = zip(self.global_offset, shape, self.global_shape, strict=True)
-        return any(start + extent > whole for start, extent, whole in axes)
+        return not Box.whole(tuple(self.global_shape)).contains(self.box)
 
     @property
     def flat_range(self) -> tuple[int, int] | None:

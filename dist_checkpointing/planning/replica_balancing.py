@@ -230,27 +230,6 @@ def share_out(
     return chosen
 
 
-def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
-    """Rows of a catalog to write, so that each part is written once and ranks write alike.
-
-    Objects, and parts without exactly one main replica, are left as they are: main replicas are
-    written.
-    """
-    shared = find_replicas(catalog)
-    sizes, loads = catalog.num_bytes[shared.firsts], np.zeros(num_ranks, dtype=np.int64)
-    ranks, parts = catalog.ranks[shared.rows], np.arange(len(shared.firsts))
-    writers = share_out(ranks, shared.starts, parts, sizes, loads)
-    rows = rows_of_ranks(catalog, shared, parts, writers)
-    return np.sort(np.concatenate([rows, fixed_rows(catalog, shared)]))
-
-
-def fixed_rows(catalog: ShardTable, shared: Replicas) -> Int64s:
-    """The main replicas that no other rank could write in place of its own."""
-    fixed = catalog.main & (catalog.num_elements > 0)
-    fixed[shared.main_rows] = False
-    return np.flatnonzero(fixed)
-
-
 _WELL_BALANCED = 1.05
 _MIN_CHUNK_BYTES = 2**18
 _CHUNKS_A_RANK = 32
@@ -335,9 +314,11 @@ class BalancedSavePlanner(DefaultSavePlanner):
                 raise CheckpointingException("the planner is for another world", [finding])
             groups = np.array(self.groups, dtype=np.int64)
         sets = HolderSets.of(catalog, shared, groups)
-        firsts, fixed_parts = shared.firsts, fixed_rows(catalog, shared)
-        fixed = catalog.take(fixed_parts).of_ranks()
-        both = np.concatenate([firsts, fixed_parts])
+        # The main replicas that no other rank could write in place of its own.
+        is_fixed, firsts = catalog.main & (catalog.num_elements > 0), shared.firsts
+        is_fixed[shared.main_rows] = False
+        fixed = catalog.take(is_fixed).of_ranks()
+        both = np.concatenate([firsts, np.flatnonzero(is_fixed)])
         whole = catalog.take(both[np.argsort(catalog.keys[both], kind="stable")])
 
         def assigned(layout: Layout) -> tuple[ShardTable, Index, Int64s]:

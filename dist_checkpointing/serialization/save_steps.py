@@ -49,7 +49,7 @@ from dist_checkpointing.planning.recipe import Recipe
 from dist_checkpointing.planning.replica_check import (
     OnReplicaMismatch,
     ReplicaCheck,
-    ReplicaComparison,
+    compare_replicas,
 )
 from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts, SavePlanning
 from dist_checkpointing.planning.shard_table import ShardTable
@@ -180,7 +180,6 @@ class SaveJob:
         self.rank, self.meter, self.step = rank, meter, step
         self._hooks, self._options = hooks, options
         self._planning: SavePlanning | None = None
-        self._replicas: ReplicaComparison | None = None
         self._common_files: Sequence[SealedFile] | None = None
         # What came of ``write_behind``, or the error that left it without copies.
         self._outcome: Outcome[driver.Written] = Outcome(_WRITING)
@@ -218,10 +217,12 @@ class SaveJob:
                 return index
 
             self._planned = Outcome.of(PLANNING, plan)
-            if self._replicas is not None:
-                self._replicas.compare()
+            check = self._options.get("replicas", ReplicaCheck.OFF)
+            if check is not ReplicaCheck.OFF:
+                on_mismatch = self._options.get("on_replica_mismatch", "raise")
+                compare_replicas(self.leaves.values(), check, on_mismatch, comm)
             # They hold on to the caller's state.
-            del self._planning, self._replicas
+            del self._planning
             vars(self).pop("_common_digests", None)
             base = self._options.get("base")
             if base is not None:
@@ -247,10 +248,6 @@ class SaveJob:
         else:
             # Its tables depend on what the ranks have that share replicas.
             tables, facts = {}, RankFacts(self._destination, plan_number=0)
-        check = self._options.get("replicas", ReplicaCheck.OFF)
-        if check is not ReplicaCheck.OFF:
-            on_mismatch = self._options.get("on_replica_mismatch", "raise")
-            self._replicas = ReplicaComparison(self.leaves.values(), check, on_mismatch, comm)
         return tables, facts._replace(common=common)
 
     def _split(self, state_dict: ShardedStateDict, strategy: SaveShardedStrategy) -> None:
