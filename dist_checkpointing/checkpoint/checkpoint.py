@@ -76,10 +76,6 @@ class Stamp(NamedTuple):
         marks = location.marks_of(folder, names, opens=opens)
         return None if marks is None else cls(folder, names, marks)
 
-    def again(self, *, opens: bool) -> Self | None:
-        """The stamp of now."""
-        return self.of(self.folder, self.names, opens=opens)
-
 
 class TensorHandle:
     """One tensor of a checkpoint: known by name, not read.
@@ -130,14 +126,9 @@ class TensorHandle:
         """Bytes of the whole tensor, before compression."""
         return self.stored.num_bytes
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the whole tensor."""
-        return self.stored.num_bytes // self.stored.dtype.itemsize
-
     def numel(self) -> int:
-        """``num_elements``, as torch calls it."""
-        return self.num_elements
+        """Number of elements of the whole tensor."""
+        return self.stored.num_bytes // self.stored.dtype.itemsize
 
     @property
     def chunk_shape(self) -> Ints | None:
@@ -355,9 +346,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def is_committed(self) -> bool:
         """Whether what was opened is still there: not deleted, not overwritten by another save."""
         if self._stamp is not None:
-            if self._stamp == self._stamp.again(opens=self._opens):
+            folder, names, _ = self._stamp
+            if self._stamp == Stamp.of(folder, names, opens=self._opens):
                 return True
-            if self._stamp.names is not _NAMES:
+            if names is not _NAMES:
                 return False
         return (
             data_folder(self._root) == self.folder

@@ -161,10 +161,8 @@ class Notes:
         """The tables of checksums that can be read."""
         tables = []
         for path in checksum_files(folder):
-            try:
+            with self.noting():
                 tables.append(read_table(path))
-            except CorruptCheckpointError as error:
-                self.findings += error.findings
         return tables
 
     def look_for_lost(

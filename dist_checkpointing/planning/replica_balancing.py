@@ -123,31 +123,18 @@ class HolderSets:
         home = np.zeros(len(replicas.main_rows), dtype=np.int64)
         if groups is not None:
             home = groups[table.take(replicas.main_rows).of_ranks().ranks]
-        of_part, examples = _alike(numbers, replicas.starts, home)
+        known: dict[tuple[bytes, int], int] = {}
+        packed, bounds = numbers.tobytes(), (replicas.starts * numbers.itemsize).tolist()
+        parts = zip(itertools.pairwise(bounds), home.tolist(), strict=True)
+        keys = ((packed[begin:end], number) for (begin, end), number in parts)
+        of_part = np.fromiter((known.setdefault(key, len(known)) for key in keys), np.int64)
         sets = []
-        for part in examples.tolist():
-            own = numbers[replicas.starts[part] : replicas.starts[part + 1]].tolist()
-            held = np.sort(np.concatenate([holders[number] for number in own]))
-            sets.append(held if groups is None else held[groups[held] == home[part]])
+        for own, of_home in known:
+            held = [holders[number] for number in np.frombuffer(own, numbers.dtype).tolist()]
+            ranks = np.sort(np.concatenate(held))
+            sets.append(ranks if groups is None else ranks[groups[ranks] == of_home])
         ranks = np.concatenate([np.empty(0, dtype=np.int32), *sets])
         return cls(ranks, _starts(np.array([*map(len, sets)], dtype=np.int64)), of_part)
-
-
-def _alike(numbers: Int32s, starts: Int64s, home: Int64s) -> tuple[Int64s, Int64s]:
-    """Parts with the same numbers and home as groups: the group of each, a part of each group."""
-    counts = np.diff(starts)
-    for seed in itertools.count():
-        # Parts with equal sums are the same but for a chance of one in 10**19, so that is checked.
-        weights = np.random.default_rng(seed).integers(0, 2**63, int(numbers.max(initial=0)) + 1)
-        sums = np.add.reduceat(weights[numbers], starts[:-1]) if len(counts) else counts
-        _, examples, groups = np.unique(sums * 3 + home, return_index=True, return_inverse=True)
-        example = examples[groups]
-        if not ((counts == counts[example]) & (home == home[example])).all():
-            continue
-        part, place = counted(counts)
-        if (numbers == numbers[starts[:-1][example][part] + place]).all():
-            return groups, examples
-    raise AssertionError("the loop has no end")
 
 
 def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: Int32s) -> Int64s:

@@ -82,7 +82,6 @@ from dist_checkpointing.strategies.unplanned_strategies import ForeignSaveStrate
 from dist_checkpointing.validation.save_errors import (
     CommonDigests,
     check_data,
-    check_storable,
     compare_common_state,
     refuse_distributed,
     refuse_shared_keys,
@@ -259,10 +258,8 @@ class SaveJob:
             self.common[CONTENT_METADATA_KEY] = metadata
         values = [*walk(self.common)]
         refuse_distributed(values, parts.tensors, parts.objects)
-        check_data(parts)
-        planner = getattr(strategy, "planner", None)
-        if not getattr(planner, "makes_data", False):
-            check_storable(parts.tensors)
+        makes_data = getattr(getattr(strategy, "planner", None), "makes_data", False)
+        check_data(parts.tensors, is_stored=not makes_data)
         values = values if self.rank == 0 else []  # only rank 0 writes them
         objects = parts.objects.items()
         written = {path: leaf for path, leaf in objects if is_main_replica(leaf.replica_id)}
