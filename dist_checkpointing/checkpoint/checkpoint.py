@@ -385,10 +385,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def objects(self) -> Mapping[str, ObjectHandle]:
         """The sharded objects by key."""
         index = self.index
-        if index.objects:
-            claims = large_objects(index.objects)
-            if claims:
-                self.reads.require_stored(claims, index)
+        if claims := large_objects(index.objects):
+            self.reads.require_stored(claims, index)
         grids = index.objects or self.reads.object_grids(index)
         return {key: ObjectHandle(self, key, shape) for key, shape in sorted(grids.items())}
 

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -52,7 +52,7 @@ from dist_checkpointing.strategies.verification import (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Examination:
     """What reading all of a checkpoint has shown.
 
@@ -61,9 +61,9 @@ class Examination:
     are those that were read, and whose checksum was compared; objects are counted by cells.
     """
 
-    findings: tuple[Finding, ...] = ()
-    refused: tuple[Finding, ...] = ()
-    remarks: tuple[Finding, ...] = ()
+    findings: list[Finding] = field(default_factory=list)
+    refused: list[Finding] = field(default_factory=list)
+    remarks: list[Finding] = field(default_factory=list)
     num_tensors: int = 0
     num_parts: int = 0
     num_bytes: int = 0
@@ -79,26 +79,18 @@ class Examination:
     @classmethod
     def joined(cls, of_ranks: Sequence[Examination]) -> Examination:
         """What ranks have seen together, each of its part; rank 0 has counted all else."""
-        return replace(
-            of_ranks[0],
-            findings=merge_findings(chain(*(found.findings for found in of_ranks))),
-            refused=merge_findings(chain(*(found.refused for found in of_ranks))),
-            remarks=merge_findings(chain(*(found.remarks for found in of_ranks))),
-            num_tensors=sum(found.num_tensors for found in of_ranks),
-            num_parts=sum(found.num_parts for found in of_ranks),
-            num_bytes=sum(found.num_bytes for found in of_ranks),
-            num_bytes_compared=sum(found.num_bytes_compared for found in of_ranks),
-        )
+        found = replace(of_ranks[0])
+        for name in ("findings", "refused", "remarks"):
+            setattr(
+                found, name, [*merge_findings(chain(*(getattr(own, name) for own in of_ranks)))]
+            )
+        for name in ("num_tensors", "num_parts", "num_bytes", "num_bytes_compared"):
+            setattr(found, name, sum(getattr(own, name) for own in of_ranks))
+        return found
 
 
-class Notes:
+class Notes(Examination):
     """What has been noticed so far."""
-
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
-        self.refused: list[Finding] = []
-        self.remarks: list[Finding] = []
-        self.num_objects = 0
 
     @contextmanager
     def noting(self, key: str | None = None, *, unpickles: bool = False) -> Iterator[None]:
@@ -200,7 +192,7 @@ class Notes:
             )
 
 
-def said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, ...]:
+def said_once(findings: Sequence[Finding], num_tensors: int) -> list[Finding]:
     """The findings; what keeps every single tensor from being read becomes one."""
     alike: dict[tuple[str, str | None], list[Finding]] = {}
     for finding in findings:
@@ -213,7 +205,7 @@ def said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, .
             found.append(replace(same[0], key=None, expected=None, found=what))
         else:
             found += same
-    return tuple(found)
+    return found
 
 
 def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
@@ -283,15 +275,16 @@ def examine_checkpoint(
     try:
         checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
     except CorruptCheckpointError as error:
-        return Examination(_findings(error))
+        return Examination([*_findings(error)])
     seen = Notes()
     seal = seen.found(lambda: read_seal(checkpoint.folder))
+    seen.is_sealed = seal is not None
     index = seen.found(lambda: checkpoint.index)
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:
         seen.look_at_files(checkpoint.folder, seal, rank, world_size)
-        return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
+        return Examination.joined([seen])
     keys, known = sorted(index)[rank::world_size], len(seen.findings)
     with seen.noting():
         checkpoint.reads.require_stored(large_tensors(index, keys), index)
@@ -325,17 +318,11 @@ def examine_checkpoint(
             seen.findings += stored_objects_damage(checkpoint, cells)
     seen.look_at_files(checkpoint.folder, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
-    return Examination(
-        said_once(merge_findings(seen.findings), len(keys)),
-        merge_findings(seen.refused),
-        merge_findings(seen.remarks),
-        len(keys),
-        len(parts),
-        sum(size for _, size in sizes),
-        sum(size for part, size in sizes if part.digest is not None),
-        seen.num_objects,
-        seal is not None,
-    )
+    seen.num_tensors, seen.num_parts = len(keys), len(parts)
+    seen.num_bytes = sum(size for _, size in sizes)
+    seen.num_bytes_compared = sum(size for part, size in sizes if part.digest is not None)
+    seen.findings = said_once(merge_findings(seen.findings), len(keys))
+    return Examination.joined([seen])
 
 
 def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:

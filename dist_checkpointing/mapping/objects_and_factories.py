@@ -183,16 +183,12 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
         >>> state["w"].global_shape
         (2, 4)
     """
-
-    def visit(container: Any) -> None:
-        steps = container.items() if isinstance(container, dict) else enumerate(container)
-        for step, value in list(steps):
-            if isinstance(value, ShardedTensorFactory):
-                container[step] = value.build()
-            elif isinstance(value, dict | list):
-                visit(value)
-
-    visit(sharded_state_dict)
+    nest: Any = sharded_state_dict
+    for step, value in list(nest.items() if isinstance(nest, dict) else enumerate(nest)):
+        if isinstance(value, ShardedTensorFactory):
+            nest[step] = value.build()
+        elif isinstance(value, dict | list):
+            apply_factories(value)  # type: ignore[arg-type]
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:

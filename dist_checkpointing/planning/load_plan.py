@@ -18,7 +18,7 @@ import torch
 
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Ints, Window, padded_rows
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import Path, Position, chained
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
@@ -347,18 +347,18 @@ def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
     """The table that reads whole stored chunks, for questions about where they are."""
     items = []
     for chunk in chunks:
-        tensor = index[chunk.fqn]
-        if tensor.chunk_shape is not None:
-            shape = tensor.chunk_shape
-        else:
-            assert tensor.pieces is not None
-            assert chunk.index is not None
-            box, flat = tensor.pieces[chunk.index]
-            shape = box.shape if flat is None else (flat[1] - flat[0],)
-        window = Window(0, shape, Box.whole(shape))
-        dest = replace(chunk, index=0)
+        shape = array_shape(index[chunk.fqn], chunk.index)
+        window, dest = Window(0, shape, Box.whole(shape)), replace(chunk, index=0)
         items.append(ReadItem(LoadItemType.TENSOR, dest, window, chunk, window))
     return ReadTable.of(items)
+
+
+def array_shape(tensor: StoredTensor, piece: int | None) -> Ints:
+    """Shape of the array of a stored chunk, or of a piece with this number."""
+    if piece is None or tensor.pieces is None:
+        return tensor.grid.chunk_shape
+    box, flat = tensor.pieces[piece]
+    return box.shape if flat is None else (flat[1] - flat[0],)
 
 
 def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
+from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
@@ -117,12 +117,10 @@ class HolderSets:
     of_part: Int64s
 
     @classmethod
-    def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s | None = None) -> HolderSets:
-        """Who holds each part; with groups, only the ranks in the group of its main replica."""
+    def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s) -> HolderSets:
+        """Who holds each part, of the ranks that are in the group of its main replica."""
         numbers, holders = table.ranks[replicas.rows], _holders(table)
-        home = np.zeros(len(replicas.main_rows), dtype=np.int64)
-        if groups is not None:
-            home = groups[table.take(replicas.main_rows).of_ranks().ranks]
+        home = groups[table.take(replicas.main_rows).of_ranks().ranks]
         known: dict[tuple[bytes, int], int] = {}
         packed, bounds = numbers.tobytes(), (replicas.starts * numbers.itemsize).tolist()
         parts = zip(itertools.pairwise(bounds), home.tolist(), strict=True)
@@ -132,7 +130,7 @@ class HolderSets:
         for own, of_home in known:
             held = [holders[number] for number in np.frombuffer(own, numbers.dtype).tolist()]
             ranks = np.sort(np.concatenate(held))
-            sets.append(ranks if groups is None else ranks[groups[ranks] == of_home])
+            sets.append(ranks[groups[ranks] == of_home])
         ranks = np.concatenate([np.empty(0, dtype=np.int32), *sets])
         return cls(ranks, _starts(np.array([*map(len, sets)], dtype=np.int64)), of_part)
 
@@ -235,8 +233,6 @@ class BalancedSavePlanner(DefaultSavePlanner):
             It may also be given to ``configure_planner``.
         save_to_minimum_rank: True gives every shard to the lowest rank that holds it. It may also
             be given to ``configure_planner``.
-        groups: number of the group of every rank; a shard stays in the group of its main replica.
-            By default all ranks are one group.
 
     Example:
         >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
@@ -249,12 +245,11 @@ class BalancedSavePlanner(DefaultSavePlanner):
         *,
         remove_redundancy: bool = True,
         save_to_minimum_rank: bool = False,
-        groups: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.remove_redundancy = remove_redundancy
         self.save_to_minimum_rank = save_to_minimum_rank
-        self.groups: tuple[int, ...] | None = None if groups is None else tuple(groups)
+        self.groups: tuple[int, ...] = ()
 
     @property
     def settings(self) -> Hashable | None:
@@ -263,7 +258,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
         return self.remove_redundancy, self.save_to_minimum_rank, self.groups
 
     def within(self, groups: Sequence[int]) -> Self:
-        """The same planner for ranks in these groups."""
+        """The same planner, by which a shard stays in the group of its main replica; ``groups`` has
+        the number of the group of every rank.
+        """
         planner = copy.copy(self)
         planner.groups = tuple(groups)
         return planner
@@ -293,13 +290,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         if not self.remove_redundancy:
             return super().assign(catalog, num_ranks)
         shared = find_replicas(catalog)
-        groups = None
-        if self.groups is not None:
-            if len(self.groups) != num_ranks:
-                problem = "groups must have one number a rank"
-                finding = Finding(problem, expected=num_ranks, found=len(self.groups))
-                raise CheckpointingException("the planner is for another world", [finding])
-            groups = np.array(self.groups, dtype=np.int64)
+        groups = np.array(self.groups or (0,) * num_ranks, dtype=np.int64)
         sets = HolderSets.of(catalog, shared, groups)
         # The main replicas that no other rank could write in place of its own.
         is_fixed, firsts = catalog.main & (catalog.num_elements > 0), shared.firsts

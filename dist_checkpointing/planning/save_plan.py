@@ -25,6 +25,7 @@ from dist_checkpointing.planning.items import Metadata
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int32s, ShardTable, concatenate, describe
 from dist_checkpointing.planning.table_exchange import (
+    KINDS,
     AgreedCache,
     ExchangedTables,
     exchange_tables,
@@ -34,8 +35,7 @@ from dist_checkpointing.planning.user_planner import adapted, call_hook, overrid
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
-_KINDS: Final = ("tensors", "flattened", "objects")
-_OTHERS: Final = "others"
+*_KINDS, _OTHERS = KINDS
 _MOST_LEAVES: Final = 1 << 29
 """Of one kind on one rank: the leaves of each kind are numbered apart."""
 logger: logging.Logger = logging.getLogger(__name__)

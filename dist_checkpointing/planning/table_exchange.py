@@ -109,9 +109,9 @@ def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
         yield row
 
 
-_KINDS: Final = ("tensors", "flattened", "objects", "others")
+KINDS: Final = ("tensors", "flattened", "objects", "others")
 """The kinds of tables; a rank sends at most one of each."""
-_HEAD: Final = np.dtype([("digests", "V16", 1 + len(_KINDS)), ("sizes", "<i8", 1 + len(_KINDS))])
+_HEAD: Final = np.dtype([("digests", "V16", 1 + len(KINDS)), ("sizes", "<i8", 1 + len(KINDS))])
 """A message begins with the digests and sizes of its parts, which are the facts and a table of each
 kind, of size 0 if there is none. The facts follow, and those tables that are small."""
 _INLINE_BYTES: Final = 1 << 24
@@ -177,7 +177,7 @@ def packed_message(
 ) -> tuple[bytes, dict[bytes, bytes]]:
     """The message of one of so many ranks, and what it may have to send later, by digest."""
     parts = [pickle.dumps(facts)]
-    parts += [pack(tables[kind]) if kind in tables else b"" for kind in _KINDS]
+    parts += [pack(tables[kind]) if kind in tables else b"" for kind in KINDS]
     digests = [xxhash.xxh3_128_digest(part, slot) for slot, part in enumerate(parts)]
     head = b"".join([*digests, np.array([*map(len, parts)], dtype="<i8").tobytes()])
     late = {
@@ -236,7 +236,7 @@ def exchange_tables(
             if slot == 0:
                 held.setdefault(_FACTS, []).append(Held(pickle.loads(data), ranks))  # noqa: S301
             elif data:
-                held.setdefault(_KINDS[slot - 1], []).append(Held(data, ranks))
+                held.setdefault(KINDS[slot - 1], []).append(Held(data, ranks))
     return ExchangedTables(held.pop(_FACTS), held, digests[:, 1:].tobytes())
 
 

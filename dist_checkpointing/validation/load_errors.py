@@ -192,12 +192,10 @@ def handle_strictly(
         with comm.agreed("comparing keys"):
             hints = _hinted(sorted(unexpected), stored_keys)
             findings = [
-                *(Finding(f"asked for, but not in the checkpoint{near}", k) for k, near in hints),
-                *(
-                    Finding("in the checkpoint, but asked for by no rank", k)
-                    for k in sorted(missing)
-                ),
+                Finding(f"asked for, but not in the checkpoint{near}", k) for k, near in hints
             ]
+            unasked = "in the checkpoint, but asked for by no rank"
+            findings += [Finding(unasked, key) for key in sorted(missing)]
             if findings:
                 raise StateMismatchError(mismatch_text(missing, unexpected), findings)
     if flag in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):

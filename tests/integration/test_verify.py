@@ -18,7 +18,7 @@ from states import shard
 def test_what_is_sound_is_sound(any_sample: Sample) -> None:
     found = examine_checkpoint(any_sample.folder)
     assert found.is_sound
-    assert (found.findings, found.refused, found.remarks) == ((), (), ())
+    assert (found.findings, found.refused, found.remarks) == ([], [], [])
     assert found.num_tensors == len(any_sample.tensors)
     assert found.num_bytes == sum(tensor.nbytes for tensor in any_sample.tensors.values())
     has_checksums = (any_sample.folder / ".dckpt" / "checksums").exists()
@@ -67,7 +67,7 @@ def test_flipped_bits_are_found_with_key_and_file(tmp_path: Path, name: str) -> 
         assert str((2 * number, 0)) in str(finding.found)
     with pytest.raises(dc.CorruptCheckpointError) as raised:
         dc.verify_checkpoint(folder)
-    assert raised.value.findings == found.findings
+    assert raised.value.findings == tuple(found.findings)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -250,7 +250,7 @@ def test_what_is_not_unpickled_is_no_damage(tmp_path: Path) -> None:
     assert [finding.key for finding in found.refused] == ["o"]
     with pytest.raises(dc.UnsupportedFormatError, match="Stranger"):
         dc.verify_checkpoint(tmp_path / "c")
-    assert examine_checkpoint(tmp_path / "c", trusted=True).refused == ()
+    assert examine_checkpoint(tmp_path / "c", trusted=True).refused == []
     dc.verify_checkpoint(tmp_path / "c", trusted=True)
 
 
