@@ -359,7 +359,6 @@ class Checkpoint(Mapping[str, TensorHandle]):
 
     @cached_property
     def _opens(self) -> bool:
-        """Whether a file must be opened to find out whether it has changed."""
         return not (isinstance(self.folder, Path) and is_local(self.folder))
 
     @cached_property

@@ -73,7 +73,6 @@ class Examination:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is damaged."""
         return not self.findings
 
     @classmethod
@@ -90,8 +89,6 @@ class Examination:
 
 
 class Notes(Examination):
-    """What has been noticed so far."""
-
     @contextmanager
     def noting(self, key: str | None = None, *, unpickles: bool = False) -> Iterator[None]:
         """Note what is damaged in the body, or what it does not unpickle, and go on."""
@@ -139,7 +136,6 @@ class Notes(Examination):
         ]
 
     def look_at_state(self, checkpoint: Checkpoint) -> None:
-        """Read the common state and every cell of every sharded object."""
         with self.noting(unpickles=True):
             _ = checkpoint.common
         with self.noting():
@@ -150,7 +146,6 @@ class Notes(Examination):
                         self.num_objects += 1
 
     def checksums(self, folder: Location) -> list[ChecksumColumns]:
-        """The tables of checksums that can be read."""
         tables = []
         for path in checksum_files(folder):
             with self.noting():

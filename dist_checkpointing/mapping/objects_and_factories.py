@@ -42,7 +42,6 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def invalid_sharding(key: str | None, problem: str, **details: Any) -> InvalidShardingError:
-    """The error about one thing that is wrong with the leaf ``key``."""
     return InvalidShardingError(f"invalid sharding of {key!r}", [Finding(problem, key, **details)])
 
 
@@ -116,7 +115,6 @@ class ShardedBase(ABC):
         """The same description with ``data=None``."""
 
     def _wrong(self, problem: str, **details: Any) -> InvalidShardingError:
-        """The error about one thing that is wrong with this leaf."""
         return invalid_sharding(self.key, problem, **details)
 
 

@@ -55,7 +55,6 @@ def fields_of(leaf: ShardedTensor) -> tuple[Any, ...]:
 
 
 def require_tensor(data: Any, key: str) -> None:
-    """Raise InvalidShardingError unless the data of the leaf ``key`` is a torch tensor."""
     if not isinstance(data, torch.Tensor):
         found = f"{type(data).__module__}.{type(data).__qualname__}"
         remedy = "torch.as_tensor(data) makes one; from an array, it makes no copy."

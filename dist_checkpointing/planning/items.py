@@ -227,7 +227,6 @@ def _table_of(items: Iterable[WriteItem]) -> ShardTable:
 
 
 def _row(item: WriteItem) -> tuple[Any, ...]:
-    """The row of an item for ``table_of_rows``."""
     index, data = item.index, item.tensor_data
     source = -1 if index.index is None else index.index
     if data is not None:

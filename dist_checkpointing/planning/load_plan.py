@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import add, attrgetter, le
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +107,6 @@ class WantedTable:
 
     @cached_property
     def ndim(self) -> Int32s:
-        """Number of axes of each box."""
         return np.fromiter(map(len, self.box_shapes), dtype=np.int32, count=len(self.keys))
 
     @cached_property
@@ -163,11 +162,11 @@ class WantedTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadTable(Columns, Sequence[ReadItem]):
+class ReadTable(Columns):
     """Boxes to copy, as columns; row ``i`` of every array describes one of them.
 
-    As a sequence it has an item for each row, made when asked for. Shapes and offsets are ``[rows,
-    axes]``, padded to the largest number of axes: shapes with 1, offsets with 0.
+    Shapes and offsets are ``[rows, axes]``, padded to the largest number of axes: shapes with 1,
+    offsets with 0.
 
     ``keys`` are positions in ``names``, and ``sources`` the leaves of this rank that are filled.
     ``dest_offsets`` and ``chunk_offsets`` say where the shard and the stored chunk or piece begin
@@ -202,13 +201,6 @@ class ReadTable(Columns, Sequence[ReadItem]):
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    @overload
-    def __getitem__(self, row: int) -> ReadItem: ...
-    @overload
-    def __getitem__(self, row: slice) -> tuple[ReadItem, ...]: ...
-    def __getitem__(self, row: int | slice) -> ReadItem | tuple[ReadItem, ...]:
-        return self.take(row).items() if isinstance(row, slice) else self.item(row)
 
     @classmethod
     def of(cls, items: Iterable[ReadItem]) -> ReadTable:

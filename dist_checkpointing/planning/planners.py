@@ -405,7 +405,6 @@ class DefaultSavePlanner(SavePlanner):
         return value
 
     def _leaf_of(self, item: WriteItem) -> ShardedBase:
-        """The leaf that an item is a part of."""
         if item.index.index is not None:
             return self._leaves[item.index.index]
         if self._by_key is None:
@@ -457,7 +456,6 @@ def _values(leaf: ShardedTensor, box: Box, flat: tuple[int, int] | None) -> torc
 
 
 def _memory(leaf: ShardedTensor, place: Window) -> torch.Tensor:
-    """The memory of a leaf in a window."""
     assert leaf.data is not None
     whole = leaf.data.detach() if leaf.data.requires_grad else leaf.data
     if leaf.flattened_range is not None:

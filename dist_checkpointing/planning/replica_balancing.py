@@ -101,7 +101,6 @@ class Replicas:
 
     @property
     def firsts(self) -> Int64s:
-        """The first row of each part."""
         return self.rows[self.starts[:-1]]
 
 

@@ -151,7 +151,6 @@ def with_boxes(copies: Copies) -> Copies:
 
 
 def _template(parts: ShardTable, part: int) -> ShardedTensor:
-    """A tensor that wants a part."""
     box, flat, dtype = parts.box(part), parts.flat_range(part), from_name(parts.dtype(part))
     places = box.shape, parts.global_shape(part), box.offset, None
     flattened = None if flat is None else slice(*flat)

@@ -115,7 +115,6 @@ class EditablePlan(Generic[Item, Table]):
 
     @property
     def items(self) -> list[Item]:
-        """The rows as items."""
         if self._items is None:
             items = [*self._items_of(self._table)]
             self._in_table, self._items = items[:], items
@@ -123,7 +122,6 @@ class EditablePlan(Generic[Item, Table]):
 
     @property
     def table(self) -> Table:
-        """The rows as columns."""
         if self._items is not None and self._items != self._in_table:
             self._table, self._in_table = self._table_of(self._items), self._items[:]
         return self._table
@@ -562,7 +560,6 @@ class PackedTable:
         return steps
 
     def unpacked(self) -> ShardTable:
-        """All of it."""
         columns = {name: _unpacked([self], name) for name in COLUMNS}
         return ShardTable(self.names, **columns)
 

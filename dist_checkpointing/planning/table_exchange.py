@@ -153,7 +153,6 @@ class ExchangedTables(Generic[T]):
     digests: bytes
 
     def facts_of_ranks(self) -> list[T]:
-        """The facts of every rank."""
         of_ranks = {rank: own.value for own in self.facts for rank in own.ranks.tolist()}
         return [of_ranks[rank] for rank in range(len(of_ranks))]
 

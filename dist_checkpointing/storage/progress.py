@@ -87,7 +87,6 @@ class Meter:
 
     @property
     def progress(self) -> Progress:
-        """How far this rank is."""
         return Progress(self._phase, self._done, self._total, self._rank)
 
     @contextmanager
@@ -101,18 +100,15 @@ class Meter:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def expect(self, num_bytes: int) -> None:
-        """Say how many bytes this phase will move."""
         self._total = num_bytes
         self._report()
 
     def add(self, num_bytes: int) -> None:
-        """Say that so many more bytes have been moved."""
         with self._lock:
             self._done += num_bytes
         self._report()
 
     def log(self) -> None:
-        """Log the time of every phase."""
         if logger.isEnabledFor(logging.INFO):
             phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self._seconds.items())
             logger.info("%s on rank %d: %s", self._operation, self._rank, phases)

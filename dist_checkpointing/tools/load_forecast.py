@@ -34,7 +34,7 @@ from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
-from dist_checkpointing.validation.load_errors import StoredTensors, compare
+from dist_checkpointing.validation.load_errors import compare
 
 _PAGE_BYTES = 4096
 _SCRATCH_BYTES = 2**22
@@ -265,7 +265,7 @@ def forecast_of(
     """
     reader = checkpoint.reads.set_up_reader(checkpoint.index)
     index = checkpoint.reads.index_for(checkpoint.index)
-    stored = StoredTensors(index if made is None else made.index)
+    stored = index if made is None else made.index
     objects: Container[str] = ()
     if any(want.objects for want in wants):
         objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
@@ -298,7 +298,7 @@ def forecast_of(
             known = findings.setdefault((finding.problem, finding.key), finding)
             ranks = tuple(sorted({*known.ranks, *want.ranks}))
             findings[finding.problem, finding.key] = replace(known, ranks=ranks)
-        cost = _cost(items, index, reader, wanted_bytes)
+        cost = _cost(items.items(), index, reader, wanted_bytes)
         rows.append({"ranks": want.ranks, "num_tensors": len(want.tensors), **cost})
     files = sorted({name for row in rows for name in row["files"]})
     lost = [

@@ -50,8 +50,6 @@ _PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 class Attribute(NamedTuple):
-    """A step into an object."""
-
     name: str
 
     def __str__(self) -> str:
