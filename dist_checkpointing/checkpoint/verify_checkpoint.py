@@ -24,7 +24,6 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
     merge_findings,
 )
-from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (
     ChecksumColumns,
@@ -32,8 +31,7 @@ from dist_checkpointing.format.checksums import (
     checksum_files,
     read_table,
 )
-from dist_checkpointing.format.index import Index, StoredTensor, large_tensors
-from dist_checkpointing.format.leftovers import noted_removal
+from dist_checkpointing.format.index import StoredTensor, large_tensors
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal, unnamed_files
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
@@ -151,25 +149,6 @@ class Notes(Examination):
             with self.noting():
                 tables.append(read_table(path))
         return tables
-
-    def look_for_lost(
-        self, checkpoint: Checkpoint, index: Index, tables: Iterable[ChecksumColumns]
-    ) -> None:
-        """Tensors that only the checksums name, in a format without an index."""
-        if checkpoint.backend != ("zarr", 1):
-            return
-        going = noted_removal(checkpoint.folder)
-        for key in sorted({part.key for table in tables for part in table.parts()} - set(index)):
-            folder = checkpoint.folder / key
-            if key in going:
-                remedy = "Remove it once more."
-                self.remarks.append(Finding("its removal was cut off", key, remedy=remedy))
-            elif location.is_folder(folder):
-                problem = "its metadata is gone, its chunks are there"
-                self.findings.append(Finding(problem, key, path=str(folder)))
-            else:
-                problem = "has checksums and no files: removed on purpose, or lost"
-                self.remarks.append(Finding(problem, key))
 
     def look_at_what_others_read(self, checkpoint: Checkpoint) -> None:
         """Our readers have the index; zarr-python and xarray need the consolidated metadata."""
@@ -290,7 +269,6 @@ def examine_checkpoint(
     tables = seen.checksums(checkpoint.folder)
     is_table_lost = len(seen.findings) > known
     if rank == 0:
-        seen.look_for_lost(checkpoint, index, tables)
         seen.look_at_what_others_read(checkpoint)
     digests, not_covered = parts_of(tables, keys, index)
     if any((table.is_object == 0).any() for table in tables) and not is_table_lost:

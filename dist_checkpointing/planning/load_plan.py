@@ -400,8 +400,3 @@ class LoadPlan(EditablePlan[ReadItem, ReadTable]):
 
     table: ReadTable
     _items_of, _table_of = staticmethod(ReadTable.items), staticmethod(ReadTable.of)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements that are copied."""
-        return int(self.table.num_elements.sum())

@@ -82,7 +82,9 @@ from dist_checkpointing.strategies.unplanned_strategies import ForeignSaveStrate
 from dist_checkpointing.validation.save_errors import (
     CommonDigests,
     check_data,
+    common_digests,
     compare_common_state,
+    number_of_digests,
     refuse_distributed,
     refuse_shared_keys,
     walk,
@@ -240,7 +242,7 @@ class SaveJob:
         self._make_writers(strategy)
         common = None
         if comm.world_size > 1 and self._options.get("validate_access_integrity", True):
-            common = self._common_digests.number
+            common = number_of_digests(self._common_digests)
         if self.strategy.share_replicas is None:
             self._planning = self._start_planning(comm)
             tables, facts = self._planning.facts_of_rank()
@@ -321,7 +323,7 @@ class SaveJob:
     @cached_property
     def _common_digests(self) -> CommonDigests:
         preprocess = self._options.get("preprocess_common_before_consistancy_check")
-        return CommonDigests(self.common, preprocess)
+        return common_digests(self.common if preprocess is None else preprocess(dict(self.common)))
 
     def _start_planning(self, comm: Comm) -> SavePlanning:
         planning = self.strategy.planning(

@@ -259,24 +259,19 @@ class _Leaf(NamedTuple):
     text: str
 
 
-class CommonDigests:
-    """What the values of a rank's common state are, by path, without the values; ``preprocess``
-    gives what is compared between ranks.
-    """
+CommonDigests = Mapping[str, _Leaf]
 
-    def __init__(
-        self,
-        common: CommonStateDict,
-        preprocess: Callable[[CommonStateDict], CommonStateDict] | None,
-    ) -> None:
-        leaves, _ = flatten(common if preprocess is None else preprocess(dict(common)))
-        self.leaves = {path_text(path): _described(leaf) for path, leaf in leaves.items()}
 
-    @property
-    def number(self) -> int:
-        """A number of 62 bits, the same on ranks with the same values."""
-        text = repr(sorted((path, leaf.digest) for path, leaf in self.leaves.items())).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 2
+def common_digests(common: CommonStateDict) -> CommonDigests:
+    """What the values of a rank's common state are, by path, without the values."""
+    leaves, _ = flatten(common)
+    return {path_text(path): _described(leaf) for path, leaf in leaves.items()}
+
+
+def number_of_digests(digests: CommonDigests) -> int:
+    """A number of 62 bits, the same on ranks with the same values."""
+    text = repr(sorted((path, leaf.digest) for path, leaf in digests.items())).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 2
 
 
 def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> None:
@@ -287,11 +282,11 @@ def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> No
     would be lost. A tensor without axes counts as a number.
     """
     step = "comparing the common state"
-    reference = comm.from_rank0(step, lambda: digests().leaves)
+    reference = comm.from_rank0(step, digests)
 
     @paused_collector()
     def differences() -> dict[str, str]:
-        own = digests().leaves
+        own = digests()
         if findings := _lost_tensors(reference, own):
             message = "the ranks hold different tensors in the common state"
             raise InvalidShardingError(message, findings)

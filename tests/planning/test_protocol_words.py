@@ -266,7 +266,7 @@ def test_items_of_a_users_own_kind_are_kept() -> None:
     plan = LoadPlan([own]).with_items([own, own])
     assert plan.items == [own, own]
     assert all(type(read) is Marked for read in plan.items)
-    assert plan.num_elements == 8
+    assert plan.table.num_elements.sum() == 8
 
 
 def test_results_of_a_whole_plan_look_like_results_of_its_items() -> None:
