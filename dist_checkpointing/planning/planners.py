@@ -444,15 +444,11 @@ def _range_of(box: Box, flat: tuple[int, int] | None, leaf: ShardedTensor) -> tu
 
 def _values(leaf: ShardedTensor, box: Box, flat: tuple[int, int] | None) -> torch.Tensor:
     """The values of a leaf in a box, or in a flattened range of it."""
-    whole = leaf.data
-    assert whole is not None
-    if leaf.flattened_range is not None:
-        start, stop = _range_of(box, flat, leaf)
-        values = whole[start - leaf.flattened_range.start : stop - leaf.flattened_range.start]
-        return values if flat is not None else values.view(box.shape)
-    if leaf.prepend_axis_num:
-        whole = whole[(None,) * leaf.prepend_axis_num]
-    return whole if box.shape == whole.shape else whole[box.relative_to(leaf.box.offset).slices()]
+    if leaf.flattened_range is None:
+        return _memory(leaf, Window(0, leaf.box.shape, box.relative_to(leaf.box.offset)))
+    start, stop = _range_of(box, flat, leaf)
+    shape = box.shape if flat is None else (stop - start,)
+    return _memory(leaf, Window(start - leaf.flattened_range.start, shape, Box.whole(shape)))
 
 
 def _memory(leaf: ShardedTensor, place: Window) -> torch.Tensor:
