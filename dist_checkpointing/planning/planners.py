@@ -90,8 +90,8 @@ class SavePlanner(ABC):
             args: nothing.
             kwargs: those that the method has names for, or all if it takes any keyword, of
                 ``is_coordinator`` (whether this is rank 0), ``rank``, ``layout`` (as the
-                attribute), ``remove_redundancy`` and ``save_to_minimum_rank`` (see
-                BalancedSavePlanner; the planner's own, if it has such attributes).
+                attribute), ``remove_redundancy`` and ``save_to_minimum_rank`` (the planner's own,
+                if it has such attributes; else True and False).
         """
 
     @abstractmethod
@@ -329,11 +329,11 @@ class DefaultSavePlanner(SavePlanner):
         *,
         layout: Layout | None = None,
     ) -> None:
-        # A shard has one main replica, so there is nothing to remove.
+        # Every shard is written once anyway.
         del is_coordinator, remove_redundancy
         if save_to_minimum_rank:
-            problem = "every shard is written by the holder of its main replica"
-            remedy = "Use BalancedSavePlanner, which chooses among the holders."
+            problem = "no shard is given to the lowest rank that holds it"
+            remedy = "Leave it out, or use BalancedSavePlanner, which chooses among the holders."
             finding = Finding(problem, found="save_to_minimum_rank=True", remedy=remedy)
             raise CheckpointingException("the planner cannot choose who writes", [finding])
         self._leaves = list(state_dict.values())

@@ -20,7 +20,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.items import SavePlan
-from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
+from dist_checkpointing.planning.planners import DefaultSavePlanner
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, Integers, ShardTable, counted
 
 ShardId = TypeVar("ShardId", bound=Hashable)
@@ -227,34 +227,17 @@ class BalancedSavePlanner(DefaultSavePlanner):
     several chunks may be written by several ranks, and where shards are too large for ranks to
     have alike, they are stored in smaller chunks (down to 256 KiB) than otherwise.
 
-    Args:
-        remove_redundancy: False leaves every shard to its main replica, as DefaultSavePlanner.
-            It may also be given to ``configure_planner``.
-        save_to_minimum_rank: True gives every shard to the lowest rank that holds it. It may also
-            be given to ``configure_planner``.
-
     Example:
         >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
         >>> strategy = TensorStoreSaveShardedStrategy(planner=BalancedSavePlanner())
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt", strategy)
     """
 
-    def __init__(
-        self,
-        *,
-        remove_redundancy: bool = True,
-        save_to_minimum_rank: bool = False,
-    ) -> None:
-        super().__init__()
-        self.remove_redundancy = remove_redundancy
-        self.save_to_minimum_rank = save_to_minimum_rank
-        self.groups: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
 
     @property
     def settings(self) -> Hashable | None:
-        if type(self) is not BalancedSavePlanner:
-            return None
-        return self.remove_redundancy, self.save_to_minimum_rank, self.groups
+        return self.groups if type(self) is BalancedSavePlanner else None
 
     def within(self, groups: Sequence[int]) -> Self:
         """The same planner, by which a shard stays in the group of its main replica; ``groups`` has
@@ -264,30 +247,11 @@ class BalancedSavePlanner(DefaultSavePlanner):
         planner.groups = tuple(groups)
         return planner
 
-    def configure_planner(
-        self,
-        state_dict: Leaves,
-        is_coordinator: bool = True,
-        rank: int = 0,
-        remove_redundancy: bool | None = None,
-        save_to_minimum_rank: bool | None = None,
-        *,
-        layout: Layout | None = None,
-    ) -> None:
-        super().configure_planner(state_dict, is_coordinator, rank, layout=layout)
-        if remove_redundancy is not None:
-            self.remove_redundancy = remove_redundancy
-        if save_to_minimum_rank is not None:
-            self.save_to_minimum_rank = save_to_minimum_rank
-
     def build_local_plan(self) -> SavePlan:
-        if self.remove_redundancy:
-            check_replicas_have_data(self._leaves)
+        check_replicas_have_data(self._leaves)
         return super().build_local_plan()
 
     def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
-        if not self.remove_redundancy:
-            return super().assign(catalog, num_ranks)
         shared = find_replicas(catalog)
         groups = np.array(self.groups or (0,) * num_ranks, dtype=np.int64)
         sets = HolderSets.of(catalog, shared, groups)
@@ -307,9 +271,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
             loads = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(loads, fixed.ranks, fixed.num_bytes)
             own_sets = sets.of_part[parts]
-            writers = sets.ranks[sets.starts[own_sets]]
-            if not self.save_to_minimum_rank:
-                writers = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
+            writers = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
             rows = rows_of_ranks(catalog, shared, parts, writers)
             main, sources = catalog.main[rows], catalog.sources[rows]
             cut = replace(cut, ranks=writers, sources=sources, main=main, holders=None)

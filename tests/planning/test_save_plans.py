@@ -76,12 +76,7 @@ def planned(
 GROUPS = [0, 1, 0, 1, 1]
 PLANNERS: dict[str, tuple[Callable[[int], DefaultSavePlanner], Candidates]] = {
     "main": (lambda _: DefaultSavePlanner(), lambda _, main: [main]),
-    "redundant": (lambda _: BalancedSavePlanner(remove_redundancy=False), lambda _, main: [main]),
     "balanced": (lambda _: BalancedSavePlanner(), lambda holders, _: holders),
-    "lowest": (
-        lambda _: BalancedSavePlanner(save_to_minimum_rank=True),
-        lambda holders, _: [min(holders)],
-    ),
     "groups": (
         lambda count: BalancedSavePlanner().within(GROUPS[:count]),
         lambda holders, main: [rank for rank in holders if GROUPS[rank] == GROUPS[main]],
