@@ -117,10 +117,8 @@ class ShardedTensor(ShardedBase):
         self.local_shape = plain_ints(self.local_shape, "local_shape", key)
         self.global_shape = plain_ints(self.global_shape, "global_shape", key)
         self.global_offset = plain_ints(self.global_offset, "global_offset", key)
-        if self.axis_fragmentations is not None:
-            self.axis_fragmentations = plain_ints(
-                self.axis_fragmentations, "axis_fragmentations", key
-            )
+        if (grid := self.axis_fragmentations) is not None:
+            self.axis_fragmentations = plain_ints(grid, "axis_fragmentations", key)
         self.replica_id = plain_replica_id(self.replica_id, key)
         self.prepend_axis_num = plain_int(self.prepend_axis_num, "prepend_axis_num", key)
         self.flattened_range = plain_range(self.flattened_range, key)

@@ -100,10 +100,9 @@ def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     for leaf in leaves:
         if isinstance(leaf, ShardedTensor):
             row = fields_of(leaf)
-        elif isinstance(leaf, ShardedObject):
-            row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
         else:
-            row = (object(),)  # equal to nothing: let the planner say what is wrong with it
+            assert isinstance(leaf, ShardedObject)
+            row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
         if list in map(type, row):
             row = tuple(tuple(value) if type(value) is list else value for value in row)
         yield row
