@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dist_checkpointing.format.geometry import Box, Ints
@@ -156,14 +155,13 @@ def _along(axis: int, extent: int, part: Any, key: str) -> int | range:
             raise IndexError(f"{key!r}: axis {axis}: a step of {step} is not supported, only >= 1")
         return range(start, stop, step)
     # For torch, True is a mask and not the number 1.
-    given: Any = None if isinstance(part, bool) else part
-    try:
-        place = index(given)
-    except TypeError as error:
+    if isinstance(part, bool) or not hasattr(part, "__index__"):
         found = type(part).__name__
-        raise IndexError(
-            f"{key!r}: axis {axis}: an int or a slice is needed, not {found}"
-        ) from error
+        raise IndexError(f"{key!r}: axis {axis}: an int or a slice is needed, not {found}")
+    try:
+        place = part.__index__()
+    except TypeError as error:
+        raise IndexError(f"{key!r}: axis {axis}: {error}") from error
     if not -extent <= place < extent:
         raise IndexError(f"{key!r}: axis {axis} has {extent} elements, there is no {place}")
-    return place % extent
+    return int(place % extent)

@@ -275,11 +275,8 @@ def checked_plans(
     check_agreement(announced)
     plans, index = planner.build_global_plan(local_plans)
     if len(plans) != len(local_plans):
-        finding = Finding(
-            "build_global_plan must return a plan for every rank",
-            expected=len(local_plans),
-            found=len(plans),
-        )
+        problem = "build_global_plan must return a plan for every rank"
+        finding = Finding(problem, None, len(local_plans), len(plans))
         raise CheckpointingException("the plan of a planner cannot be used", [finding])
     # Items of the user's own do not say whose they are.
     tables = [
