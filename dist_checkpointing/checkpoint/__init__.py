@@ -5,33 +5,22 @@ import typing
 
 if typing.TYPE_CHECKING:
     from dist_checkpointing.checkpoint.checkpoint import (
-        Checkpoint,
-        ObjectHandle,
-        StoredChunk,
-        TensorHandle,
+        Checkpoint as Checkpoint,
+        ObjectHandle as ObjectHandle,
+        StoredChunk as StoredChunk,
+        TensorHandle as TensorHandle,
     )
     from dist_checkpointing.checkpoint.verify_checkpoint import (
-        Examination,
-        examine_checkpoint,
-        verify_checkpoint,
+        Examination as Examination,
+        examine_checkpoint as examine_checkpoint,
+        verify_checkpoint as verify_checkpoint,
     )
-
-__all__ = [
-    "Checkpoint",
-    "Examination",
-    "ObjectHandle",
-    "StoredChunk",
-    "TensorHandle",
-    "examine_checkpoint",
-    "verify_checkpoint",
-]
-
-_EXAMINING = {"Examination", "examine_checkpoint", "verify_checkpoint"}
 
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = "verify_checkpoint" if name in _EXAMINING else "checkpoint"
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        for module in () if name.startswith("_") else ("checkpoint", "verify_checkpoint"):
+            found = vars(importlib.import_module(f"{__name__}.{module}"))
+            if name in found:
+                return found[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

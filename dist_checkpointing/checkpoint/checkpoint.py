@@ -76,10 +76,6 @@ class Stamp(NamedTuple):
         marks = location.marks_of(folder, names, opens=opens)
         return None if marks is None else cls(folder, names, marks)
 
-    def again(self, *, opens: bool) -> Self | None:
-        """The stamp of now."""
-        return self.of(self.folder, self.names, opens=opens)
-
 
 class TensorHandle:
     """One tensor of a checkpoint: known by name, not read.
@@ -130,14 +126,9 @@ class TensorHandle:
         """Bytes of the whole tensor, before compression."""
         return self.stored.num_bytes
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the whole tensor."""
-        return self.stored.num_bytes // self.stored.dtype.itemsize
-
     def numel(self) -> int:
-        """``num_elements``, as torch calls it."""
-        return self.num_elements
+        """Number of elements of the whole tensor."""
+        return self.stored.num_bytes // self.stored.dtype.itemsize
 
     @property
     def chunk_shape(self) -> Ints | None:
@@ -355,9 +346,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def is_committed(self) -> bool:
         """Whether what was opened is still there: not deleted, not overwritten by another save."""
         if self._stamp is not None:
-            if self._stamp == self._stamp.again(opens=self._opens):
+            folder, names, _ = self._stamp
+            if self._stamp == Stamp.of(folder, names, opens=self._opens):
                 return True
-            if self._stamp.names is not _NAMES:
+            if names is not _NAMES:
                 return False
         return (
             data_folder(self._root) == self.folder
@@ -367,7 +359,6 @@ class Checkpoint(Mapping[str, TensorHandle]):
 
     @cached_property
     def _opens(self) -> bool:
-        """Whether a file must be opened to find out whether it has changed."""
         return not (isinstance(self.folder, Path) and is_local(self.folder))
 
     @cached_property
@@ -393,10 +384,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def objects(self) -> Mapping[str, ObjectHandle]:
         """The sharded objects by key."""
         index = self.index
-        if index.objects:
-            claims = large_objects(index.objects)
-            if claims:
-                self.reads.require_stored(claims, index)
+        if claims := large_objects(index.objects):
+            self.reads.require_stored(claims, index)
         grids = index.objects or self.reads.object_grids(index)
         return {key: ObjectHandle(self, key, shape) for key, shape in sorted(grids.items())}
 

@@ -51,7 +51,6 @@ class PartialReads:
 
     @cached_property
     def sharded(self) -> PlannedLoadStrategy:
-        """The strategy for tensors."""
         strategy = sharded_reader(self._config, trusted=self._trusted)
         if self.options is not None:
             strategy = copy.copy(strategy)
@@ -133,7 +132,6 @@ class PartialReads:
         return reader.location(MetadataIndex(key, box.offset, piece))
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:
-        """The grids of all sharded objects, by key."""
         if handles_objects(self.sharded):
             return index.objects
         stored = self._common.load_sharded_metadata(self._folder)
@@ -144,7 +142,6 @@ class PartialReads:
         }
 
     def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:
-        """The value of one cell of a sharded object."""
         leaf = ShardedObject(key, None, shape, cell)
         if not handles_objects(self.sharded):
             return self._common.load_sharded_objects({"cell": leaf}, self._folder)["cell"]
@@ -152,5 +149,4 @@ class PartialReads:
         return leaf.data
 
     def common(self) -> StateDict:
-        """The common state."""
         return self._common.load_common(self._folder)

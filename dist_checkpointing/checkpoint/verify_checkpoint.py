@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -24,7 +24,6 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
     merge_findings,
 )
-from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (
     ChecksumColumns,
@@ -32,8 +31,7 @@ from dist_checkpointing.format.checksums import (
     checksum_files,
     read_table,
 )
-from dist_checkpointing.format.index import Index, StoredTensor, large_tensors
-from dist_checkpointing.format.leftovers import noted_removal
+from dist_checkpointing.format.index import StoredTensor, large_tensors
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal, unnamed_files
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
@@ -52,7 +50,7 @@ from dist_checkpointing.strategies.verification import (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Examination:
     """What reading all of a checkpoint has shown.
 
@@ -61,9 +59,9 @@ class Examination:
     are those that were read, and whose checksum was compared; objects are counted by cells.
     """
 
-    findings: tuple[Finding, ...] = ()
-    refused: tuple[Finding, ...] = ()
-    remarks: tuple[Finding, ...] = ()
+    findings: list[Finding] = field(default_factory=list)
+    refused: list[Finding] = field(default_factory=list)
+    remarks: list[Finding] = field(default_factory=list)
     num_tensors: int = 0
     num_parts: int = 0
     num_bytes: int = 0
@@ -73,33 +71,22 @@ class Examination:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is damaged."""
         return not self.findings
 
     @classmethod
     def joined(cls, of_ranks: Sequence[Examination]) -> Examination:
         """What ranks have seen together, each of its part; rank 0 has counted all else."""
-        return replace(
-            of_ranks[0],
-            findings=merge_findings(chain(*(found.findings for found in of_ranks))),
-            refused=merge_findings(chain(*(found.refused for found in of_ranks))),
-            remarks=merge_findings(chain(*(found.remarks for found in of_ranks))),
-            num_tensors=sum(found.num_tensors for found in of_ranks),
-            num_parts=sum(found.num_parts for found in of_ranks),
-            num_bytes=sum(found.num_bytes for found in of_ranks),
-            num_bytes_compared=sum(found.num_bytes_compared for found in of_ranks),
-        )
+        found = replace(of_ranks[0])
+        for name in ("findings", "refused", "remarks"):
+            setattr(
+                found, name, [*merge_findings(chain(*(getattr(own, name) for own in of_ranks)))]
+            )
+        for name in ("num_tensors", "num_parts", "num_bytes", "num_bytes_compared"):
+            setattr(found, name, sum(getattr(own, name) for own in of_ranks))
+        return found
 
 
-class Notes:
-    """What has been noticed so far."""
-
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
-        self.refused: list[Finding] = []
-        self.remarks: list[Finding] = []
-        self.num_objects = 0
-
+class Notes(Examination):
     @contextmanager
     def noting(self, key: str | None = None, *, unpickles: bool = False) -> Iterator[None]:
         """Note what is damaged in the body, or what it does not unpickle, and go on."""
@@ -147,7 +134,6 @@ class Notes:
         ]
 
     def look_at_state(self, checkpoint: Checkpoint) -> None:
-        """Read the common state and every cell of every sharded object."""
         with self.noting(unpickles=True):
             _ = checkpoint.common
         with self.noting():
@@ -158,33 +144,11 @@ class Notes:
                         self.num_objects += 1
 
     def checksums(self, folder: Location) -> list[ChecksumColumns]:
-        """The tables of checksums that can be read."""
         tables = []
         for path in checksum_files(folder):
-            try:
+            with self.noting():
                 tables.append(read_table(path))
-            except CorruptCheckpointError as error:
-                self.findings += error.findings
         return tables
-
-    def look_for_lost(
-        self, checkpoint: Checkpoint, index: Index, tables: Iterable[ChecksumColumns]
-    ) -> None:
-        """Tensors that only the checksums name, in a format without an index."""
-        if checkpoint.backend != ("zarr", 1):
-            return
-        going = noted_removal(checkpoint.folder)
-        for key in sorted({part.key for table in tables for part in table.parts()} - set(index)):
-            folder = checkpoint.folder / key
-            if key in going:
-                remedy = "Remove it once more."
-                self.remarks.append(Finding("its removal was cut off", key, remedy=remedy))
-            elif location.is_folder(folder):
-                problem = "its metadata is gone, its chunks are there"
-                self.findings.append(Finding(problem, key, path=str(folder)))
-            else:
-                problem = "has checksums and no files: removed on purpose, or lost"
-                self.remarks.append(Finding(problem, key))
 
     def look_at_what_others_read(self, checkpoint: Checkpoint) -> None:
         """Our readers have the index; zarr-python and xarray need the consolidated metadata."""
@@ -202,7 +166,7 @@ class Notes:
             )
 
 
-def said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, ...]:
+def said_once(findings: Sequence[Finding], num_tensors: int) -> list[Finding]:
     """The findings; what keeps every single tensor from being read becomes one."""
     alike: dict[tuple[str, str | None], list[Finding]] = {}
     for finding in findings:
@@ -215,7 +179,7 @@ def said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, .
             found.append(replace(same[0], key=None, expected=None, found=what))
         else:
             found += same
-    return tuple(found)
+    return found
 
 
 def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
@@ -285,15 +249,16 @@ def examine_checkpoint(
     try:
         checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
     except CorruptCheckpointError as error:
-        return Examination(_findings(error))
+        return Examination([*_findings(error)])
     seen = Notes()
     seal = seen.found(lambda: read_seal(checkpoint.folder))
+    seen.is_sealed = seal is not None
     index = seen.found(lambda: checkpoint.index)
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:
         seen.look_at_files(checkpoint.folder, seal, rank, world_size)
-        return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
+        return Examination.joined([seen])
     keys, known = sorted(index)[rank::world_size], len(seen.findings)
     with seen.noting():
         checkpoint.reads.require_stored(large_tensors(index, keys), index)
@@ -304,7 +269,6 @@ def examine_checkpoint(
     tables = seen.checksums(checkpoint.folder)
     is_table_lost = len(seen.findings) > known
     if rank == 0:
-        seen.look_for_lost(checkpoint, index, tables)
         seen.look_at_what_others_read(checkpoint)
     digests, not_covered = parts_of(tables, keys, index)
     if any((table.is_object == 0).any() for table in tables) and not is_table_lost:
@@ -327,17 +291,11 @@ def examine_checkpoint(
             seen.findings += stored_objects_damage(checkpoint, cells)
     seen.look_at_files(checkpoint.folder, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
-    return Examination(
-        said_once(merge_findings(seen.findings), len(keys)),
-        merge_findings(seen.refused),
-        merge_findings(seen.remarks),
-        len(keys),
-        len(parts),
-        sum(size for _, size in sizes),
-        sum(size for part, size in sizes if part.digest is not None),
-        seen.num_objects,
-        seal is not None,
-    )
+    seen.num_tensors, seen.num_parts = len(keys), len(parts)
+    seen.num_bytes = sum(size for _, size in sizes)
+    seen.num_bytes_compared = sum(size for part, size in sizes if part.digest is not None)
+    seen.findings = said_once(merge_findings(seen.findings), len(keys))
+    return Examination.joined([seen])
 
 
 def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:

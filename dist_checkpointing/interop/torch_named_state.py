@@ -28,7 +28,7 @@ from dist_checkpointing.mapping.nested_dicts import (
     take_apart,
     unflatten,
 )
-from dist_checkpointing.validation.save_errors import CommonDigests
+from dist_checkpointing.validation.save_errors import common_digests, number_of_digests
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,8 @@ def optimizer_tree(
             values[name], nested = _without_tensors(entries, f"{_PREFIX}{name}")
             nests |= {name: nested} if nested else {}
     groups = groups_here
-    if not comm.all_same(CommonDigests({"all": repr((groups, values, nests))}, None).number):
+    digests = common_digests({"all": repr((groups, values, nests))})
+    if not comm.all_same(number_of_digests(digests)):
         groups = []
         for groups_there, values_there, nests_there in comm.all_gather(
             (groups_here, values, nests)

@@ -33,7 +33,7 @@ from dist_checkpointing.interop.torch_named_state import (
 from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, StoredState
 from dist_checkpointing.mapping.nested_dicts import flatten, unflatten
 from dist_checkpointing.planning.replica_check import digest_of_values
-from dist_checkpointing.validation.save_errors import CommonDigests
+from dist_checkpointing.validation.save_errors import common_digests, number_of_digests
 
 
 def rng_state() -> dict[str, Any]:
@@ -332,7 +332,7 @@ def _number_of(state: dict[str, Any]) -> int:
         elif _is_weight(leaf):
             content = digest_of_values(leaf.detach().reshape(-1))
             leaves[path] = f"{leaf.dtype}{tuple(leaf.shape)}{content.hex()}"
-    return CommonDigests(unflatten(skeleton, leaves), None).number
+    return number_of_digests(common_digests(unflatten(skeleton, leaves)))
 
 
 def _has(state: dict[str, Any], kind: Callable[[object], bool]) -> bool:

@@ -64,14 +64,14 @@ def local_part(key: str, tensor: DTensor) -> LocalPart | None:
         _runs_of_axis(extent, of_axis, local)
         for extent, of_axis, local in zip(shape, cuts, data.shape, strict=True)
     ]
-    if any(found is None for found in runs):
+    if not all(runs):
         raise invalid_sharding(
             key,
             "the local tensor is not what the placements say",
             expected=f"{tensor.placements} of {shape} on {tensor.device_mesh}",
             found=f"{tuple(data.shape)} at {coordinates}",
         )
-    boxes, local_boxes = _boxes([found for found in runs if found is not None])
+    boxes, local_boxes = _boxes(runs)
     counts = tuple(math.prod(cut.parts for cut in of_axis) for of_axis in cuts)
     even = all(extent % count == 0 for extent, count in zip(shape, counts, strict=True))
     return LocalPart(data, boxes, local_boxes, counts if even else None, tuple(replica_id))
@@ -109,8 +109,8 @@ class _MeshCut(NamedTuple):
     factor: int
 
 
-def _runs_of_axis(extent: int, cuts: Sequence[_MeshCut], local_extent: int) -> list[range] | None:
-    """The indices of one axis that a rank holds, as ranges; None if there are not so many.
+def _runs_of_axis(extent: int, cuts: Sequence[_MeshCut], local_extent: int) -> list[range]:
+    """The indices of one axis that a rank holds, as ranges; no range if there are not so many.
 
     FSDP2 cuts what tensor parallelism has already cut, but its mesh axis comes first: a strided cut
     means "after the cuts that follow". Applied from left to right, it gives other rows if the
@@ -119,7 +119,7 @@ def _runs_of_axis(extent: int, cuts: Sequence[_MeshCut], local_extent: int) -> l
     for runs in (_cut_as_fsdp(extent, cuts), _cut_from_left(extent, cuts)):
         if runs is not None and sum(map(len, runs)) == local_extent:
             return runs or [range(extent, extent)]
-    return None
+    return []
 
 
 def _cut_as_fsdp(extent: int, cuts: Sequence[_MeshCut]) -> list[range] | None:

@@ -320,7 +320,6 @@ def overlay(base: Any, structure: Structure | None, values: Sequence[Any], path:
 def _entries(
     structure: Structure, values: Sequence[Any]
 ) -> Iterator[tuple[int, Structure | None, Sequence[Any]]]:
-    """Number, structure and leaves of each entry."""
     end = 0
     for number in range(len(structure.keys)):
         child = structure.below.get(number)

@@ -42,7 +42,6 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def invalid_sharding(key: str | None, problem: str, **details: Any) -> InvalidShardingError:
-    """The error about one thing that is wrong with the leaf ``key``."""
     return InvalidShardingError(f"invalid sharding of {key!r}", [Finding(problem, key, **details)])
 
 
@@ -116,7 +115,6 @@ class ShardedBase(ABC):
         """The same description with ``data=None``."""
 
     def _wrong(self, problem: str, **details: Any) -> InvalidShardingError:
-        """The error about one thing that is wrong with this leaf."""
         return invalid_sharding(self.key, problem, **details)
 
 
@@ -183,16 +181,12 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
         >>> state["w"].global_shape
         (2, 4)
     """
-
-    def visit(container: Any) -> None:
-        steps = container.items() if isinstance(container, dict) else enumerate(container)
-        for step, value in list(steps):
-            if isinstance(value, ShardedTensorFactory):
-                container[step] = value.build()
-            elif isinstance(value, dict | list):
-                visit(value)
-
-    visit(sharded_state_dict)
+    nest: Any = sharded_state_dict
+    for step, value in list(nest.items() if isinstance(nest, dict) else enumerate(nest)):
+        if isinstance(value, ShardedTensorFactory):
+            nest[step] = value.build()
+        elif isinstance(value, dict | list):
+            apply_factories(value)  # type: ignore[arg-type]
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:

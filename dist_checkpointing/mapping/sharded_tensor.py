@@ -55,7 +55,6 @@ def fields_of(leaf: ShardedTensor) -> tuple[Any, ...]:
 
 
 def require_tensor(data: Any, key: str) -> None:
-    """Raise InvalidShardingError unless the data of the leaf ``key`` is a torch tensor."""
     if not isinstance(data, torch.Tensor):
         found = f"{type(data).__module__}.{type(data).__qualname__}"
         remedy = "torch.as_tensor(data) makes one; from an array, it makes no copy."
@@ -118,10 +117,8 @@ class ShardedTensor(ShardedBase):
         self.local_shape = plain_ints(self.local_shape, "local_shape", key)
         self.global_shape = plain_ints(self.global_shape, "global_shape", key)
         self.global_offset = plain_ints(self.global_offset, "global_offset", key)
-        if self.axis_fragmentations is not None:
-            self.axis_fragmentations = plain_ints(
-                self.axis_fragmentations, "axis_fragmentations", key
-            )
+        if (grid := self.axis_fragmentations) is not None:
+            self.axis_fragmentations = plain_ints(grid, "axis_fragmentations", key)
         self.replica_id = plain_replica_id(self.replica_id, key)
         self.prepend_axis_num = plain_int(self.prepend_axis_num, "prepend_axis_num", key)
         self.flattened_range = plain_range(self.flattened_range, key)
@@ -209,9 +206,7 @@ class ShardedTensor(ShardedBase):
     @property
     def sticks_out(self) -> bool:
         """Whether the box extends beyond the global tensor, which a padded shard may."""
-        shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
-        axes = zip(self.global_offset, shape, self.global_shape, strict=True)
-        return any(start + extent > whole for start, extent, whole in axes)
+        return not Box.whole(tuple(self.global_shape)).contains(self.box)
 
     @property
     def flat_range(self) -> tuple[int, int] | None:

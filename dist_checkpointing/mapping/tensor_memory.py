@@ -58,19 +58,13 @@ def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
     # The 8-bit floats differ in their special values: no other type fits into one.
     if wanted.itemsize == 1:
         return False
-    import ml_dtypes  # noqa: PLC0415 - see ``DType.numpy``
-
-    target: Any = ml_dtypes.finfo(from_torch(wanted).numpy)  # type: ignore[no-untyped-call]
+    target = torch.finfo(wanted)
     if not stored.is_floating_point:
         # The most negative integer is a power of two, so the sign costs no precision.
-        bits = torch.iinfo(stored).max.bit_length()
-        return bits <= int(target.nmant) + 1 and bits <= int(target.maxexp)
-    source: Any = ml_dtypes.finfo(from_torch(stored).numpy)  # type: ignore[no-untyped-call]
-    return bool(
-        source.nmant <= target.nmant
-        and float(source.max) <= float(target.max)
-        and float(source.smallest_subnormal) >= float(target.smallest_subnormal)
-    )
+        return (torch.iinfo(stored).max >> 1) * target.eps < 1
+    source = torch.finfo(stored)
+    is_fine = source.smallest_normal * source.eps >= target.smallest_normal * target.eps
+    return source.eps >= target.eps and source.max <= target.max and is_fine
 
 
 _BITS_BY_ITEMSIZE = {1: torch.int8, 2: torch.int16}

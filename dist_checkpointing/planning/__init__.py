@@ -6,108 +6,72 @@ Recipes are imported on first use.
 import importlib
 import typing
 
-from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
-from dist_checkpointing.planning.items import (
-    LoadItemType,
-    LocalPlans,
-    Metadata,
-    MetadataIndex,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
+from dist_checkpointing.planning.chunking import (
+    RowBlockLayout as RowBlockLayout,
+    WholeShardLayout as WholeShardLayout,
 )
-from dist_checkpointing.planning.load_plan import LoadPlan, ReadTable
+from dist_checkpointing.planning.items import (
+    LoadItemType as LoadItemType,
+    Metadata as Metadata,
+    MetadataIndex as MetadataIndex,
+    ReadItem as ReadItem,
+    SavePlan as SavePlan,
+    TensorWriteData as TensorWriteData,
+    WriteItem as WriteItem,
+    WriteItemType as WriteItemType,
+)
+from dist_checkpointing.planning.load_plan import LoadPlan as LoadPlan, ReadTable as ReadTable
 from dist_checkpointing.planning.planners import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    Destinations,
-    Leaves,
-    LoadPlanner,
-    SavePlanner,
+    DefaultLoadPlanner as DefaultLoadPlanner,
+    DefaultSavePlanner as DefaultSavePlanner,
+    Destinations as Destinations,
+    Leaves as Leaves,
+    LoadPlanner as LoadPlanner,
+    SavePlanner as SavePlanner,
 )
 from dist_checkpointing.planning.replica_balancing import (
-    BalancedSavePlanner,
-    distribute_shards_to_ranks,
+    BalancedSavePlanner as BalancedSavePlanner,
+    distribute_shards_to_ranks as distribute_shards_to_ranks,
 )
-from dist_checkpointing.planning.resharding import plan_load
+from dist_checkpointing.planning.resharding import plan_load as plan_load
 
 if typing.TYPE_CHECKING:
     from dist_checkpointing.planning.model_recipes import (
-        llama_to_megatron,
-        megatron_to_llama,
-        megatron_to_mixtral,
-        mixtral_to_megatron,
+        llama_to_megatron as llama_to_megatron,
+        megatron_to_llama as megatron_to_llama,
+        megatron_to_mixtral as megatron_to_mixtral,
+        mixtral_to_megatron as mixtral_to_megatron,
     )
-    from dist_checkpointing.planning.quantization_rules import Dequantize, Quantize
-    from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
+    from dist_checkpointing.planning.quantization_rules import (
+        Dequantize as Dequantize,
+        Quantize as Quantize,
+    )
+    from dist_checkpointing.planning.recipe import (
+        Derivation as Derivation,
+        Recipe as Recipe,
+        derive as derive,
+    )
     from dist_checkpointing.planning.recipe_rules import (
-        CastTo,
-        Concat,
-        Drop,
-        Keep,
-        Missing,
-        Rename,
-        Resize,
-        Rule,
-        Split,
-        Stack,
-        Transpose,
-        Unstack,
+        CastTo as CastTo,
+        Concat as Concat,
+        Drop as Drop,
+        Keep as Keep,
+        Missing as Missing,
+        Rename as Rename,
+        Resize as Resize,
+        Rule as Rule,
+        Split as Split,
+        Stack as Stack,
+        Transpose as Transpose,
+        Unstack as Unstack,
     )
-
-__all__ = [
-    "BalancedSavePlanner",
-    "CastTo",
-    "Concat",
-    "DefaultLoadPlanner",
-    "DefaultSavePlanner",
-    "Dequantize",
-    "Derivation",
-    "Destinations",
-    "Drop",
-    "Keep",
-    "Leaves",
-    "LoadItemType",
-    "LoadPlan",
-    "LoadPlanner",
-    "LocalPlans",
-    "Metadata",
-    "MetadataIndex",
-    "Missing",
-    "Quantize",
-    "ReadItem",
-    "ReadTable",
-    "Recipe",
-    "Rename",
-    "Resize",
-    "RowBlockLayout",
-    "Rule",
-    "SavePlan",
-    "SavePlanner",
-    "Split",
-    "Stack",
-    "TensorWriteData",
-    "Transpose",
-    "Unstack",
-    "WholeShardLayout",
-    "WriteItem",
-    "WriteItemType",
-    "derive",
-    "distribute_shards_to_ranks",
-    "llama_to_megatron",
-    "megatron_to_llama",
-    "megatron_to_mixtral",
-    "mixtral_to_megatron",
-    "plan_load",
-]
 
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.Any:
-        for module in ("recipe", "recipe_rules", "quantization_rules", "model_recipes"):
-            found = vars(importlib.import_module(f"{__name__}.{module}")) if name in __all__ else {}
+        modules = ("recipe", "recipe_rules", "quantization_rules", "model_recipes")
+        for module in () if name.startswith("_") else modules:
+            found = vars(importlib.import_module(f"{__name__}.{module}"))
             if name in found:
                 return found[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

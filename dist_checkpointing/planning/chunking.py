@@ -104,10 +104,8 @@ _MOST_CHUNKS: Final = 64
 def nested_grids(index: Index, base: Index) -> dict[str, Ints]:
     """The chunk shapes of a base that make up larger ones of a new checkpoint, by key."""
     found = {}
-    shapes, chunks = index.global_shape_column, index.chunk_shape_column
-    for key, dtype, shape, own in zip(
-        index.keys_column, index.dtype_column, shapes, chunks, strict=True
-    ):
+    columns = index.dtype_column, index.global_shape_column, index.chunk_shape_column
+    for key, dtype, shape, own in zip(index.keys_column, *columns, strict=True):
         theirs = base.chunk_shape(key)
         if own is None or theirs is None or tuple(own) == tuple(theirs):
             continue

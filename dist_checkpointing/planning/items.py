@@ -71,7 +71,7 @@ class TensorWriteData:
             chunk = Box(_ints(_part(chunk, "offsets")), _ints(_part(chunk, "sizes")))
         dtype = properties if dtype is None else dtype
         object.__setattr__(self, "chunk", chunk)
-        object.__setattr__(self, "dtype", dtype if type(dtype) is str else _dtype_name(dtype))
+        object.__setattr__(self, "dtype", _dtype_name(dtype))
         object.__setattr__(self, "size", size if type(size) is tuple else _ints(size))
         object.__setattr__(self, "flat_range", flat_range)
 
@@ -84,8 +84,7 @@ class TensorWriteData:
                 fit together.
         """
         try:
-            chunk, dtype, size = (_part(given, name) for name in ("chunk", "properties", "size"))
-            data = cls(chunk, _dtype_name(dtype), size)
+            data = cls(*(_part(given, name) for name in ("chunk", "properties", "size")))
         except InvalidShardingError as error:
             (finding,) = error.findings
             raise InvalidShardingError(error.message, [replace(finding, key=key)]) from None
@@ -209,6 +208,40 @@ class WriteItem:
         return count * _ITEMSIZES.get(data.dtype, 4)
 
 
+def _items(table: ShardTable) -> Iterator[WriteItem]:
+    columns = (getattr(table, name).tolist() for name in COLUMNS)
+    for key, dtype, ndim, whole, offset, shape, flat, main, source, _ in zip(*columns, strict=True):
+        box, size = Box(tuple(offset[:ndim]), tuple(shape[:ndim])), tuple(whole[:ndim])
+        index = MetadataIndex(table.names[key], box.offset, None if source < 0 else source)
+        is_object = table.names[dtype] == OBJECT
+        flat_range = None if flat[0] < 0 else (flat[0], flat[1])
+        data = None if is_object else TensorWriteData(box, table.names[dtype], size, flat_range)
+        kind = WriteItemType.BYTE_IO if is_object else WriteItemType.TENSOR
+        cell = size if is_object else None
+        yield WriteItem(index, kind, data, object_cell=cell, is_main_replica=main)
+
+
+def _table_of(items: Iterable[WriteItem]) -> ShardTable:
+    # Items do not say whose they are.
+    return table_of_rows(0, [*map(_row, items)])
+
+
+def _row(item: WriteItem) -> tuple[Any, ...]:
+    index, data = item.index, item.tensor_data
+    source = -1 if index.index is None else index.index
+    if data is not None:
+        box, dtype, shape, flat = data.chunk, data.dtype, data.size, data.flat_range
+        if dtype not in _ITEMSIZES:
+            known = ", ".join(_ITEMSIZES)
+            raise _unusable_data("this dtype cannot be stored", index.fqn, known, dtype)
+        return index.fqn, dtype, shape, box.offset, box.shape, flat, item.is_main_replica, source
+    grid = item.object_cell
+    if grid is None:
+        grid = (1,) * len(index.offset or (0,))
+    cell, one = tuple(index.offset or (0,) * len(grid)), (1,) * len(grid)
+    return index.fqn, OBJECT, grid, cell, one, None, item.is_main_replica, source
+
+
 @dataclass(eq=False, init=False)
 class SavePlan(EditablePlan[WriteItem, ShardTable]):
     """What one rank brings to a save (local plan), or writes (final plan).
@@ -228,8 +261,7 @@ class SavePlan(EditablePlan[WriteItem, ShardTable]):
 
     table: ShardTable
     index: Index | None
-    storage_data: object
-    planner_data: object
+    _items_of, _table_of = staticmethod(_items), staticmethod(_table_of)
 
     def __init__(
         self,
@@ -240,19 +272,8 @@ class SavePlan(EditablePlan[WriteItem, ShardTable]):
         table: ShardTable | None = None,
         index: Index | None = None,
     ) -> None:
-        if isinstance(items, ShardTable):
-            items, table = None, items
-        self._table = table_of_rows(0, []) if table is None else table
-        if items is not None:
-            self._table = self._table_of(items)
-        self.index, self.storage_data, self.planner_data = index, storage_data, planner_data
-
-    def _items_of(self, table: ShardTable) -> Iterable[WriteItem]:
-        return _items(table)
-
-    def _table_of(self, items: Iterable[WriteItem]) -> ShardTable:
-        rank = int(self._table.ranks[0]) if len(self._table) else 0
-        return table_of_rows(rank, list(map(_row, items)))
+        super().__init__(items, storage_data, planner_data, table=table)
+        self.index = index
 
     @property
     def num_bytes(self) -> int:
@@ -262,50 +283,6 @@ class SavePlan(EditablePlan[WriteItem, ShardTable]):
     def for_index(self, index: Index | None) -> SavePlan:
         """This plan with an index, unless it has one."""
         return replace(self, index=index) if self.index is None else self
-
-
-def _items(table: ShardTable) -> Iterator[WriteItem]:
-    columns = (getattr(table, name).tolist() for name in COLUMNS)
-    for key, dtype, ndim, whole, offset, shape, flat, main, source, _ in zip(*columns, strict=True):
-        box, size = Box(tuple(offset[:ndim]), tuple(shape[:ndim])), tuple(whole[:ndim])
-        index = MetadataIndex(table.names[key], box.offset, None if source < 0 else source)
-        is_object = table.names[dtype] == OBJECT
-        flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-        data = None if is_object else TensorWriteData(box, table.names[dtype], size, flat_range)
-        kind = WriteItemType.BYTE_IO if is_object else WriteItemType.TENSOR
-        cell = size if is_object else None
-        yield WriteItem(index, kind, data, object_cell=cell, is_main_replica=main)
-
-
-def _row(item: WriteItem) -> tuple[Any, ...]:
-    """The row of an item for ``table_of_rows``."""
-    index, data = item.index, item.tensor_data
-    source = -1 if index.index is None else index.index
-    if data is not None:
-        box, dtype, shape, flat = data.chunk, data.dtype, data.size, data.flat_range
-        if dtype not in _ITEMSIZES:
-            known = ", ".join(_ITEMSIZES)
-            raise _unusable_data("this dtype cannot be stored", index.fqn, known, dtype)
-        return index.fqn, dtype, shape, box.offset, box.shape, flat, item.is_main_replica, source
-    grid = item.object_cell
-    if grid is None:
-        grid = (1,) * len(index.offset or (0,))
-    cell, one = tuple(index.offset or (0,) * len(grid)), (1,) * len(grid)
-    return index.fqn, OBJECT, grid, cell, one, None, item.is_main_replica, source
-
-
-class LocalPlans(tuple[SavePlan, ...]):  # noqa: SLOT001 - it keeps its catalog
-    """The local plans of all ranks, in rank order."""
-
-    @classmethod
-    def of(cls, plans: Sequence[SavePlan]) -> LocalPlans:
-        """The plans as they are, or made of a sequence that a user's planner has changed."""
-        return plans if isinstance(plans, cls) else cls(plans)
-
-    @cached_property
-    def catalog(self) -> ShardTable:
-        """All their rows in one table, sorted by key."""
-        return concatenate([plan.table for plan in self])
 
 
 class LoadItemType(Enum):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import add, attrgetter, le
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Ints, Window, padded_rows
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import Path, Position, chained
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
@@ -107,7 +107,6 @@ class WantedTable:
 
     @cached_property
     def ndim(self) -> Int32s:
-        """Number of axes of each box."""
         return np.fromiter(map(len, self.box_shapes), dtype=np.int32, count=len(self.keys))
 
     @cached_property
@@ -163,11 +162,11 @@ class WantedTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadTable(Columns, Sequence[ReadItem]):
+class ReadTable(Columns):
     """Boxes to copy, as columns; row ``i`` of every array describes one of them.
 
-    As a sequence it has an item for each row, made when asked for. Shapes and offsets are ``[rows,
-    axes]``, padded to the largest number of axes: shapes with 1, offsets with 0.
+    Shapes and offsets are ``[rows, axes]``, padded to the largest number of axes: shapes with 1,
+    offsets with 0.
 
     ``keys`` are positions in ``names``, and ``sources`` the leaves of this rank that are filled.
     ``dest_offsets`` and ``chunk_offsets`` say where the shard and the stored chunk or piece begin
@@ -202,13 +201,6 @@ class ReadTable(Columns, Sequence[ReadItem]):
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    @overload
-    def __getitem__(self, row: int) -> ReadItem: ...
-    @overload
-    def __getitem__(self, row: slice) -> tuple[ReadItem, ...]: ...
-    def __getitem__(self, row: int | slice) -> ReadItem | tuple[ReadItem, ...]:
-        return self.take(row).items() if isinstance(row, slice) else self.item(row)
 
     @classmethod
     def of(cls, items: Iterable[ReadItem]) -> ReadTable:
@@ -252,15 +244,9 @@ class ReadTable(Columns, Sequence[ReadItem]):
         )
 
     def followed_by(self, other: ReadTable) -> ReadTable:
-        """This table and the rows of another one."""
-        tables = [self, replace(other, keys=other.keys + np.int32(len(self.names)))]
-        if any(table.given is not None for table in tables):
-            tables = [
-                replace(table, given=np.fromiter(own, np.object_, len(own)))
-                for table, own in zip(tables, (self.items(), other.items()), strict=True)
-            ]
-        joined = tables[0].joined(tables[1])
-        return replace(joined, names=(*self.names, *other.names))
+        """This table and the rows of another one, which was made as this one: ``given`` or not."""
+        other = replace(other, keys=other.keys + np.int32(len(self.names)))
+        return replace(self.joined(other), names=(*self.names, *other.names))
 
     @property
     def num_elements(self) -> Int64s:
@@ -353,18 +339,18 @@ def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
     """The table that reads whole stored chunks, for questions about where they are."""
     items = []
     for chunk in chunks:
-        tensor = index[chunk.fqn]
-        if tensor.chunk_shape is not None:
-            shape = tensor.chunk_shape
-        else:
-            assert tensor.pieces is not None
-            assert chunk.index is not None
-            box, flat = tensor.pieces[chunk.index]
-            shape = box.shape if flat is None else (flat[1] - flat[0],)
-        window = Window(0, shape, Box.whole(shape))
-        dest = replace(chunk, index=0)
+        shape = array_shape(index[chunk.fqn], chunk.index)
+        window, dest = Window(0, shape, Box.whole(shape)), replace(chunk, index=0)
         items.append(ReadItem(LoadItemType.TENSOR, dest, window, chunk, window))
     return ReadTable.of(items)
+
+
+def array_shape(tensor: StoredTensor, piece: int | None) -> Ints:
+    """Shape of the array of a stored chunk, or of a piece with this number."""
+    if piece is None or tensor.pieces is None:
+        return tensor.grid.chunk_shape
+    box, flat = tensor.pieces[piece]
+    return box.shape if flat is None else (flat[1] - flat[0],)
 
 
 def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
@@ -413,28 +399,4 @@ class LoadPlan(EditablePlan[ReadItem, ReadTable]):
     """
 
     table: ReadTable
-    storage_data: object
-    planner_data: object
-
-    def __init__(
-        self,
-        items: ReadTable | Iterable[ReadItem] | None = None,
-        storage_data: object = None,
-        planner_data: object = None,
-        *,
-        table: ReadTable | None = None,
-    ) -> None:
-        rows = table if items is None else items
-        self._table = rows if isinstance(rows, ReadTable) else ReadTable.of(rows or ())
-        self.storage_data, self.planner_data = storage_data, planner_data
-
-    def _items_of(self, table: ReadTable) -> Iterable[ReadItem]:
-        return table.items()
-
-    def _table_of(self, items: Iterable[ReadItem]) -> ReadTable:
-        return ReadTable.of(items)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements that are copied."""
-        return int(self.table.num_elements.sum())
+    _items_of, _table_of = staticmethod(ReadTable.items), staticmethod(ReadTable.of)

@@ -98,14 +98,8 @@ def mixtral_to_megatron(
 ) -> Recipe:
     """From a Mixtral-style model of Hugging Face to a GPT model with experts of Megatron-Core.
 
-    Args:
-        num_query_groups: ``num_key_value_heads`` of the model.
-        layers: See ``llama_to_megatron``.
-        vocab_size: See ``llama_to_megatron``.
-        transformer_impl: As in Megatron. The norm before the experts has another name in each.
-
-    Raises:
-        ValueError: as ``llama_to_megatron``.
+    As ``llama_to_megatron``, and ``transformer_impl`` is that of Megatron: the norm before the
+    experts has another name in each.
 
     Example:
         >>> from dist_checkpointing.planning.model_recipes import mixtral_to_megatron
@@ -165,16 +159,8 @@ def megatron_to_mixtral(
     """From a GPT model with experts of Megatron-Core to a Mixtral-style model of Hugging Face.
 
     Takes the experts of a checkpoint, and those of a ``state_dict()`` that ``torch.save`` wrote:
-    ``experts.linear_fc1.weight0`` or ``experts.local_experts.0.linear_fc1.weight``.
-
-    Args:
-        num_attention_heads: See ``megatron_to_llama``.
-        num_query_groups: See ``megatron_to_llama``.
-        layers: See ``megatron_to_llama``.
-        vocab_size: See ``megatron_to_llama``.
-
-    Raises:
-        ValueError: as ``megatron_to_llama``.
+    ``experts.linear_fc1.weight0`` or ``experts.local_experts.0.linear_fc1.weight``. The arguments
+    are those of ``megatron_to_llama``.
 
     Example:
         >>> from dist_checkpointing.planning.model_recipes import megatron_to_mixtral

@@ -31,7 +31,6 @@ from dist_checkpointing.mapping.nested_dicts import Path
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.items import (
-    LocalPlans,
     ReadItem,
     SavePlan,
     WriteItem,
@@ -45,7 +44,7 @@ from dist_checkpointing.planning.load_plan import (
     object_rows,
 )
 from dist_checkpointing.planning.resharding import plan_load
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate, describe
 from dist_checkpointing.planning.user_planner import overrides
 
 _STREAMS = dict.fromkeys(("BytesIO", "BinaryIO", "IO", "IO[bytes]"), io.BytesIO)
@@ -91,8 +90,8 @@ class SavePlanner(ABC):
             args: nothing.
             kwargs: those that the method has names for, or all if it takes any keyword, of
                 ``is_coordinator`` (whether this is rank 0), ``rank``, ``layout`` (as the
-                attribute), ``remove_redundancy`` and ``save_to_minimum_rank`` (see
-                BalancedSavePlanner; the planner's own, if it has such attributes).
+                attribute), ``remove_redundancy`` and ``save_to_minimum_rank`` (the planner's own,
+                if it has such attributes; else True and False).
         """
 
     @abstractmethod
@@ -330,11 +329,11 @@ class DefaultSavePlanner(SavePlanner):
         *,
         layout: Layout | None = None,
     ) -> None:
-        # A shard has one main replica, so there is nothing to remove.
+        # Every shard is written once anyway.
         del is_coordinator, remove_redundancy
         if save_to_minimum_rank:
-            problem = "every shard is written by the holder of its main replica"
-            remedy = "Use BalancedSavePlanner, which chooses among the holders."
+            problem = "no shard is given to the lowest rank that holds it"
+            remedy = "Leave it out, or use BalancedSavePlanner, which chooses among the holders."
             finding = Finding(problem, found="save_to_minimum_rank=True", remedy=remedy)
             raise CheckpointingException("the planner cannot choose who writes", [finding])
         self._leaves = list(state_dict.values())
@@ -348,7 +347,8 @@ class DefaultSavePlanner(SavePlanner):
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
         """See ``assign``, which a save calls instead unless a subclass overrides this."""
-        written, index = self.assign(LocalPlans.of(all_plans).catalog, len(all_plans))
+        catalog = concatenate([plan.table for plan in all_plans])
+        written, index = self.assign(catalog, len(all_plans))
         ordered = written.take(np.argsort(written.ranks, kind="stable"))
         bounds = np.searchsorted(ordered.ranks, np.arange(len(all_plans) + 1)).tolist()
         return [
@@ -405,7 +405,6 @@ class DefaultSavePlanner(SavePlanner):
         return value
 
     def _leaf_of(self, item: WriteItem) -> ShardedBase:
-        """The leaf that an item is a part of."""
         if item.index.index is not None:
             return self._leaves[item.index.index]
         if self._by_key is None:
@@ -445,19 +444,14 @@ def _range_of(box: Box, flat: tuple[int, int] | None, leaf: ShardedTensor) -> tu
 
 def _values(leaf: ShardedTensor, box: Box, flat: tuple[int, int] | None) -> torch.Tensor:
     """The values of a leaf in a box, or in a flattened range of it."""
-    whole = leaf.data
-    assert whole is not None
-    if leaf.flattened_range is not None:
-        start, stop = _range_of(box, flat, leaf)
-        values = whole[start - leaf.flattened_range.start : stop - leaf.flattened_range.start]
-        return values if flat is not None else values.view(box.shape)
-    if leaf.prepend_axis_num:
-        whole = whole[(None,) * leaf.prepend_axis_num]
-    return whole if box.shape == whole.shape else whole[box.relative_to(leaf.box.offset).slices()]
+    if leaf.flattened_range is None:
+        return _memory(leaf, Window(0, leaf.box.shape, box.relative_to(leaf.box.offset)))
+    start, stop = _range_of(box, flat, leaf)
+    shape = box.shape if flat is None else (stop - start,)
+    return _memory(leaf, Window(start - leaf.flattened_range.start, shape, Box.whole(shape)))
 
 
 def _memory(leaf: ShardedTensor, place: Window) -> torch.Tensor:
-    """The memory of a leaf in a window."""
     assert leaf.data is not None
     whole = leaf.data.detach() if leaf.data.requires_grad else leaf.data
     if leaf.flattened_range is not None:

@@ -15,12 +15,12 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
+from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.items import SavePlan
-from dist_checkpointing.planning.planners import DefaultSavePlanner, Leaves
+from dist_checkpointing.planning.planners import DefaultSavePlanner
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, Integers, ShardTable, counted
 
 ShardId = TypeVar("ShardId", bound=Hashable)
@@ -101,7 +101,6 @@ class Replicas:
 
     @property
     def firsts(self) -> Int64s:
-        """The first row of each part."""
         return self.rows[self.starts[:-1]]
 
 
@@ -117,37 +116,22 @@ class HolderSets:
     of_part: Int64s
 
     @classmethod
-    def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s | None = None) -> HolderSets:
-        """Who holds each part; with groups, only the ranks in the group of its main replica."""
+    def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s) -> HolderSets:
+        """Who holds each part, of the ranks that are in the group of its main replica."""
         numbers, holders = table.ranks[replicas.rows], _holders(table)
-        home = np.zeros(len(replicas.main_rows), dtype=np.int64)
-        if groups is not None:
-            home = groups[table.take(replicas.main_rows).of_ranks().ranks]
-        of_part, examples = _alike(numbers, replicas.starts, home)
+        home = groups[table.take(replicas.main_rows).of_ranks().ranks]
+        known: dict[tuple[bytes, int], int] = {}
+        packed, bounds = numbers.tobytes(), (replicas.starts * numbers.itemsize).tolist()
+        parts = zip(itertools.pairwise(bounds), home.tolist(), strict=True)
+        keys = ((packed[begin:end], number) for (begin, end), number in parts)
+        of_part = np.fromiter((known.setdefault(key, len(known)) for key in keys), np.int64)
         sets = []
-        for part in examples.tolist():
-            own = numbers[replicas.starts[part] : replicas.starts[part + 1]].tolist()
-            held = np.sort(np.concatenate([holders[number] for number in own]))
-            sets.append(held if groups is None else held[groups[held] == home[part]])
+        for own, of_home in known:
+            held = [holders[number] for number in np.frombuffer(own, numbers.dtype).tolist()]
+            ranks = np.sort(np.concatenate(held))
+            sets.append(ranks[groups[ranks] == of_home])
         ranks = np.concatenate([np.empty(0, dtype=np.int32), *sets])
         return cls(ranks, _starts(np.array([*map(len, sets)], dtype=np.int64)), of_part)
-
-
-def _alike(numbers: Int32s, starts: Int64s, home: Int64s) -> tuple[Int64s, Int64s]:
-    """Parts with the same numbers and home as groups: the group of each, a part of each group."""
-    counts = np.diff(starts)
-    for seed in itertools.count():
-        # Parts with equal sums are the same but for a chance of one in 10**19, so that is checked.
-        weights = np.random.default_rng(seed).integers(0, 2**63, int(numbers.max(initial=0)) + 1)
-        sums = np.add.reduceat(weights[numbers], starts[:-1]) if len(counts) else counts
-        _, examples, groups = np.unique(sums * 3 + home, return_index=True, return_inverse=True)
-        example = examples[groups]
-        if not ((counts == counts[example]) & (home == home[example])).all():
-            continue
-        part, place = counted(counts)
-        if (numbers == numbers[starts[:-1][example][part] + place]).all():
-            return groups, examples
-    raise AssertionError("the loop has no end")
 
 
 def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: Int32s) -> Int64s:
@@ -230,27 +214,6 @@ def share_out(
     return chosen
 
 
-def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
-    """Rows of a catalog to write, so that each part is written once and ranks write alike.
-
-    Objects, and parts without exactly one main replica, are left as they are: main replicas are
-    written.
-    """
-    shared = find_replicas(catalog)
-    sizes, loads = catalog.num_bytes[shared.firsts], np.zeros(num_ranks, dtype=np.int64)
-    ranks, parts = catalog.ranks[shared.rows], np.arange(len(shared.firsts))
-    writers = share_out(ranks, shared.starts, parts, sizes, loads)
-    rows = rows_of_ranks(catalog, shared, parts, writers)
-    return np.sort(np.concatenate([rows, fixed_rows(catalog, shared)]))
-
-
-def fixed_rows(catalog: ShardTable, shared: Replicas) -> Int64s:
-    """The main replicas that no other rank could write in place of its own."""
-    fixed = catalog.main & (catalog.num_elements > 0)
-    fixed[shared.main_rows] = False
-    return np.flatnonzero(fixed)
-
-
 _WELL_BALANCED = 1.05
 _MIN_CHUNK_BYTES = 2**18
 _CHUNKS_A_RANK = 32
@@ -264,80 +227,39 @@ class BalancedSavePlanner(DefaultSavePlanner):
     several chunks may be written by several ranks, and where shards are too large for ranks to
     have alike, they are stored in smaller chunks (down to 256 KiB) than otherwise.
 
-    Args:
-        remove_redundancy: False leaves every shard to its main replica, as DefaultSavePlanner.
-            It may also be given to ``configure_planner``.
-        save_to_minimum_rank: True gives every shard to the lowest rank that holds it. It may also
-            be given to ``configure_planner``.
-        groups: number of the group of every rank; a shard stays in the group of its main replica.
-            By default all ranks are one group.
-
     Example:
         >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
         >>> strategy = TensorStoreSaveShardedStrategy(planner=BalancedSavePlanner())
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt", strategy)
     """
 
-    def __init__(
-        self,
-        *,
-        remove_redundancy: bool = True,
-        save_to_minimum_rank: bool = False,
-        groups: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__()
-        self.remove_redundancy = remove_redundancy
-        self.save_to_minimum_rank = save_to_minimum_rank
-        self.groups: tuple[int, ...] | None = None if groups is None else tuple(groups)
+    groups: tuple[int, ...] = ()
 
     @property
     def settings(self) -> Hashable | None:
-        if type(self) is not BalancedSavePlanner:
-            return None
-        return self.remove_redundancy, self.save_to_minimum_rank, self.groups
+        return self.groups if type(self) is BalancedSavePlanner else None
 
     def within(self, groups: Sequence[int]) -> Self:
-        """The same planner for ranks in these groups."""
+        """The same planner, by which a shard stays in the group of its main replica; ``groups`` has
+        the number of the group of every rank.
+        """
         planner = copy.copy(self)
         planner.groups = tuple(groups)
         return planner
 
-    def configure_planner(
-        self,
-        state_dict: Leaves,
-        is_coordinator: bool = True,
-        rank: int = 0,
-        remove_redundancy: bool | None = None,
-        save_to_minimum_rank: bool | None = None,
-        *,
-        layout: Layout | None = None,
-    ) -> None:
-        super().configure_planner(state_dict, is_coordinator, rank, layout=layout)
-        if remove_redundancy is not None:
-            self.remove_redundancy = remove_redundancy
-        if save_to_minimum_rank is not None:
-            self.save_to_minimum_rank = save_to_minimum_rank
-
     def build_local_plan(self) -> SavePlan:
-        if self.remove_redundancy:
-            check_replicas_have_data(self._leaves)
+        check_replicas_have_data(self._leaves)
         return super().build_local_plan()
 
     def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
-        if not self.remove_redundancy:
-            return super().assign(catalog, num_ranks)
         shared = find_replicas(catalog)
-        groups = None
-        if self.groups is not None:
-            if len(self.groups) != num_ranks:
-                problem = "groups must have one number a rank"
-                finding = Finding(problem, expected=num_ranks, found=len(self.groups))
-                raise CheckpointingException("the planner is for another world", [finding])
-            groups = np.array(self.groups, dtype=np.int64)
+        groups = np.array(self.groups or (0,) * num_ranks, dtype=np.int64)
         sets = HolderSets.of(catalog, shared, groups)
-        firsts, fixed_parts = shared.firsts, fixed_rows(catalog, shared)
-        fixed = catalog.take(fixed_parts).of_ranks()
-        both = np.concatenate([firsts, fixed_parts])
+        # The main replicas that no other rank could write in place of its own.
+        is_fixed, firsts = catalog.main & (catalog.num_elements > 0), shared.firsts
+        is_fixed[shared.main_rows] = False
+        fixed = catalog.take(is_fixed).of_ranks()
+        both = np.concatenate([firsts, np.flatnonzero(is_fixed)])
         whole = catalog.take(both[np.argsort(catalog.keys[both], kind="stable")])
 
         def assigned(layout: Layout) -> tuple[ShardTable, Index, Int64s]:
@@ -349,9 +271,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
             loads = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(loads, fixed.ranks, fixed.num_bytes)
             own_sets = sets.of_part[parts]
-            writers = sets.ranks[sets.starts[own_sets]]
-            if not self.save_to_minimum_rank:
-                writers = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
+            writers = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
             rows = rows_of_ranks(catalog, shared, parts, writers)
             main, sources = catalog.main[rows], catalog.sources[rows]
             cut = replace(cut, ranks=writers, sources=sources, main=main, holders=None)

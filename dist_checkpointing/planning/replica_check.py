@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -151,7 +151,6 @@ def with_boxes(copies: Copies) -> Copies:
 
 
 def _template(parts: ShardTable, part: int) -> ShardedTensor:
-    """A tensor that wants a part."""
     box, flat, dtype = parts.box(part), parts.flat_range(part), from_name(parts.dtype(part))
     places = box.shape, parts.global_shape(part), box.offset, None
     flattened = None if flat is None else slice(*flat)
@@ -164,97 +163,77 @@ class _Cache(AgreedCache[Copies]):
     num_samples = 0
 
 
-class ReplicaComparison:
-    """Compares the copies of the same parts.
+def compare_replicas(
+    leaves: Iterable[ShardedBase], check: ReplicaCheck, on_mismatch: OnReplicaMismatch, comm: Comm
+) -> None:
+    """Compare the copies that all ranks hold of the same parts. Collective.
 
     Each rank digests its copies of parts that are held more than once. Of each part the lowest rank
     sends its digest, 16 bytes, and the others compare.
+
+    Raises:
+        InvalidShardingError: naming each part whose copies differ, and which ranks agree.
     """
-
-    def __init__(
-        self,
-        leaves: Iterable[ShardedBase],
-        check: ReplicaCheck,
-        on_mismatch: OnReplicaMismatch,
-        comm: Comm,
-    ) -> None:
-        self._shards = [
-            leaf for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None
-        ]
-        self._is_sampled, self._on_mismatch = check is ReplicaCheck.SAMPLE, on_mismatch
-        self._comm = comm
-        self._cache: _Cache = comm.kept.setdefault(_CACHE_NAME, _Cache())
-        self._sample: int | None = None
-        self._digests: list[tuple[int, bytes]] = []
-
-    def compare(self) -> None:
-        """Compare the copies of all ranks. Collective.
-
-        Raises:
-            InvalidShardingError: naming each part whose copies differ, and which ranks agree.
-        """
-        comm, cache, copies = self._comm, self._cache, self._cache.value
-        is_known = comm.all_same(cache.hash_if_cached(self._inputs()))
-        if not is_known or copies is None:
-            copies = self._find_copies()
-        if self._is_sampled:
-            number = comm.broadcast(cache.num_samples)
-            self._sample, cache.num_samples = number % SAMPLES, number + 1
-        of_ranks = comm.exchange(_STEP, lambda: self._digest(copies))
-        lowest = {part: digest for digests in of_ranks for part, digest in digests.items()}
-        held: dict[int, set[bytes]] = {}
-        for part, digest in self._digests:
-            held.setdefault(part, set()).add(digest)
-        differing = {part: found for part, found in held.items() if found != {lowest[part]}}
-        if comm.all_same(None if differing else 0):
-            return
-        of_all = comm.all_gather(differing)
-        parts = sorted({part for of_rank in of_all for part in of_rank})
-        findings = [_finding(copies, part, lowest[part], of_all) for part in parts]
-        error = InvalidShardingError("replicas hold different values", findings)
-        if self._on_mismatch == "raise":
-            raise error
-        if comm.rank == 0:
-            logger.warning("%s", error)
-
-    def _inputs(self) -> tuple[Any, ...]:
-        return (self._comm.rank, self._comm.world_size, *plan_inputs(self._shards))
-
-    def _find_copies(self) -> Copies:
-        """The copies of the ranks, and keep them while nothing but values changes. Collective."""
-        comm, step = self._comm, "describing the shards"
-        exchanged = exchange_tables(
-            comm, step, lambda: ({"tensors": describe(self._shards, comm.rank)}, None)
+    shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None]
+    cache: _Cache = comm.kept.setdefault(_CACHE_NAME, _Cache())
+    inputs = comm.rank, comm.world_size, *plan_inputs(shards)
+    copies, sample = cache.value, None
+    if not comm.all_same(cache.hash_if_cached(inputs)) or copies is None:
+        tables = exchange_tables(
+            comm, "describing the shards", lambda: ({"tensors": describe(shards, comm.rank)}, None)
         )
         with comm.agreed("looking for replicas"):
-            copies = with_boxes(copies_of(exchanged.catalog("tensors"), comm.rank))
-            self._cache.keep(self._inputs(), copies, exchanged.digests)
-        return copies
+            copies = with_boxes(copies_of(tables.catalog("tensors"), comm.rank))
+            cache.keep(inputs, copies, tables.digests)
+    if check is ReplicaCheck.SAMPLE:
+        number = comm.broadcast(cache.num_samples)
+        sample, cache.num_samples = number % SAMPLES, number + 1
+    held: dict[int, set[bytes]] = {}
 
-    def _digest(self, copies: Copies) -> dict[int, bytes]:
-        """Digest the copies of this rank. Returns those of which it is the lowest holder."""
-        rank, ranks_of_boxes = self._comm.rank, copies.parts.ranks[copies.cut]
-        lowest = np.concatenate([copies.parts.ranks, ranks_of_boxes.min(axis=1)])
-        has_copies, boxes_of = copies.has_copies.tolist(), dict[int, list[tuple[int, Window]]]()
-        for box, side in np.argwhere(ranks_of_boxes == rank).tolist():
-            window = (copies.reads.storage if side else copies.reads.dest)(box)
-            boxes_of.setdefault(int(copies.cut[box, side]), []).append((box, window))
-        self._digests = []
-        for shard, part in zip(self._shards, copies.local.tolist(), strict=True):
-            if not has_copies[part] and part not in boxes_of:
-                continue
-            assert shard.data is not None
-            values = shard.data.detach().reshape(-1)
-            compared = [(part, values)] if has_copies[part] else []
-            for box, place in boxes_of.get(part, ()):
-                array = values[place.start : place.start + place.array_size].view(place.shape)
-                own = array[place.box.slices()].reshape(-1)
-                compared.append((len(has_copies) + box, own))
-            for number, own in compared:
-                sample = _sampled(own, number, self._sample)
-                if len(sample):
-                    self._digests.append((number, digest_of_values(sample)))
-        return {number: value for number, value in self._digests if lowest[number] == rank}
+    def digests_of_rank() -> dict[int, bytes]:
+        """Of the parts of which this rank is the lowest holder."""
+        of_parts = [*_digests(shards, copies, comm.rank, sample)]
+        for part, digest in of_parts:
+            held.setdefault(part, set()).add(digest)
+        ranks = copies.parts.ranks
+        holders = np.concatenate([ranks, ranks[copies.cut].min(axis=1)])
+        return {part: digest for part, digest in of_parts if holders[part] == comm.rank}
+
+    of_ranks = comm.exchange(_STEP, digests_of_rank)
+    lowest = {part: digest for digests in of_ranks for part, digest in digests.items()}
+    differing = {part: found for part, found in held.items() if found != {lowest[part]}}
+    if comm.all_same(None if differing else 0):
+        return
+    of_all = comm.all_gather(differing)
+    parts = sorted({part for of_rank in of_all for part in of_rank})
+    findings = [_finding(copies, part, lowest[part], of_all) for part in parts]
+    error = InvalidShardingError("replicas hold different values", findings)
+    if on_mismatch == "raise":
+        raise error
+    if comm.rank == 0:
+        logger.warning("%s", error)
+
+
+def _digests(
+    shards: Iterable[ShardedTensor], copies: Copies, rank: int, sample: int | None
+) -> Iterator[tuple[int, bytes]]:
+    """The number of each part or box of which this rank holds a copy, and the digest of that."""
+    has_copies, boxes_of = copies.has_copies.tolist(), dict[int, list[tuple[int, Window]]]()
+    for box, side in np.argwhere(copies.parts.ranks[copies.cut] == rank).tolist():
+        window = (copies.reads.storage if side else copies.reads.dest)(box)
+        boxes_of.setdefault(int(copies.cut[box, side]), []).append((box, window))
+    for shard, part in zip(shards, copies.local.tolist(), strict=True):
+        if not has_copies[part] and part not in boxes_of:
+            continue
+        assert shard.data is not None
+        values = shard.data.detach().reshape(-1)
+        compared = [(part, values)] if has_copies[part] else []
+        for box, place in boxes_of.get(part, ()):
+            array = values[place.start : place.start + place.array_size].view(place.shape)
+            compared.append((len(has_copies) + box, array[place.box.slices()].reshape(-1)))
+        for number, own in compared:
+            if len(sampled := _sampled(own, number, sample)):
+                yield number, digest_of_values(sampled)
 
 
 def _sampled(values: torch.Tensor, part: int, sample: int | None) -> torch.Tensor:

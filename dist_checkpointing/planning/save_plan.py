@@ -18,13 +18,14 @@ from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.format.geometry import renumbered
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import Layout, whole_items
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage
 from dist_checkpointing.planning.items import Metadata
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int32s, ShardTable, concatenate, describe
 from dist_checkpointing.planning.table_exchange import (
+    KINDS,
     AgreedCache,
     ExchangedTables,
     exchange_tables,
@@ -34,8 +35,7 @@ from dist_checkpointing.planning.user_planner import adapted, call_hook, overrid
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
-_KINDS: Final = ("tensors", "flattened", "objects")
-_OTHERS: Final = "others"
+*_KINDS, _OTHERS = KINDS
 _MOST_LEAVES: Final = 1 << 29
 """Of one kind on one rank: the leaves of each kind are numbered apart."""
 logger: logging.Logger = logging.getLogger(__name__)
@@ -204,13 +204,13 @@ class SavePlanning:
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
             tables = exchanged.tables_of_ranks(_KINDS[0])
-            local_plans = LocalPlans(
+            local_plans = [
                 # Ranks must not share what a planner may change.
                 replace(copy.deepcopy(facts.rest) or SavePlan(), table=table)
                 for facts, table in zip(exchanged.facts_of_ranks(), tables, strict=True)
-            )
-            plans, index = checked_plans(local_plans, planner)
-            catalog, plan = local_plans.catalog, plans[self._rank]
+            ]
+            plans, index, catalog = checked_plans(local_plans, planner)
+            plan = plans[self._rank]
         plan = planner.finalize_plan(plan).for_index(index)
         if self._rank == 0 and overrides(planner, DefaultSavePlanner, "build_local_plan"):
             self._log_dropped(catalog)
@@ -262,23 +262,21 @@ def _with_leaves(table: ShardTable, leaves: Mapping[int, Int32s]) -> ShardTable:
 
 
 def checked_plans(
-    local_plans: LocalPlans, planner: SavePlanner
-) -> tuple[Sequence[SavePlan], Index]:
-    """What all ranks write of what they announce, and what the checkpoint then holds.
+    local_plans: Sequence[SavePlan], planner: SavePlanner
+) -> tuple[Sequence[SavePlan], Index, ShardTable]:
+    """What all ranks write of what they announce; what the checkpoint then holds; and what they
+    announce in one table, sorted by key.
 
     Raises:
         InvalidShardingError: if ranks contradict each other about a tensor, or what is written is
             not each of its elements exactly once.
     """
-    announced = local_plans.catalog
+    announced = concatenate([plan.table for plan in local_plans])
     check_agreement(announced)
     plans, index = planner.build_global_plan(local_plans)
     if len(plans) != len(local_plans):
-        finding = Finding(
-            "build_global_plan must return a plan for every rank",
-            expected=len(local_plans),
-            found=len(plans),
-        )
+        problem = "build_global_plan must return a plan for every rank"
+        finding = Finding(problem, None, len(local_plans), len(plans))
         raise CheckpointingException("the plan of a planner cannot be used", [finding])
     # Items of the user's own do not say whose they are.
     tables = [
@@ -290,4 +288,4 @@ def checked_plans(
     if isinstance(index, Metadata) or not isinstance(index, Index):
         planner.layout = whole_items(planner.layout)
         index = Metadata.laid_out(index, planner.layout, announced, written)
-    return [plan.for_index(index) for plan in plans], index
+    return [plan.for_index(index) for plan in plans], index, announced

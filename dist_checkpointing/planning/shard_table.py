@@ -12,7 +12,6 @@ import itertools
 import json
 import pickle
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -87,24 +86,35 @@ Item = TypeVar("Item")
 Table = TypeVar("Table")
 
 
-class EditablePlan(ABC, Generic[Item, Table]):
-    """A dataclass of rows: columns of ``table`` and, once they are asked for, ``items`` in a list.
+@dataclass(eq=False, init=False)
+class EditablePlan(Generic[Item, Table]):
+    """Rows: columns of ``table`` and, once they are asked for, ``items`` in a list.
 
     What a planner or a storage changes in the list is in the table when that is next asked for.
     """
 
-    _table: Table
-    _items: list[Item] | None = None
-    _in_table: list[Item]
+    storage_data: object
+    planner_data: object
+    _items_of: ClassVar[Any]
+    _table_of: ClassVar[Any]
 
-    @abstractmethod
-    def _items_of(self, table: Table) -> Iterable[Item]: ...
-    @abstractmethod
-    def _table_of(self, items: Iterable[Item]) -> Table: ...
+    def __init__(
+        self,
+        items: Table | Iterable[Item] | None = None,
+        storage_data: object = None,
+        planner_data: object = None,
+        *,
+        table: Table | None = None,
+    ) -> None:
+        rows: Any = table if items is None else items
+        is_table: bool = isinstance(rows, Columns)
+        self._table: Table = rows if is_table else self._table_of(rows or ())
+        self._items: list[Item] | None = None
+        self._in_table: list[Item] = []
+        self.storage_data, self.planner_data = storage_data, planner_data
 
     @property
     def items(self) -> list[Item]:
-        """The rows as items."""
         if self._items is None:
             items = [*self._items_of(self._table)]
             self._in_table, self._items = items[:], items
@@ -112,14 +122,13 @@ class EditablePlan(ABC, Generic[Item, Table]):
 
     @property
     def table(self) -> Table:
-        """The rows as columns."""
         if self._items is not None and self._items != self._in_table:
             self._table, self._in_table = self._table_of(self._items), self._items[:]
         return self._table
 
     def with_items(self, items: Iterable[Item]) -> Self:
         """This plan with other items in place of its own."""
-        return replace(self, items=items)  # type: ignore[type-var]
+        return replace(self, items=items)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True, eq=False)
@@ -551,7 +560,6 @@ class PackedTable:
         return steps
 
     def unpacked(self) -> ShardTable:
-        """All of it."""
         columns = {name: _unpacked([self], name) for name in COLUMNS}
         return ShardTable(self.names, **columns)
 

@@ -100,18 +100,17 @@ def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     for leaf in leaves:
         if isinstance(leaf, ShardedTensor):
             row = fields_of(leaf)
-        elif isinstance(leaf, ShardedObject):
-            row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
         else:
-            row = (object(),)  # equal to nothing: let the planner say what is wrong with it
+            assert isinstance(leaf, ShardedObject)
+            row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
         if list in map(type, row):
             row = tuple(tuple(value) if type(value) is list else value for value in row)
         yield row
 
 
-_KINDS: Final = ("tensors", "flattened", "objects", "others")
+KINDS: Final = ("tensors", "flattened", "objects", "others")
 """The kinds of tables; a rank sends at most one of each."""
-_HEAD: Final = np.dtype([("digests", "V16", 1 + len(_KINDS)), ("sizes", "<i8", 1 + len(_KINDS))])
+_HEAD: Final = np.dtype([("digests", "V16", 1 + len(KINDS)), ("sizes", "<i8", 1 + len(KINDS))])
 """A message begins with the digests and sizes of its parts, which are the facts and a table of each
 kind, of size 0 if there is none. The facts follow, and those tables that are small."""
 _INLINE_BYTES: Final = 1 << 24
@@ -153,7 +152,6 @@ class ExchangedTables(Generic[T]):
     digests: bytes
 
     def facts_of_ranks(self) -> list[T]:
-        """The facts of every rank."""
         of_ranks = {rank: own.value for own in self.facts for rank in own.ranks.tolist()}
         return [of_ranks[rank] for rank in range(len(of_ranks))]
 
@@ -177,7 +175,7 @@ def packed_message(
 ) -> tuple[bytes, dict[bytes, bytes]]:
     """The message of one of so many ranks, and what it may have to send later, by digest."""
     parts = [pickle.dumps(facts)]
-    parts += [pack(tables[kind]) if kind in tables else b"" for kind in _KINDS]
+    parts += [pack(tables[kind]) if kind in tables else b"" for kind in KINDS]
     digests = [xxhash.xxh3_128_digest(part, slot) for slot, part in enumerate(parts)]
     head = b"".join([*digests, np.array([*map(len, parts)], dtype="<i8").tobytes()])
     late = {
@@ -236,7 +234,7 @@ def exchange_tables(
             if slot == 0:
                 held.setdefault(_FACTS, []).append(Held(pickle.loads(data), ranks))  # noqa: S301
             elif data:
-                held.setdefault(_KINDS[slot - 1], []).append(Held(data, ranks))
+                held.setdefault(KINDS[slot - 1], []).append(Held(data, ranks))
     return ExchangedTables(held.pop(_FACTS), held, digests[:, 1:].tobytes())
 
 

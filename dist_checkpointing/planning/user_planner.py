@@ -20,7 +20,7 @@ from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning.items import LoadItemType, MetadataIndex, ReadItem
-from dist_checkpointing.planning.load_plan import LoadPlan
+from dist_checkpointing.planning.load_plan import LoadPlan, array_shape
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -101,7 +101,8 @@ def _placed(item: ReadItem, index: Index, leaves: Sequence[ShardedBase]) -> Read
     if item.type is LoadItemType.BYTE_IO:
         cell = tuple(stored.offset or (0,) * len(index.objects[key]))
         return replace(item, dest_index=dest_index, storage_index=MetadataIndex(key, cell))
-    number, shape = _chunk(stored, index[key])
+    number = _piece(stored, index[key])
+    shape = array_shape(index[key], number)
     storage = _window(item.storage.box, shape, key, "the stored chunk")
     leaf = leaves[source] if source is not None and 0 <= source < len(leaves) else None
     if isinstance(leaf, ShardedTensor):
@@ -128,15 +129,15 @@ def _source(wanted: MetadataIndex, leaves: Sequence[ShardedBase]) -> int | None:
     return next((source for source, leaf in enumerate(leaves) if is_it(leaf)), hint)
 
 
-def _chunk(chunk: MetadataIndex, tensor: StoredTensor) -> tuple[int | None, Ints]:
-    """The number of the piece that an index means, None on a grid, and the shape of its array."""
+def _piece(chunk: MetadataIndex, tensor: StoredTensor) -> int | None:
+    """The number of the piece that an index means; None on a grid."""
     offset = tuple(chunk.offset or (0,) * len(tensor.global_shape))
     if tensor.pieces is None:
         grid = tensor.grid
         if Box.whole(tensor.global_shape).contains(Box(offset, (0,) * len(offset))) and not any(
             o % n for o, n in zip(offset, grid.chunk_shape, strict=True)
         ):
-            return None, grid.chunk_shape
+            return None
         begins: object = f"a multiple of {grid.chunk_shape} in {tensor.global_shape}"
     else:
         offsets = [box.offset for box, _ in tensor.pieces]
@@ -144,8 +145,7 @@ def _chunk(chunk: MetadataIndex, tensor: StoredTensor) -> tuple[int | None, Ints
         if hint is None or not 0 <= hint < len(offsets) or offsets[hint] != offset:
             hint = offsets.index(offset) if offset in offsets else None
         if hint is not None:
-            box, flat = tensor.pieces[hint]
-            return hint, box.shape if flat is None else (flat[1] - flat[0],)
+            return hint
         begins = f"one of {sorted(set(offsets))[:16]}"
     raise _misplaced("no stored chunk begins here", chunk.fqn, begins, offset)
 

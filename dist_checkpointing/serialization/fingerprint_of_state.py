@@ -78,7 +78,7 @@ def fingerprint(
     def describe_local() -> tuple[dict[str, ShardTable], None]:
         parts = StateDictParts.of(state_dict)
         refuse_distributed(walk(parts.common), parts.tensors, {})
-        check_data(parts)
+        check_data(parts.tensors)
         shards.extend(parts.tensors.values())
         return {"tensors": describe(shards, comm.rank)}, None
 

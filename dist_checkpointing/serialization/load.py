@@ -28,7 +28,7 @@ from dist_checkpointing.planning.recipe import Derivation, Recipe, require_recip
 from dist_checkpointing.serialization.fingerprint_of_state import verify_restored
 from dist_checkpointing.serialization.load_recipe import (
     apply_recipe,
-    derived_shapes,
+    derived_index,
     derived_state,
     explaining,
     keeps_values,
@@ -220,7 +220,7 @@ def load(
     # Read the index, and apply the recipe to it.
     opened.read_index(parts, is_kept=bool(verify), is_whole=recipe is not None)
     made = None if recipe is None else apply_recipe(recipe, opened, parts)
-    shapes = opened.shapes if made is None else derived_shapes(made)
+    index = opened.index if made is None else derived_index(made)
 
     # Compare the template with it, and make memory where there is none.
     missing, unexpected = _compare_keys(opened, parts, made, flag)
@@ -232,21 +232,21 @@ def load(
         with nullcontext() if made is None else explaining(made, wanted.tensors, objects.values()):
             alike = compare(
                 wanted,
-                shapes,
+                index,
                 cast,
                 # A planner of a user may know other names.
                 planner_knows_keys=user_planner and made is None,
-                stored_keys=opened.stored_keys if made is None else shapes.keys,
+                stored_keys=opened.stored_keys if made is None else index.keys,
                 common=opened.common,
                 misfits=misfits,
             )
         apart = set_apart(wanted, plain, partial(keeps_values, made))
         # Copies of the leaves are for others than our own planner, who may change them.
-        if user_planner or apart or not (alike and wanted.are_ready):
+        if user_planner or apart or made is not None or not (alike and wanted.are_ready):
             filled = WantedTable(replaced(wanted.leaves, _with_memory(wanted, opened, made, apart)))
     # Only now that all ranks agree may a tensor of the caller be touched.
     if filled is not wanted:
-        clear_partly_stored(filled.tensors, shapes)
+        clear_partly_stored(filled.tensors, index)
     to_read, objects, steps = (
         (filled, objects, []) if made is None else sources_of(made, filled, objects, comm)
     )

@@ -95,9 +95,11 @@ def shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, tensor_m
     }
 
 
-def derived_shapes(made: Derivation) -> dict[str, tuple[Ints, torch.dtype]]:
-    """Global shape and dtype of each tensor that a recipe makes."""
-    return {key: (tensor.shape, tensor.dtype.torch) for key, tensor in made.tensors.items()}
+def derived_index(made: Derivation) -> Index:
+    """The tensors that a recipe makes, as if each was stored as one chunk."""
+    shapes = [tensor.shape for tensor in made.tensors.values()]
+    dtypes = [tensor.dtype.name for tensor in made.tensors.values()]
+    return Index([*made.tensors], dtypes, shapes, shapes, {}, {})
 
 
 def derived_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
@@ -110,7 +112,8 @@ def derived_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
     )
     made = derive(recipe, index)
     sources = {key: tensor.sources for key, tensor in made.tensors.items()}
-    return replace(stored, tensors=derived_shapes(made), sources=sources)
+    tensors = {key: (tensor.shape, tensor.dtype.torch) for key, tensor in made.tensors.items()}
+    return replace(stored, tensors=tensors, sources=sources)
 
 
 def apply_recipe(recipe: Recipe, opened: OpenedCheckpoint, parts: StateDictParts) -> Derivation:

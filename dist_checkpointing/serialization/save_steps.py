@@ -49,7 +49,7 @@ from dist_checkpointing.planning.recipe import Recipe
 from dist_checkpointing.planning.replica_check import (
     OnReplicaMismatch,
     ReplicaCheck,
-    ReplicaComparison,
+    compare_replicas,
 )
 from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts, SavePlanning
 from dist_checkpointing.planning.shard_table import ShardTable
@@ -82,8 +82,9 @@ from dist_checkpointing.strategies.unplanned_strategies import ForeignSaveStrate
 from dist_checkpointing.validation.save_errors import (
     CommonDigests,
     check_data,
-    check_storable,
+    common_digests,
     compare_common_state,
+    number_of_digests,
     refuse_distributed,
     refuse_shared_keys,
     walk,
@@ -180,7 +181,6 @@ class SaveJob:
         self.rank, self.meter, self.step = rank, meter, step
         self._hooks, self._options = hooks, options
         self._planning: SavePlanning | None = None
-        self._replicas: ReplicaComparison | None = None
         self._common_files: Sequence[SealedFile] | None = None
         # What came of ``write_behind``, or the error that left it without copies.
         self._outcome: Outcome[driver.Written] = Outcome(_WRITING)
@@ -218,10 +218,12 @@ class SaveJob:
                 return index
 
             self._planned = Outcome.of(PLANNING, plan)
-            if self._replicas is not None:
-                self._replicas.compare()
+            check = self._options.get("replicas", ReplicaCheck.OFF)
+            if check is not ReplicaCheck.OFF:
+                on_mismatch = self._options.get("on_replica_mismatch", "raise")
+                compare_replicas(self.leaves.values(), check, on_mismatch, comm)
             # They hold on to the caller's state.
-            del self._planning, self._replicas
+            del self._planning
             vars(self).pop("_common_digests", None)
             base = self._options.get("base")
             if base is not None:
@@ -240,17 +242,13 @@ class SaveJob:
         self._make_writers(strategy)
         common = None
         if comm.world_size > 1 and self._options.get("validate_access_integrity", True):
-            common = self._common_digests.number
+            common = number_of_digests(self._common_digests)
         if self.strategy.share_replicas is None:
             self._planning = self._start_planning(comm)
             tables, facts = self._planning.facts_of_rank()
         else:
             # Its tables depend on what the ranks have that share replicas.
             tables, facts = {}, RankFacts(self._destination, plan_number=0)
-        check = self._options.get("replicas", ReplicaCheck.OFF)
-        if check is not ReplicaCheck.OFF:
-            on_mismatch = self._options.get("on_replica_mismatch", "raise")
-            self._replicas = ReplicaComparison(self.leaves.values(), check, on_mismatch, comm)
         return tables, facts._replace(common=common)
 
     def _split(self, state_dict: ShardedStateDict, strategy: SaveShardedStrategy) -> None:
@@ -262,10 +260,8 @@ class SaveJob:
             self.common[CONTENT_METADATA_KEY] = metadata
         values = [*walk(self.common)]
         refuse_distributed(values, parts.tensors, parts.objects)
-        check_data(parts)
-        planner = getattr(strategy, "planner", None)
-        if not getattr(planner, "makes_data", False):
-            check_storable(parts.tensors)
+        makes_data = getattr(getattr(strategy, "planner", None), "makes_data", False)
+        check_data(parts.tensors, is_stored=not makes_data)
         values = values if self.rank == 0 else []  # only rank 0 writes them
         objects = parts.objects.items()
         written = {path: leaf for path, leaf in objects if is_main_replica(leaf.replica_id)}
@@ -327,7 +323,7 @@ class SaveJob:
     @cached_property
     def _common_digests(self) -> CommonDigests:
         preprocess = self._options.get("preprocess_common_before_consistancy_check")
-        return CommonDigests(self.common, preprocess)
+        return common_digests(self.common if preprocess is None else preprocess(dict(self.common)))
 
     def _start_planning(self, comm: Comm) -> SavePlanning:
         planning = self.strategy.planning(

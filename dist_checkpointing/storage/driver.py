@@ -246,11 +246,9 @@ def _crowded(wanted: WantedTable, index: Index) -> list[StatedSize]:
         chunks = list(map(index.chunk_shape, keys))
     # Most are wanted as they are stored.
     crowded = {
-        wanted.tensors[row].key
-        for row, (chunk, shape) in enumerate(zip(chunks, shapes, strict=True))
-        if chunk is not None
-        and tuple(chunk) != shape
-        and meets_many(index[keys[row]], wanted.tensors[row].box)
+        leaf.key
+        for leaf, chunk, shape in zip(wanted.tensors, chunks, shapes, strict=True)
+        if chunk is not None and tuple(chunk) != shape and meets_many(index[leaf.key], leaf.box)
     }
     return [stated_size(index[key]) for key in crowded]
 

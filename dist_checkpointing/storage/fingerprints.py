@@ -299,8 +299,6 @@ class SummingPlanner(PlannedData):
         self._planner, table = planner, self._table
         self._sums = np.zeros((len(table), 2), dtype=np.uint64)
         self._is_object, self._is_summed = table.is_object, [False] * len(table)
-        columns = (table.ndim, table.global_shapes, table.offsets, table.shapes, table.flat)
-        self._boxes = list(zip(*(column.tolist() for column in columns), strict=True))
 
     def packed(self) -> bytes:
         """The sums of each tensor, with its row in the index."""
@@ -332,10 +330,8 @@ class SummingPlanner(PlannedData):
         # Of a base a writer asks twice. What is made once more may be something else.
         if self._is_object[row] or (self._is_summed[row] and not self.makes_data):
             return given
-        ndim, global_shape, offset, shape, flat = self._boxes[row]
-        box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
-        flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-        self._sums[row] = sums_of_tensor(given, box, flat_range, tuple(global_shape[:ndim]))
+        box, flat_range = self._table.box(row), self._table.flat_range(row)
+        self._sums[row] = sums_of_tensor(given, box, flat_range, self._table.global_shape(row))
         self._is_summed[row] = True
         return given
 

@@ -109,7 +109,6 @@ class WriteResults:
 
     @property
     def checked_rows(self) -> Int64s:
-        """The rows that have a checksum."""
         if self.checksums is None:
             return np.empty(0, dtype=np.int64)
         return np.arange(len(self.table)) if self.checked is None else np.flatnonzero(self.checked)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
+
+from dist_checkpointing.byte_sizes import bytes_text
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -34,45 +37,31 @@ ProgressCallback = Callable[[Progress], None]
 ProgressOption = ProgressCallback | Literal["bar"]
 """A function that gets each report, or a bar of rank 0 on the standard error."""
 _BAR_SECONDS: Final = 0.1
+_BAR_WIDTH: Final = 20
 
 
 def _bar(operation: str) -> ProgressCallback:
     """One line for each phase that moves bytes; without a terminal, when the phase is done."""
-    # Not at the top: few callers want a bar.
-    from rich import progress as rich  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-
-    console = Console(stderr=True, force_jupyter=False)
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(30),
-        rich.DownloadColumn(binary_units=True),
-        rich.TransferSpeedColumn(),
-    )
-    # Never started: an error in the middle would leave its thread and the hidden cursor behind.
-    bar = rich.Progress(*columns, console=console, auto_refresh=False)
-    lock, shown_at, phase = threading.Lock(), 0.0, ""
-    bar.add_task("")
-    (task,) = bar.tasks
+    lock, phase, began, shown_at, is_done = threading.Lock(), "", 0.0, 0.0, False
 
     def show(report: Progress) -> None:
-        nonlocal shown_at, phase
+        nonlocal phase, began, shown_at, is_done
+        done, total, now = report.bytes_done, report.bytes_total, time.monotonic()
         with lock:
             if report.phase != phase:
-                phase = report.phase
-                bar.reset(task.id, description=f"{operation}: {phase}")
-            if task.finished or not report.bytes_total:
+                phase, began, shown_at, is_done = report.phase, now, 0.0, False
+            is_due = sys.stderr.isatty() and now - shown_at > _BAR_SECONDS
+            if is_done or not total or (done < total and not is_due):
                 return
-            bar.update(task.id, completed=report.bytes_done, total=report.bytes_total)
-            is_done = report.bytes_done >= report.bytes_total
-            is_due = console.is_terminal and time.monotonic() - shown_at > _BAR_SECONDS
-            if is_done or is_due:
-                shown_at = time.monotonic()
-                with console.capture() as line:
-                    console.print(bar.make_tasks_table([task]))
-                begin, end = "\r" * console.is_terminal, "\n" * is_done
-                console.file.write(f"{begin}{line.get().rstrip()}{end}")
-                console.file.flush()
+            shown_at, is_done = now, done >= total
+            bar = ("━" * max(1, _BAR_WIDTH * min(done, total) // total)).ljust(_BAR_WIDTH)
+            speed = bytes_text(int(done / max(now - began, 1e-9)))
+            line = (
+                f"{operation}: {phase} {bar} {bytes_text(done)} of {bytes_text(total)}, {speed}/s"
+            )
+            begin, end = "\r" * sys.stderr.isatty(), "\n" * is_done
+            sys.stderr.write(f"{begin}{line:79}{end}")
+            sys.stderr.flush()
 
     return show
 
@@ -98,7 +87,6 @@ class Meter:
 
     @property
     def progress(self) -> Progress:
-        """How far this rank is."""
         return Progress(self._phase, self._done, self._total, self._rank)
 
     @contextmanager
@@ -112,18 +100,15 @@ class Meter:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def expect(self, num_bytes: int) -> None:
-        """Say how many bytes this phase will move."""
         self._total = num_bytes
         self._report()
 
     def add(self, num_bytes: int) -> None:
-        """Say that so many more bytes have been moved."""
         with self._lock:
             self._done += num_bytes
         self._report()
 
     def log(self) -> None:
-        """Log the time of every phase."""
         if logger.isEnabledFor(logging.INFO):
             phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self._seconds.items())
             logger.info("%s on rank %d: %s", self._operation, self._rank, phases)

@@ -51,7 +51,6 @@ from dist_checkpointing.strategies.registry import (
 )
 from dist_checkpointing.threads import fill
 from dist_checkpointing.validation.load_errors import (
-    StoredTensors,
     clear_partly_stored,
     with_memory,
 )
@@ -550,7 +549,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
             if isinstance(leaf, ShardedTensor)
         }
         leaves |= tensors
-        clear_partly_stored([*tensors.values()], StoredTensors(index))
+        clear_partly_stored([*tensors.values()], index)
         read(leaves, index, self.planner, reader, comm, self.plan_reader)
         result: StateDict = unflatten(skeleton, {path: leaf.data for path, leaf in leaves.items()})
         return result

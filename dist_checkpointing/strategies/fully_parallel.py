@@ -40,10 +40,10 @@ from dist_checkpointing.planning import (
     SavePlanner,
     distribute_shards_to_ranks,
 )
+from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.replica_balancing import (
     check_replicas_have_data,
-    choose_writers,
     share_out,
 )
 from dist_checkpointing.planning.shard_table import Int64s, PackedTable, concatenate, describe, pack
@@ -213,7 +213,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         def writers_of(packed: Sequence[bytes]) -> frozenset[tuple[int, int]]:
             tables = [PackedTable(data, rank) for rank, data in enumerate(packed)]
             catalog = concatenate(tables)
-            written = catalog.take(choose_writers(catalog, len(packed)))
+            planner = BalancedSavePlanner()
+            planner.layout = WholeShardLayout()
+            written, _ = planner.assign(catalog, len(packed))
             return frozenset(zip(written.ranks.tolist(), written.sources.tolist(), strict=True))
 
         comm = self._group.comm(everybody)

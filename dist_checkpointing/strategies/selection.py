@@ -50,7 +50,6 @@ from dist_checkpointing.strategies.registry import (
 )
 from dist_checkpointing.strategies.unplanned_strategies import as_planned
 from dist_checkpointing.threads import paused_collector
-from dist_checkpointing.validation.load_errors import StoredTensors
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -179,9 +178,9 @@ def _reading(action: StrategyAction, selection: Any, form: tuple[str, int]) -> A
 class OpenedCheckpoint:
     """A checkpoint that ranks load together; methods are collective.
 
-    ``index`` and ``shapes`` (by key) hold what was asked for, ``stored_keys()`` the keys of all
-    stored tensors; ``read_index`` sets them, and the reader. ``has_read`` says whether this rank
-    has read values of tensors.
+    ``index`` holds what was asked for, ``stored_keys()`` the keys of all stored tensors;
+    ``read_index`` sets them, and the reader. ``has_read`` says whether this rank has read values of
+    tensors.
     """
 
     folder: Location
@@ -191,7 +190,6 @@ class OpenedCheckpoint:
     comm: Comm
     reader: StorageReader = field(init=False)
     index: Index = field(init=False)
-    shapes: Mapping[str, tuple[Ints, torch.dtype]] = field(init=False)
     stored_keys: Callable[[], Iterable[str]] = field(init=False)
     has_read: bool = field(init=False, default=False)
 
@@ -256,7 +254,6 @@ class OpenedCheckpoint:
             asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
             index = shared.index(None if is_whole else strategy.needed_keys(asked))
         self.index, self.stored_keys = index, shared.keys
-        self.shapes = StoredTensors(self.index)
 
     def stored_shapes(self) -> dict[str, tuple[Ints, torch.dtype]]:
         """Global shape and dtype of each stored tensor, read by rank 0."""

@@ -269,7 +269,7 @@ def compare_checkpoints(
     found = {key: Difference() for key in common if first[key].shape == second[key].shape}
     to_read = [key for key in found if read_all or key not in ours or ours[key] != theirs.get(key)]
     for key in found.keys() - to_read:
-        found[key] = Difference(num_compared=first[key].num_elements)
+        found[key] = Difference(num_compared=first[key].numel())
         report(first[key].num_bytes)
 
     def compare(key: str, box: Box, pair: Sequence[torch.Tensor]) -> None:

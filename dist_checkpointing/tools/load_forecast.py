@@ -34,7 +34,7 @@ from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
-from dist_checkpointing.validation.load_errors import StoredTensors, compare
+from dist_checkpointing.validation.load_errors import compare
 
 _SCRATCH_BYTES = 2**22
 """Small neighbours are read together into a buffer of at most this size."""
@@ -205,7 +205,7 @@ def forecast_of(
     """
     reader = checkpoint.reads.set_up_reader(checkpoint.index)
     index = checkpoint.reads.index_for(checkpoint.index)
-    stored = StoredTensors(index if made is None else made.index)
+    stored = index if made is None else made.index
     objects: Container[str] = ()
     if any(want.objects for want in wants):
         objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
@@ -230,7 +230,7 @@ def forecast_of(
             if leaf.key not in objects
         ]
         findings += [replace(finding, ranks=want.ranks) for finding in misfits]
-        cost = _cost(items, index, reader, wanted_bytes)
+        cost = _cost(items.items(), index, reader, wanted_bytes)
         rows.append({"ranks": want.ranks, "num_tensors": len(want.tensors), **cost})
     files = sorted({name for row in rows for name in row["files"]})
     lost = [

@@ -68,8 +68,8 @@ def verify(
     # Fingerprints are compared only where nothing is damaged.
     if against is not None and expected is not None and found.is_sound:
         opened = open_named(checkpoint, trusted=trusted)
-        others = tuple(other_fingerprints(opened.fingerprints(stored=False), expected, against))
-        found = dataclasses.replace(found, findings=others)
+        others = [*other_fingerprints(opened.fingerprints(stored=False), expected, against)]
+        found.findings = others
         verdict = "not what the file says" if others else verdict
     report = Report()
     if not (quiet and found.is_sound):

@@ -130,53 +130,31 @@ _WRAP_REMEDY: Final = (
 )
 
 
-class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
-    """Key -> global shape and dtype, looked up in the index only when asked for."""
+def _stored_shapes(index: Index, keys: Iterable[str]) -> dict[str, tuple[Ints, torch.dtype]]:
+    """Key -> global shape and dtype of those of the tensors that are stored."""
+    asked = tuple(dict.fromkeys(keys))
+    numbers, types = index.dtypes_of(asked)
+    as_torch = [None if dtype is None else dtype.torch for dtype in types]
+    shapes, rows = index.global_shape_column, index.rows_of(asked).tolist()
+    return {
+        key: (tuple(shapes[row]), dtype)
+        for key, number, row in zip(asked, numbers.tolist(), rows, strict=True)
+        if (dtype := as_torch[number]) is not None
+    }
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
 
-    def __getitem__(self, key: str) -> tuple[Ints, torch.dtype]:
-        return self.of((key,))[key]
-
-    def of(self, keys: Iterable[str]) -> dict[str, tuple[Ints, torch.dtype]]:
-        """The same for those of the tensors that are stored, all looked up at once."""
-        index = self._index
-        asked = tuple(dict.fromkeys(keys))
-        numbers, types = index.dtypes_of(asked)
-        as_torch = [None if dtype is None else dtype.torch for dtype in types]
-        shapes, rows = index.global_shape_column, index.rows_of(asked).tolist()
-        return {
-            key: (tuple(shapes[row]), dtype)
-            for key, number, row in zip(asked, numbers.tolist(), rows, strict=True)
-            if (dtype := as_torch[number]) is not None
-        }
-
-    def are_alike(self, wanted: WantedTable) -> bool:
-        """Whether all tensors are stored, with just their global shapes and dtypes."""
-        index = self._index
-        rows = index.rows_of(wanted.keys)
-        if (rows < 0).any():
-            return False
-        shapes, _ = index.shapes_of(wanted.keys)
-        numbers, types = index.dtypes_of(wanted.keys)
-        as_torch = [None if dtype is None else dtype.torch for dtype in types]
-        number = {dtype: i for i, dtype in enumerate(as_torch)}
-        own = [number.get(dtype, -1) for dtype in wanted.data_dtypes]
-        return (
-            list(map(len, shapes)) == list(map(len, wanted.global_shapes))
-            and [*chain.from_iterable(shapes)] == [*chain.from_iterable(wanted.global_shapes)]
-            and own == numbers.tolist()
-        )
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._index
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
+def _are_stored_alike(wanted: WantedTable, index: Index) -> bool:
+    """Whether all tensors are stored, with just their global shapes and dtypes."""
+    if (index.rows_of(wanted.keys) < 0).any():
+        return False
+    shapes, _ = index.shapes_of(wanted.keys)
+    numbers, types = index.dtypes_of(wanted.keys)
+    number = {None if dtype is None else dtype.torch: i for i, dtype in enumerate(types)}
+    return (
+        list(map(len, shapes)) == list(map(len, wanted.global_shapes))
+        and [*chain.from_iterable(shapes)] == [*chain.from_iterable(wanted.global_shapes)]
+        and [number.get(dtype, -1) for dtype in wanted.data_dtypes] == numbers.tolist()
+    )
 
 
 def handle_strictly(
@@ -192,12 +170,10 @@ def handle_strictly(
         with comm.agreed("comparing keys"):
             hints = _hinted(sorted(unexpected), stored_keys)
             findings = [
-                *(Finding(f"asked for, but not in the checkpoint{near}", k) for k, near in hints),
-                *(
-                    Finding("in the checkpoint, but asked for by no rank", k)
-                    for k in sorted(missing)
-                ),
+                Finding(f"asked for, but not in the checkpoint{near}", k) for k, near in hints
             ]
+            unasked = "in the checkpoint, but asked for by no rank"
+            findings += [Finding(unasked, key) for key in sorted(missing)]
             if findings:
                 raise StateMismatchError(mismatch_text(missing, unexpected), findings)
     if flag in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
@@ -229,7 +205,7 @@ def mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 
 def compare(
     wanted: WantedTable,
-    stored: Mapping[str, tuple[Ints, torch.dtype]],
+    index: Index,
     cast: Cast,
     *,
     planner_knows_keys: bool,
@@ -241,19 +217,17 @@ def compare(
     global shapes and dtypes. StateMismatchError with all keys, shapes and dtypes that do not fit.
 
     A user's planner with ``planner_knows_keys`` may find a key under another name, and says so if
-    not. ``stored_keys`` gives the keys of all stored tensors, if ``stored`` holds only some.
+    not. ``stored_keys`` gives the keys of all stored tensors, if ``index`` holds only some.
     ``common`` is the common state of the checkpoint, where a tensor is that was saved unwrapped;
     ``misfits`` are raised with the others.
     """
-    known_keys = stored.keys if stored_keys is None else stored_keys
-    if isinstance(stored, StoredTensors):
-        # What has an address is not on the meta device, and contiguous.
-        without = np.flatnonzero(wanted.addresses < 0).tolist()
-        others = [data for row in without if (data := wanted.data[row]) is not None]
-        can_be_filled = not any(data.is_meta or overlaps_itself(data) for data in others)
-        if can_be_filled and not misfits and stored.are_alike(wanted):
-            return True
-        stored = stored.of(wanted.keys)
+    # What has an address is not on the meta device, and contiguous.
+    without = np.flatnonzero(wanted.addresses < 0).tolist()
+    others = [data for row in without if (data := wanted.data[row]) is not None]
+    can_be_filled = not any(data.is_meta or overlaps_itself(data) for data in others)
+    if can_be_filled and not misfits and _are_stored_alike(wanted, index):
+        return True
+    stored, known_keys = _stored_shapes(index, wanted.keys), stored_keys or index.keys
     findings: list[Finding] = []
     missing: dict[str, Path] = {}
     for path, leaf in zip(wanted.leaves, wanted.tensors, strict=True):
@@ -318,21 +292,14 @@ def with_memory(leaf: ShardedTensor) -> ShardedTensor:
     return copied
 
 
-def clear_partly_stored(
-    leaves: Sequence[ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
-) -> None:
+def clear_partly_stored(leaves: Sequence[ShardedTensor], index: Index) -> None:
     """Set tensors to zero of which not every element is stored."""
-    known = stored.of(leaf.key for leaf in leaves) if isinstance(stored, StoredTensors) else stored
+    stored = _stored_shapes(index, (leaf.key for leaf in leaves))
     for leaf in leaves:
-        if leaf.data is not None and _is_partly_stored(leaf, known):
+        shape, found = tuple(leaf.global_shape), stored.get(leaf.key)
+        is_other = found is not None and shape != found[0]
+        if leaf.data is not None and (is_other or leaf.sticks_out):
             leaf.data.detach().zero_()
-
-
-def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]) -> bool:
-    shape = tuple(leaf.global_shape)
-    is_whole = shape == tuple(leaf.local_shape) and not any(leaf.global_offset)
-    found = stored.get(leaf.key)
-    return (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
 
 
 class StagedTensor(NamedTuple):
@@ -452,7 +419,6 @@ def fill_staged(staged: Sequence[StagedTensor]) -> None:
 
 
 def _is_there(tree: Any, path: ValuePath) -> bool:
-    """Whether a nested state dict has a value at a path."""
     for key, kind in path:
         if not isinstance(tree, dict if kind == "key" else list | tuple):
             return False
@@ -465,7 +431,6 @@ def _is_there(tree: Any, path: ValuePath) -> bool:
 
 
 def require_same_save(is_same: bool, checkpoint_dir: str | PathLike[str]) -> None:
-    """Refuse what was read if another save began meanwhile."""
     if is_same:
         return
     finding = Finding(

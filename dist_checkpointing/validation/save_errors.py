@@ -37,7 +37,6 @@ from dist_checkpointing.mapping.nested_dicts import (
     is_container,
     path_text,
 )
-from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.threads import paused_collector
 
@@ -51,8 +50,6 @@ _PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 class Attribute(NamedTuple):
-    """A step into an object."""
-
     name: str
 
     def __str__(self) -> str:
@@ -177,21 +174,29 @@ def _unwrapped(value: object, key: str, where: str = "") -> Finding:
     )
 
 
-def check_data(parts: StateDictParts) -> None:
-    """Refuse main replicas without data."""
-    # Paths are made when they are asked for, and most states have all data.
-    if all(leaf.data is not None for leaf in parts.tensors.values()):
-        return
-    findings = [
-        Finding(
-            f"data is None at {path_text(path)}",
-            leaf.key,
-            remedy="A leaf without data can only be loaded.",
-        )
-        for path, leaf in parts.tensors.items()
-        if leaf.data is None and is_main_replica(leaf.replica_id)
+def check_data(tensors: Mapping[Path, ShardedTensor], *, is_stored: bool = True) -> None:
+    """Refuse main replicas without data; and data that is not dense or not in memory, unless the
+    planner stores something else: InvalidShardingError with all of them.
+    """
+    wrong = [
+        (number, leaf.key, *found)
+        for number, leaf in enumerate(tensors.values())
+        for found in _without_data(leaf, is_stored=is_stored)
     ]
-    _refuse("there is nothing to save for some shards", findings)
+    # Paths are made when they are asked for, and most states have all data.
+    paths = [*tensors] if wrong else []
+    findings = [
+        Finding(f"the data at {path_text(paths[number])} is {problem}", key, remedy=remedy)
+        for number, key, problem, remedy in wrong
+    ]
+    _refuse("the data of some shards cannot be stored", findings)
+
+
+def _without_data(leaf: ShardedTensor, *, is_stored: bool) -> Sequence[tuple[str, str]]:
+    if leaf.data is not None:
+        return without_values(leaf.data) if is_stored else ()
+    remedy = "A leaf without data can only be loaded."
+    return [("None", remedy)] if is_main_replica(leaf.replica_id) else ()
 
 
 def refuse_shared_keys(index: Index, objects: ShardTable) -> None:
@@ -208,21 +213,6 @@ def refuse_shared_keys(index: Index, objects: ShardTable) -> None:
         if key in index
     ]
     _refuse("keys of the state dict clash", findings)
-
-
-def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
-    """Refuse shards whose data is not dense or not in memory: InvalidShardingError with all of
-    them.
-    """
-    if not any(leaf.data is not None and without_values(leaf.data) for leaf in tensors.values()):
-        return
-    findings = [
-        Finding(f"the data at {path_text(path)} is {problem}", leaf.key, remedy=remedy)
-        for path, leaf in tensors.items()
-        if leaf.data is not None
-        for problem, remedy in without_values(leaf.data)
-    ]
-    _refuse("the data of some shards cannot be stored", findings)
 
 
 def without_values(tensor: torch.Tensor) -> list[tuple[str, str]]:
@@ -269,24 +259,19 @@ class _Leaf(NamedTuple):
     text: str
 
 
-class CommonDigests:
-    """What the values of a rank's common state are, by path, without the values; ``preprocess``
-    gives what is compared between ranks.
-    """
+CommonDigests = Mapping[str, _Leaf]
 
-    def __init__(
-        self,
-        common: CommonStateDict,
-        preprocess: Callable[[CommonStateDict], CommonStateDict] | None,
-    ) -> None:
-        leaves, _ = flatten(common if preprocess is None else preprocess(dict(common)))
-        self.leaves = {path_text(path): _described(leaf) for path, leaf in leaves.items()}
 
-    @property
-    def number(self) -> int:
-        """A number of 62 bits, the same on ranks with the same values."""
-        text = repr(sorted((path, leaf.digest) for path, leaf in self.leaves.items())).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 2
+def common_digests(common: CommonStateDict) -> CommonDigests:
+    """What the values of a rank's common state are, by path, without the values."""
+    leaves, _ = flatten(common)
+    return {path_text(path): _described(leaf) for path, leaf in leaves.items()}
+
+
+def number_of_digests(digests: CommonDigests) -> int:
+    """A number of 62 bits, the same on ranks with the same values."""
+    text = repr(sorted((path, leaf.digest) for path, leaf in digests.items())).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 2
 
 
 def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> None:
@@ -297,11 +282,11 @@ def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> No
     would be lost. A tensor without axes counts as a number.
     """
     step = "comparing the common state"
-    reference = comm.from_rank0(step, lambda: digests().leaves)
+    reference = comm.from_rank0(step, digests)
 
     @paused_collector()
     def differences() -> dict[str, str]:
-        own = digests().leaves
+        own = digests()
         if findings := _lost_tensors(reference, own):
             message = "the ranks hold different tensors in the common state"
             raise InvalidShardingError(message, findings)

@@ -39,7 +39,6 @@ WITHOUT = {
     "Durability",
     "LoadItemType",
     "LoadPlan",
-    "LocalPlans",
     "MetadataIndex",
     "Progress",
     "ReadItem",

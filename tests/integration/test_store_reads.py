@@ -56,7 +56,7 @@ def assert_reads(sample: Sample, place: Any) -> None:
     assert dc.load_sharded_metadata(place).keys() > sample.tensors.keys()
     assert opened.fingerprints() == dc.Checkpoint.open(sample.folder).fingerprints()
     found = examine_checkpoint(place)
-    assert (found.findings, found.refused, found.is_sealed) == ((), (), True)
+    assert (found.findings, found.refused, found.is_sealed) == ([], [], True)
     dc.verify_checkpoint(place)
 
 

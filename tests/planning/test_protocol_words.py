@@ -266,7 +266,7 @@ def test_items_of_a_users_own_kind_are_kept() -> None:
     plan = LoadPlan([own]).with_items([own, own])
     assert plan.items == [own, own]
     assert all(type(read) is Marked for read in plan.items)
-    assert plan.num_elements == 8
+    assert plan.table.num_elements.sum() == 8
 
 
 def test_results_of_a_whole_plan_look_like_results_of_its_items() -> None:
@@ -319,17 +319,11 @@ def test_metadata_of_chunks_that_make_no_grid() -> None:
 # --- planners -------------------------------------------------------------------------------------
 
 
-def test_configure_planner_takes_what_the_constructor_takes() -> None:
-    planner = BalancedSavePlanner()
-    planner.configure_planner({}, remove_redundancy=False, save_to_minimum_rank=True)
-    assert (planner.remove_redundancy, planner.save_to_minimum_rank) == (False, True)
-    planner.configure_planner({}, is_coordinator=False, rank=3)
-    assert (planner.remove_redundancy, planner.save_to_minimum_rank) == (False, True)
+@pytest.mark.parametrize("planner", [DefaultSavePlanner(), BalancedSavePlanner()])
+def test_configure_planner_takes_what_the_protocol_has(planner: DefaultSavePlanner) -> None:
     planner.configure_planner({}, True, 0, True, False)
-    assert (planner.remove_redundancy, planner.save_to_minimum_rank) == (True, False)
-    DefaultSavePlanner().configure_planner({}, True, 0, True, False)
-    with pytest.raises(dc.CheckpointingException, match="Use BalancedSavePlanner"):
-        DefaultSavePlanner().configure_planner({}, save_to_minimum_rank=True)
+    with pytest.raises(dc.CheckpointingException, match="use BalancedSavePlanner"):
+        planner.configure_planner({}, save_to_minimum_rank=True)
 
 
 def test_a_planner_need_not_know_the_layout(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+from dist_checkpointing import ShardedObject, ShardedTensor
 from dist_checkpointing.format import Box, Index
 from dist_checkpointing.planning import (
     BalancedSavePlanner,
@@ -76,14 +76,9 @@ def planned(
 GROUPS = [0, 1, 0, 1, 1]
 PLANNERS: dict[str, tuple[Callable[[int], DefaultSavePlanner], Candidates]] = {
     "main": (lambda _: DefaultSavePlanner(), lambda _, main: [main]),
-    "redundant": (lambda _: BalancedSavePlanner(remove_redundancy=False), lambda _, main: [main]),
     "balanced": (lambda _: BalancedSavePlanner(), lambda holders, _: holders),
-    "lowest": (
-        lambda _: BalancedSavePlanner(save_to_minimum_rank=True),
-        lambda holders, _: [min(holders)],
-    ),
     "groups": (
-        lambda count: BalancedSavePlanner(groups=GROUPS[:count]),
+        lambda count: BalancedSavePlanner().within(GROUPS[:count]),
         lambda holders, main: [rank for rank in holders if GROUPS[rank] == GROUPS[main]],
     ),
 }
@@ -205,8 +200,3 @@ def test_chunks_are_not_made_smaller_than_balance_asks_for() -> None:
     plans, index = planned(BalancedSavePlanner(), ranks)
     assert {tuple(shape or ()) for shape in index.chunk_shape_column} == {(4096, 1024)}
     assert {len(plan.items) for plan in plans} == {8}
-
-
-def test_groups_of_another_world_are_refused() -> None:
-    with pytest.raises(CheckpointingException, match="expected 2; found 3"):
-        planned(BalancedSavePlanner(groups=[0, 1, 0]), replicated({"w": (64,)}, 2, 1))

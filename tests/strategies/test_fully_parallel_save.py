@@ -276,9 +276,9 @@ def test_a_strategy_with_a_planner_of_its_own(tmp_path: Path) -> None:
     assert all(torch.equal(saved[f"new.{key}"], full[key]) for key in full)
 
 
-def test_the_options_of_a_balanced_planner_hold_within_the_groups(tmp_path: Path) -> None:
+def test_a_balanced_planner_shares_out_within_the_groups(tmp_path: Path) -> None:
     def one(comm: Comm, group: Comm) -> list[str]:
-        base = Zarr3SaveShardedStrategy(planner=BalancedSavePlanner(save_to_minimum_rank=True))
+        base = Zarr3SaveShardedStrategy(planner=BalancedSavePlanner())
         strategy: Any = FullyParallelSaveStrategyWrapper(base, group).resolved()
         # The main replicas are on ranks 2 and 3; all four ranks hold everything.
         state = {

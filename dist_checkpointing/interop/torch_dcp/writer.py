@@ -40,7 +40,7 @@ from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.interop.torch_dcp.reader import DCP_KEYS_NAME, DCPKeys
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, WriteItem
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.planning.chunking import Layout
 from dist_checkpointing.planning.save_plan import checked_plans
 from dist_checkpointing.planning.shard_table import table_of_rows
@@ -122,7 +122,7 @@ def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePla
                 # All are main replicas: DCP has chosen among them.
                 rows.append((name, dtype, tuple(data.size), *box, None, True, position))
         announced.append(SavePlan(table_of_rows(rank, rows)))
-    own_plans, index = checked_plans(LocalPlans(announced), planner)
+    own_plans, index, _ = checked_plans(announced, planner)
     return [planner.finalize_plan(plan) for plan in own_plans], index
 
 
