@@ -11,7 +11,6 @@ from dist_checkpointing.storage.interface import (
     done,
 )
 from dist_checkpointing.storage.options import (
-    BaseCheck,
     Checksum,
     Durability,
     ReadMode,
@@ -20,7 +19,6 @@ from dist_checkpointing.storage.options import (
 from dist_checkpointing.storage.progress import Progress, ProgressCallback, ProgressOption
 
 __all__ = [
-    "BaseCheck",
     "Checksum",
     "ChunkPlace",
     "Durability",

@@ -36,7 +36,7 @@ from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
-from dist_checkpointing.strategies.incremental import BaseParts, Candidates
+from dist_checkpointing.strategies.incremental import LEAST_SHARED, BaseParts, Candidates
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree, Values, encode_tree
@@ -185,7 +185,7 @@ def keep_shared(
     kept, copied, num_bytes = [], [], 0
     for name, sealed in sorted(shared.items()):
         number = files.index(name)
-        if used[number] >= options.least_shared * sealed.num_bytes:
+        if used[number] >= LEAST_SHARED * sealed.num_bytes:
             kept.append(sealed)
             num_bytes += int(used[number])
             # The base may have been saved with less care.

@@ -235,7 +235,6 @@ class ZarrFolderWriter(StorageWriter):
             digests,
             lambda base: self._files_in_base(base, table, index, names, is_whole),
             reuses_names=True,
-            unpack=None if codec is None else partial(read_decoded, codec),
         )
         # A chunk at an edge is stored at full size.
         chunks = index.chunk_shapes.prod(axis=1) * index.itemsizes_of(index)
