@@ -321,6 +321,7 @@ class StorageReader(Storage[LoadPlan]):
     trusted: bool = False
     is_kept: bool = False
     growth: ClassVar[int] = 1
+    _index: Index = Index.of([])
 
     @cached_property
     def files(self) -> FolderReads:
@@ -415,6 +416,8 @@ class StorageReader(Storage[LoadPlan]):
             args: nothing.
             kwargs: as for ``set_up_storage_writer``.
         """
+        del args, kwargs
+        self._index = metadata
 
     @abstractmethod
     def read_data(

@@ -112,9 +112,13 @@ class _Strategy(ABC):  # noqa: B024 - what all strategies have in common
 class LoadStrategyBase(_Strategy):
     """Reads one or more (backend, version)s."""
 
+    trusted: bool = False
+
     def trusting(self) -> Self:
         """A strategy that unpickles whatever is stored, for checkpoints from a trusted source."""
-        return self
+        strategy = copy.copy(self)
+        strategy.trusted = True
+        return strategy
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -517,13 +521,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         self.planner = planner
         self.comm = comm
         self.options: StorageOptions = options or StorageOptions()
-        self.trusted = False
         self.plan_reader: PlanReader = read_plan
-
-    def trusting(self) -> Self:
-        strategy = copy.copy(self)
-        strategy.trusted = True
-        return strategy
 
     def make_reader(self, checkpoint_dir: Any) -> StorageReader:
         """A reader for one checkpoint."""

@@ -20,12 +20,7 @@ from typing import Any, ClassVar, Final, Self
 
 import torch
 
-from dist_checkpointing.errors import (
-    CorruptCheckpointError,
-    Finding,
-    UnsupportedFormatError,
-    counted,
-)
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.format.foreign_formats import deepspeed_step
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
@@ -127,8 +122,6 @@ class DeepSpeedFiles(TensorFiles):
         CorruptCheckpointError: if files are missing, damaged, or do not fit together.
     """
 
-    backend = "deepspeed"
-
     def __init__(self, folder: Path, *, trusted: bool = False) -> None:
         self._trusted = trusted
         super().__init__(folder, sorted(folder.rglob("*.pt")))
@@ -150,11 +143,9 @@ class DeepSpeedFiles(TensorFiles):
             zero = self._open(optimizer)
             stage = int(_required(zero, "zero_stage", optimizer))
             groups = _required(zero, "param_groups", optimizer)
-            self.kind = "DeepSpeed checkpoint, universal"
         else:
             shares = self._read_shares()
             stage, groups = shares[0].stage, shares[0].groups
-            self.kind = f"DeepSpeed checkpoint, ZeRO-{stage}, {counted(len(shares), 'rank')}"
         by_rank = "zero_pp_rank_0_" if stage == _Stage.WEIGHTS else ""
         first = folder / f"{by_rank}{_MODEL}"
         model = self._open(first)

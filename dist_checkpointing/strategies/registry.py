@@ -225,9 +225,6 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     raise StrategyNotFoundError(f"Cannot find a default strategy for: {wanted}", [finding])
 
 
-_load = cache(EntryPoint.load)
-
-
 def newest_version(action: StrategyAction, backend: str) -> int:
     """The highest available version of a backend for an action; 1 if there is no version."""
     versions = [v for name, v in available_strategies(action) if name == backend]

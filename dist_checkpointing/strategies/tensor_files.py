@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,23 +40,18 @@ TensorRow = tuple[str, DType, Ints]
 
 
 class TensorFiles(ABC):
-    """Mapped files that answer all that ``Checkpoint`` asks of its ``reads``. From any thread.
+    """Mapped files of tensors, objects and common state. Any thread may read.
 
     Pages that were read count as memory of this process until their file is unmapped, and a column
     of a tensor touches all of its pages. So the files are mapped anew after so many bytes were
     touched.
 
     Attributes:
-        backend: Name of the format, as ``convert(to=)`` takes it; ``kind`` says it in words.
         is_mapped: False if the content is in memory, and never read again.
         path: The file or folder; ``paths`` are all files.
         most_bytes: Bytes of the files that may be mapped at a time.
-        options: Without meaning here; as that of ``PartialReads``.
-        memory: Makes the tensors that are read into, as ``torch.empty`` does.
     """
 
-    backend: ClassVar[str]
-    kind: str
     is_mapped = True
     index: Index
 
@@ -219,12 +213,6 @@ class TensorFilesCommonStrategy(KnownFormats, LoadCommonStrategy):
 
     argument: ClassVar[str] = "common_strategy"
     reader_type: ClassVar[type[TensorFilesReader]]
-    trusted = False
-
-    def trusting(self) -> Self:
-        strategy = copy.copy(self)
-        strategy.trusted = True
-        return strategy
 
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
         reader = self.reader_type()

@@ -77,9 +77,6 @@ class TorchFile(TensorFiles):
         CorruptCheckpointError: if it is damaged.
     """
 
-    backend = BACKEND
-    kind = "torch.save file"
-
     def __init__(self, path: Path, *, trusted: bool = False, most_bytes: int = 2**31) -> None:
         super().__init__(path, [path])
         self.is_mapped = zipfile.is_zipfile(path)

@@ -91,10 +91,6 @@ class TensorStoreReader(StorageReader):
         super().__init__(checkpoint_dir)
         self._newest = NewestTree(checkpoint_dir)
 
-    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
-        del rank, world_size
-        self._index = metadata
-
     def rebuild_index(self) -> Index:
         path = self.checkpoint_dir / MANIFEST_NAME
         if not store.is_file(path):

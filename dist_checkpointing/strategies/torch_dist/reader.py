@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -214,8 +214,6 @@ class _RecordFiller(Filler):
                 _require_form(tensor.dtype, tuple(tensor.shape), dtype, shape)
                 array = tensor_memory.as_numpy(tensor.detach().contiguous()).reshape(-1)
                 source, first = array.view(np.uint8), 0
-            elif layout.start + num_bytes > length:
-                raise BadRecord("it refers to bytes outside of it")
             else:
                 first = start + layout.start
         except BadRecord as error:
@@ -282,21 +280,12 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     Megatron's is one object. Plain DCP's is every value that is not a tensor, nested as it was in
     the state dict that was saved.
 
-    Args:
-        trusted: unpickle anything, which lets the files run any code.
-
     Example:
         >>> TorchDistCommonLoadStrategy().check_backend_compatibility("torch_dist")
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
     argument = "common_strategy"
-
-    def __init__(self, *, trusted: bool = False) -> None:
-        self.trusted = trusted
-
-    def trusting(self) -> Self:
-        return type(self)(trusted=True)
 
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
         folder = as_location(checkpoint_dir)

@@ -345,10 +345,6 @@ class ZarrFolderReader(StorageReader):
     """Reads windows of chunk files, straight into the destination where that is possible."""
 
     names: ClassVar[ChunkNames] = ChunkNames()
-    _index: Index = Index.of([])
-
-    def set_up_storage_reader(self, metadata: Index, **_: object) -> None:
-        self._index = metadata
 
     def location(self, chunk: MetadataIndex) -> str:
         (name,) = chunk_keys(reads_of([chunk], self._index), self._index, self.names)

@@ -39,10 +39,6 @@ class DatabaseReader(StorageReader):
     """
 
     growth: ClassVar[int] = MOST_COMPRESSION
-    _index: Index = Index.of([])
-
-    def set_up_storage_reader(self, metadata: Index, **_: object) -> None:
-        self._index = metadata
 
     @cached_property
     def _store(self) -> Any:
