@@ -68,13 +68,13 @@ from dist_checkpointing.strategies.incremental import (
     PlanDigests,
     share_parts,
 )
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import zstd_content_bytes
 from dist_checkpointing.strategies.zarr_metadata import CODECS, ChunkNames, chunk_keys, padded_chunk
 from dist_checkpointing.threads import in_threads
 
 Array = npt.NDArray[Any]
 
 
-_ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _GZIP_WINDOW: Final = 31
 _BLOSC_HEADER_BYTES: Final = 16
 
@@ -87,8 +87,7 @@ def unpacked(codec: Codec, data: bytes, num_bytes: int) -> Any:
     """
     if codec.codec_id == "gzip":
         return _gunzipped(data, num_bytes)
-    said = _zstd_size(data) if codec.codec_id == "zstd" else _blosc_size(data)
-    # A second frame may stand behind the one whose header speaks.
+    said = zstd_content_bytes(data) if codec.codec_id == "zstd" else _blosc_size(data)
     if said != num_bytes or (said := len(content := codec.decode(data))) != num_bytes:
         raise ValueError(f"it unpacks to {said} bytes, expected {num_bytes}")
     return content
@@ -103,19 +102,6 @@ def _gunzipped(data: bytes, num_bytes: int) -> bytes:
     if len(content) != num_bytes or not stream.eof or stream.unused_data:
         raise ValueError(f"it does not unpack to {num_bytes} bytes")
     return content
-
-
-def _zstd_size(data: bytes) -> int:
-    """What the header of a Zstandard frame says, see RFC 8878, 3.1.1.1."""
-    if data[:4] != _ZSTD_MAGIC or len(data) < 6:
-        raise ValueError("it is no Zstandard frame")
-    descriptor = data[4]
-    is_single = bool(descriptor & 0x20)
-    start = 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
-    width = (int(is_single), 2, 4, 8)[descriptor >> 6]
-    if not width or len(data) < start + width:
-        raise ValueError("its Zstandard frame does not say how long it is")
-    return int.from_bytes(data[start : start + width], "little") + (256 if width == 2 else 0)
 
 
 def _blosc_size(data: bytes) -> int:
