@@ -11,7 +11,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -40,7 +39,8 @@ _UNIVERSAL = "zero"
 _WEIGHTS = "fp32"
 """The master weights of a parameter, among the entries of its state."""
 
-_MAX_NAME_BYTES = 4096
+_CUTS_WEIGHTS: Final = 3
+"""Stage of ZeRO that gives each rank a part of every parameter."""
 _NOT_IN_COMMON: Final = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes",
      "frozen_param_fragments", "shared_params"}
@@ -53,15 +53,8 @@ _PARALLEL = re.compile(r"mp_rank_(?!00_)|_expert_|^expp_rank|^layer_")
 KeyPath = tuple[str | int, ...]
 
 
-class _Stage(IntEnum):
-    DISABLED = 0
-    OPTIMIZER_STATES = 1
-    GRADIENTS = 2
-    WEIGHTS = 3
-
-
 STAND_INS: Final = (
-    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (SimpleNamespace, "deepspeed.utils.tensor_fragment.fragment_address"),
@@ -146,7 +139,7 @@ class DeepSpeedFiles(TensorFiles):
         else:
             shares = self._read_shares()
             stage, groups = shares[0].stage, shares[0].groups
-        by_rank = "zero_pp_rank_0_" if stage == _Stage.WEIGHTS else ""
+        by_rank = "zero_pp_rank_0_" if stage == _CUTS_WEIGHTS else ""
         first = folder / f"{by_rank}{_MODEL}"
         model = self._open(first)
         if model.keys() & {"ds_autoep_layers", "autoep_layers"}:
@@ -160,7 +153,7 @@ class DeepSpeedFiles(TensorFiles):
         if shares:
             parameters = _partitioned(shapes, shares, group_of)
         state = self._add_parameters(parameters, groups)
-        self._add_frozen_and_buffers(model, first, is_cut=stage == _Stage.WEIGHTS)
+        self._add_frozen_and_buffers(model, first, is_cut=stage == _CUTS_WEIGHTS)
         rest = {key: value for key, value in model.items() if key not in _NOT_IN_COMMON}
         ties = {"model": dict(model.get("shared_params") or {})}
         self.common = {
@@ -204,7 +197,7 @@ class DeepSpeedFiles(TensorFiles):
                 problem = "written with another number of ranks or stage of ZeRO"
                 findings.append(Finding(problem, None, first.kind, own.kind, *where))
             elif len(own.sizes) != len(first.sizes) or (
-                own.stage == _Stage.WEIGHTS and own.sizes != first.sizes
+                own.stage == _CUTS_WEIGHTS and own.sizes != first.sizes
             ):
                 problem = "other sizes than rank 0"
                 findings.append(Finding(problem, None, first.sizes, own.sizes, *where))
@@ -407,7 +400,7 @@ def _share(content: Any, file: Path) -> _Share:
     if len(counts) != 1:
         raise _parallel(file.parent)
     weights_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
-    if stage == _Stage.WEIGHTS:
+    if stage == _CUTS_WEIGHTS:
         weights_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
     weights, base = _required(zero, weights_key, file), _required(zero, state_key, file)
     path: KeyPath = (_ZERO_KEY, state_key)
@@ -437,7 +430,7 @@ def _partitioned(
 ) -> Iterator[_Parameter]:
     """Each parameter, of which each rank has a part."""
     first, num_ranks = shares[0], len(shares)
-    is_even = first.stage == _Stage.WEIGHTS
+    is_even = first.stage == _CUTS_WEIGHTS
     runs = [[*group.items()] for group in shapes]
     if is_even:
         runs = [[*chain(*runs)]]

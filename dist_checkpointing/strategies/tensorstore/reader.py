@@ -207,15 +207,7 @@ class TensorStoreReader(StorageReader):
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
-        objects = self._index.objects
-        stored = reads_of([chunk for chunk in chunks if chunk.fqn in self._index], self._index)
-        names = iter(row_keys(stored, self._index))
-        return [
-            next(names)
-            if chunk.fqn in self._index
-            else object_key(chunk.fqn, chunk.offset or (), objects[chunk.fqn])
-            for chunk in chunks
-        ]
+        return row_keys(reads_of(chunks, self._index), self._index)
 
     def _find(self, wanted: Sequence[bytes]) -> Values:
         return self._newest(keeps_nodes=self.is_kept).find(wanted)

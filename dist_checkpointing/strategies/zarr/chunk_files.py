@@ -55,12 +55,7 @@ from dist_checkpointing.storage.interface import (
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import StagingBuffers, is_on_gpu
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.chunk_reads import (
-    ChunkReads,
-    Filler,
-    damaged,
-    read_chunks,
-)
+from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, damaged, read_chunks
 from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.incremental import (
     BaseParts,
