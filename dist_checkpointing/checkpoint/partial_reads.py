@@ -47,6 +47,7 @@ class PartialReads:
         self.options: StorageOptions | None = None
         self.memory: Callable[..., torch.Tensor] = torch.empty
         self._own_index: Index | None = None
+        self._is_set_up = False
         self._seen: set[str] = set()
 
     @cached_property
@@ -84,7 +85,8 @@ class PartialReads:
     def boxes(self, index: Index, wanted: Sequence[tuple[StoredTensor, Box]]) -> list[torch.Tensor]:
         """One new tensor for each box, which must lie in its tensor; see ``Checkpoint.read``."""
         if len(wanted) <= _FEW:
-            found = [self._reader.read_box(stored, box, self.memory) for stored, box in wanted]
+            reader = self.set_up_reader(index)
+            found = [reader.read_box(stored, box, self.memory) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts
@@ -115,11 +117,11 @@ class PartialReads:
         return self.index() if self._own_index is None else self._own_index
 
     def set_up_reader(self, index: Index) -> StorageReader:
-        """A reader that can be asked where parts are, and for objects."""
-        index = self.index_for(index)
-        reader = self.make_reader()
-        set_up_reader(reader, index, rank=0, world_size=1)
-        return reader
+        """A reader that can be asked for boxes and objects, and where parts are."""
+        if not self._is_set_up:
+            set_up_reader(self._reader, self.index_for(index), rank=0, world_size=1)
+            self._is_set_up = True
+        return self._reader
 
     def files(self, index: Index, chunks: Sequence[MetadataIndex]) -> list[str | None]:
         """The file of each stored chunk, relative to the checkpoint; None where it is not known."""

@@ -367,7 +367,7 @@ class StorageReader(Storage[LoadPlan]):
     ) -> torch.Tensor | None:
         """A box of one tensor, where that takes no plan; None, also for whatever is wrong.
 
-        May be called before ``set_up_storage_reader``, and by several threads.
+        Called after ``set_up_storage_reader``, and by several threads.
 
         Args:
             tensor: as the index tells it.

@@ -36,6 +36,7 @@ from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Extent,
     Filler,
+    chunk_with,
     damaged,
     read_chunks,
     read_extent,
@@ -125,18 +126,11 @@ class TensorStoreReader(StorageReader):
     def read_box(
         self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
     ) -> torch.Tensor | None:
-        chunk, shape = tensor.chunk_shape, box.shape
-        if chunk is None or 0 in shape:
+        found = chunk_with(tensor, box)
+        if found is None:
             return None
-        index, offset = [], []
-        for start, extent, length in zip(box.offset, shape, chunk, strict=True):
-            number, first = divmod(start, length)
-            if first + extent > length:
-                return None
-            index.append(number)
-            offset.append(first)
-        window = Window(0, chunk, Box(tuple(offset), shape))
-        key = f"{disk_name(tensor.key)}/{chunk_name(tuple(index))}".encode()
+        window = Window(0, tensor.grid.chunk_shape, found[1])
+        key = f"{disk_name(tensor.key)}/{chunk_name(found[0])}".encode()
         place = self._newest(keeps_nodes=self.is_kept).find_outside(key)
         if place is None or place[2] != window.array_size * tensor.dtype.itemsize:
             return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,8 +23,8 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.ranged_reads import Array, OpenFile
-from dist_checkpointing.format.geometry import Ints, padded_rows
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.geometry import Box, Ints, Window, padded_rows, ravel_offset
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedStateDict, StateDict, tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
@@ -34,9 +35,11 @@ from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Extent,
     Filler,
+    chunk_with,
     damaged,
     read_chunks,
     read_extent,
+    read_single,
 )
 from dist_checkpointing.strategies.pickle_scanner import Stub, check_pickle
 from dist_checkpointing.strategies.safe_pickle import deserialize
@@ -239,7 +242,8 @@ class _RecordInFile:
 
     def __init__(self, file: OpenFile, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
-        self._ends = {at: self._read(at, _EDGE_BYTES) for at in (0, length - _EDGE_BYTES)}
+        edge = min(length, _EDGE_BYTES)
+        self._ends = {at: self._read(at, edge) for at in {0, length - edge}}
 
     def __len__(self) -> int:
         return self._length
@@ -247,7 +251,7 @@ class _RecordInFile:
     def __getitem__(self, part: slice) -> bytes:
         begin, end, _ = part.indices(self._length)
         for at, data in self._ends.items():
-            if at <= begin and end <= at + _EDGE_BYTES:
+            if at <= begin and end <= at + len(data):
                 return data[begin - at : end - at]
         return self._read(begin, end - begin)
 
@@ -403,6 +407,24 @@ class TorchDistReader(StorageReader):
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         del wanted
         return [DCP_METADATA_NAME]
+
+    def read_box(
+        self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
+    ) -> torch.Tensor | None:
+        found = chunk_with(tensor, box)
+        if found is None or not isinstance(self.checkpoint_dir, Path):
+            return None
+        grid, dtype = tensor.grid, tensor.dtype
+        row = self.index.first_row[tensor.key] + ravel_offset(found[0], grid.counts)
+        place, shape = self.index.place(row), grid.box(found[0]).shape
+        with suppress(OSError, EOFError, BadRecord), self.files.open(place.file) as file:
+            file.require(place.offset + place.length, is_all=False)
+            layout = find_tensor(_RecordInFile(file, place.offset, place.length))
+            if layout is not None and layout.is_contiguous:
+                _require_form(layout.dtype, layout.shape, dtype.torch, shape)
+                window, start = Window(0, shape, found[1]), place.offset + layout.start
+                return read_single(self.files, place.file, start, window, dtype, memory)
+        return None
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
         place = self.index.place(self.index.cell_row(key, cell))

@@ -8,7 +8,7 @@ import re
 import threading
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from os import PathLike
@@ -55,7 +55,14 @@ from dist_checkpointing.storage.interface import (
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import StagingBuffers, is_on_gpu
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, damaged, read_chunks
+from dist_checkpointing.strategies.chunk_reads import (
+    ChunkReads,
+    Filler,
+    chunk_with,
+    damaged,
+    read_chunks,
+    read_single,
+)
 from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.incremental import (
     BaseParts,
@@ -326,6 +333,19 @@ class ZarrFolderReader(StorageReader):
     """Reads windows of chunk files, straight into the destination where that is possible."""
 
     names: ClassVar[ChunkNames] = ChunkNames()
+
+    def read_box(
+        self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
+    ) -> torch.Tensor | None:
+        found = chunk_with(tensor, box)
+        if found is None or self._index.codec is not None:
+            return None
+        window, (folder,) = (
+            Window(0, tensor.grid.chunk_shape, found[1]),
+            self.names.folders([tensor.key]),
+        )
+        name = f"{folder}/{self.names.chunk(found[0])}"
+        return read_single(self.files, name, 0, window, tensor.dtype, memory, is_all=True)
 
     def location(self, chunk: MetadataIndex) -> str:
         (name,) = chunk_keys(reads_of([chunk], self._index), self._index, self.names)
