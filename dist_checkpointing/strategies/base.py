@@ -147,24 +147,22 @@ class LoadCommonStrategy(LoadStrategyBase):
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
         """The common state dict."""
 
-    @abstractmethod
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
     ) -> StateDict:
         """The same nested dict with every ShardedObject replaced by its stored value."""
+        raise lacks(self, "load_sharded_objects", "reads ShardedObjects")
 
     def file_names(
         self, leaves: Iterable[ShardedObject], checkpoint_dir: PathOrStr
     ) -> Iterable[str]:
         """Relative names of the files that hold the common state and these ShardedObjects."""
-        del leaves, checkpoint_dir
         return []
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         """All stored ShardedObjects by unique key, without data."""
         if not handles_objects(self):
             return {}
-        del checkpoint_dir
         raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
 
 
@@ -183,7 +181,6 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
         """The strategy for one of the formats that it understands: by default itself."""
-        del backend, version
         return self
 
     @abstractmethod
@@ -217,7 +214,6 @@ class SaveCommonStrategy(SaveStrategyBase):
 
     def lasting(self, durability: Durability) -> Self:
         """A strategy whose files are as durable as that; itself if it has only one way."""
-        del durability
         return self
 
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
@@ -226,7 +222,6 @@ class SaveCommonStrategy(SaveStrategyBase):
         Raises:
             InvalidShardingError: if a key cannot be stored.
         """
-        del object_keys
         return []
 
     @abstractmethod
@@ -247,7 +242,6 @@ class SaveCommonStrategy(SaveStrategyBase):
         Returns:
             As ``save_common``.
         """
-        del sharded_objects_state_dict, checkpoint_dir
         raise lacks(self, "save_sharded_objects", "writes ShardedObjects")
 
 
@@ -382,21 +376,18 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
 
     def is_one_file(self, path: PathOrStr) -> bool:
         """Whether what is saved to a path is one file, and no folder."""
-        del path
         return False
 
     def holdable(
         self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
         """What of a common state, and of the cells of objects by key, can be saved to a path."""
-        del path
         return common_state_dict, objects
 
     def common_strategy(
         self, writer: StorageWriter, common_state_dict: StateDict
     ) -> SaveCommonStrategy | None:
         """What saves the common state in a format that has a place of its own for it, or None."""
-        del writer, common_state_dict
         return None
 
     def plan(

@@ -18,7 +18,7 @@ from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows, values_of_part
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.mapping import StateDict
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage.interface import StorageReader, done
 from dist_checkpointing.strategies.base import (
@@ -26,7 +26,6 @@ from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     PathOrStr,
     SaveCommonStrategy,
-    lacks,
 )
 from dist_checkpointing.threads import in_threads
 
@@ -153,7 +152,6 @@ class TensorFilesReader(StorageReader):
         return self._files().index
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        del wanted
         return []
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
@@ -204,7 +202,6 @@ class NoCommonFiles(SaveCommonStrategy):
     def save_common(
         self, common_state_dict: StateDict, checkpoint_dir: PathOrStr
     ) -> Sequence[SealedFile]:
-        del common_state_dict, checkpoint_dir
         return []
 
 
@@ -218,12 +215,6 @@ class TensorFilesCommonStrategy(KnownFormats, LoadCommonStrategy):
         reader = self.reader_type()
         reader.trusted = self.trusted
         return reader.open_files(as_local_folder(checkpoint_dir)).common
-
-    def load_sharded_objects(
-        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
-    ) -> StateDict:
-        del sharded_objects_state_dict, checkpoint_dir
-        raise lacks(self, "load_sharded_objects", "the strategy for tensors has")
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

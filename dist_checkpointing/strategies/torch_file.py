@@ -143,7 +143,6 @@ class TorchFileWriter(StorageWriter):
     common: Mapping[Any, Any] = {}
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del index
         if world_size > 1:
             remedy = "Save with tensorstore, and make a file of it: dckpt convert A B.pt."
             finding = Finding("one process writes it", found=f"{world_size} ranks", remedy=remedy)
@@ -176,7 +175,6 @@ class TorchFileWriter(StorageWriter):
         return done(WriteResults(table, table.num_bytes, files=(written,)))
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
-        del metadata, results
         self.commit_file = _FILE_NAME, None
 
 
@@ -198,13 +196,11 @@ class TorchFileSaveShardedStrategy(PlannedSaveStrategy):
     can_handle_sharded_objects = True
 
     def is_one_file(self, path: PathOrStr) -> bool:
-        del path
         return True
 
     def holdable(
         self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
-        del path
         return loadable(common_state_dict), loadable(objects)
 
     def common_strategy(

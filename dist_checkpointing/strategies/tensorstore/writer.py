@@ -230,7 +230,6 @@ class TensorStoreWriter(StorageWriter):
     uses_object_stores: ClassVar[bool] = True
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del index, world_size
         return [INDEX_NAME, CHECKSUMS_NAME, *database.CREATED_NAMES]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -18,7 +18,6 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
     StateMismatchError,
-    UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
@@ -26,7 +25,7 @@ from dist_checkpointing.filesystem.ranged_reads import Array, OpenFile
 from dist_checkpointing.format.geometry import Box, Ints, Window, padded_rows, ravel_offset
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
-from dist_checkpointing.mapping import ShardedStateDict, StateDict, tensor_memory
+from dist_checkpointing.mapping import StateDict, tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
@@ -176,7 +175,6 @@ class _RecordFiller(Filler):
         self._index, self._reader = index, reader
 
     def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
-        del rows, file, starts, sizes
         return False
 
     def fill(self, row: int, block: Array, start: int = 0, size: int | None = None) -> int:
@@ -317,17 +315,6 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         except BadRecord as error:
             raise _damaged(f"cannot be read: {error}", key, path=where) from error
 
-    def load_sharded_objects(
-        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
-    ) -> StateDict:
-        del sharded_objects_state_dict
-        finding = Finding(
-            "its sharded objects lie among the tensors",
-            path=str(checkpoint_dir),
-            remedy="Leave sharded_strategy out: the one for torch_dist reads both.",
-        )
-        raise UnsupportedFormatError("cannot read the sharded objects", [finding])
-
 
 def _damaged(problem: str, key: str, **place: str) -> CorruptCheckpointError:
     finding = Finding(problem, key, **place)  # type: ignore[arg-type]
@@ -405,7 +392,6 @@ class TorchDistReader(StorageReader):
         self.index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        del wanted
         return [DCP_METADATA_NAME]
 
     def read_box(

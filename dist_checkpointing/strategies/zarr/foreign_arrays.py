@@ -120,7 +120,6 @@ class DatabaseReader(StorageReader):
         return StoredTensor(key, dtype, shape, tuple(max(1, min(pair)) for pair in extents))
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        del wanted
         return []
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

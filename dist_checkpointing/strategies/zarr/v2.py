@@ -85,7 +85,6 @@ class ZarrV2Writer(ZarrFolderWriter):
     reader_type: ClassVar[type[ZarrV2Reader]] = ZarrV2Reader
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del world_size
         for key in index:
             check_raw_key(key)
         _check_nested_keys(index)
@@ -188,7 +187,6 @@ class ZarrLoadShardedStrategy(ZarrFolderLoadStrategy):
         return [tensor.key]
 
     def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
-        del kept
         # They are not listed since the removal was noted, all at once.
         folders = [root / key for key in removed if local_folder.is_real_folder(root / key, root)]
         # Readers that know nothing of removals must never see an array without its chunks.

@@ -136,7 +136,6 @@ class ZarrV3Writer(ZarrFolderWriter):
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile] | None:
-        del results
         metadata = replace(metadata, codec=self.codec_name)
         durability = self.options.durability
         folder, root = self.checkpoint_dir, _root_json(metadata)
@@ -230,7 +229,6 @@ class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
         return [name, *(f"{name}/{piece}" for piece, _ in piece_arrays(tensor))]
 
     def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
-        del removed
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         local_folder.write_atomic(root / INDEX_NAME, kept.to_json())
         local_folder.write_atomic(root / METADATA_NAME, _root_json(kept))
