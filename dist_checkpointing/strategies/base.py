@@ -330,6 +330,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         options: Options of the I/O.
 
     Attributes:
+        writer_options: Attributes of the writers.
         share_replicas: Function that gets the planner (if any) and the leaves of a save, and
             returns a planner and leaves that let any rank write the replicas that it has. It is
             collective. None: main replicas are written.
@@ -347,6 +348,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
 
     writer_type: ClassVar[type[StorageWriter]]
     writes: ClassVar[tuple[str, int]]
+    writer_options: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -371,6 +373,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         """A writer for one checkpoint."""
         writer: StorageWriter = adapted(self.writer_type(checkpoint_dir), StorageWriter)
         writer.checkpoint_dir, writer.options = checkpoint_dir, self.options
+        vars(writer).update(self.writer_options)
         writer.reset(checkpoint_dir)
         return writer
 

@@ -37,7 +37,6 @@ def _load(path: Location, *, trusted: bool) -> Any:
 
 
 def _object_file(leaf: ShardedObject, root: Location) -> Location | None:
-    """The file of a cell, if there is one."""
     check_raw_key(leaf.key)
     path = root / f"{leaf.unique_key}.pt"
     if location.is_file(path):

@@ -106,7 +106,7 @@ class DeepSpeedFiles(TensorFiles):
     and the like. Buffers and frozen parameters keep their dtype; tied weights are there once.
 
     Args:
-        folder: folder of a step, see ``deepspeed_step``.
+        folder: folder of a step, or of a run, see ``deepspeed_step``.
         trusted: unpickle anything in it, each time that a file is mapped.
 
     Raises:
@@ -117,6 +117,7 @@ class DeepSpeedFiles(TensorFiles):
 
     def __init__(self, folder: Path, *, trusted: bool = False) -> None:
         self._trusted = trusted
+        folder = deepspeed_step(folder) or folder
         super().__init__(folder, sorted(folder.rglob("*.pt")))
         # Shape and segments of each tensor, and at which element each segment begins.
         self._segments: dict[str, tuple[Ints, list[_Segment], list[int]]] = {}
@@ -179,7 +180,6 @@ class DeepSpeedFiles(TensorFiles):
         return deserialize(file, trusted=self._trusted, stand_ins=STAND_INS)
 
     def _read_shares(self) -> list[_Share]:
-        """What each rank has."""
         path = str(self.path)
         files = [file for file in self.paths if file.parent == self.path]
         found = {int(match[1]): f for f in files if (match := _OPTIM.fullmatch(f.name))}
@@ -291,7 +291,6 @@ class DeepSpeedFiles(TensorFiles):
                 self._add(key, tuple(value.shape), [segment])
 
     def _rows(self) -> list[TensorRow]:
-        """Describe each tensor, if all that it consists of is there."""
         findings, rows = [], []
         for key, (shape, segments, begins) in self._segments.items():
             dtype = segments[0].dtype if segments else torch.float32
@@ -331,8 +330,7 @@ class DeepSpeedFiles(TensorFiles):
 class DeepSpeedReader(TensorFilesReader):
     """Reads a DeepSpeed checkpoint."""
 
-    def open_files(self, path: Path) -> DeepSpeedFiles:
-        return DeepSpeedFiles(deepspeed_step(path) or path, trusted=self.trusted)
+    files_type = DeepSpeedFiles
 
 
 class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
@@ -351,7 +349,7 @@ class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
 class DeepSpeedCommonLoadStrategy(TensorFilesCommonStrategy):
     """Reads what DeepSpeed keeps beside tensors."""
 
-    reader_type: ClassVar[type[DeepSpeedReader]] = DeepSpeedReader
+    files_type = DeepSpeedFiles
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})
 
 
@@ -373,7 +371,6 @@ def _tensor_at(state: Any, path: KeyPath) -> torch.Tensor | None:
 
 
 def _required(state: Any, key: str, file: Path) -> Any:
-    """An entry of a file that every such file has."""
     if not isinstance(state, dict) or key not in state:
         raise _damage("not a file of a ZeRO checkpoint", f"it has no {key}", file)
     return state[key]

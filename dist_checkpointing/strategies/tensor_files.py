@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -138,15 +138,13 @@ def _parts(stored: StoredTensor, box: Box, most_bytes: int) -> Iterator[tuple[Bo
 
 
 class TensorFilesReader(StorageReader):
-    """Reads boxes of tensors, and objects, out of TensorFiles."""
+    """Reads boxes of tensors, and objects, out of ``TensorFiles``, which ``files_type`` opens."""
 
-    @abstractmethod
-    def open_files(self, path: Path) -> TensorFiles:
-        """The files at a path."""
+    files_type: ClassVar[Callable[..., TensorFiles]]
 
     def reset(self, checkpoint_id: Any) -> None:
         # Copies of this reader share them.
-        self._files = cache(lambda: self.open_files(checkpoint_id))
+        self._files = cache(lambda: self.files_type(checkpoint_id, trusted=self.trusted))
 
     def read_metadata(self) -> Index:
         return self._files().index
@@ -209,12 +207,10 @@ class TensorFilesCommonStrategy(KnownFormats, LoadCommonStrategy):
     """Reads what files hold beside tensors and objects."""
 
     argument: ClassVar[str] = "common_strategy"
-    reader_type: ClassVar[type[TensorFilesReader]]
+    files_type: ClassVar[Callable[..., TensorFiles]]
 
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
-        reader = self.reader_type()
-        reader.trusted = self.trusted
-        return reader.open_files(as_local_folder(checkpoint_dir)).common
+        return self.files_type(as_local_folder(checkpoint_dir), trusted=self.trusted).common
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

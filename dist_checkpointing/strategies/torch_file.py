@@ -127,8 +127,7 @@ class TorchFile(TensorFiles):
 class TorchFileReader(TensorFilesReader):
     """Reads a file of torch.save."""
 
-    def open_files(self, path: Path) -> TorchFile:
-        return TorchFile(path, trusted=self.trusted)
+    files_type = TorchFile
 
 
 class TorchFileWriter(StorageWriter):
@@ -232,7 +231,7 @@ class TorchFileLoadShardedStrategy(PlannedLoadStrategy):
 class TorchFileCommonLoadStrategy(TensorFilesCommonStrategy):
     """Reads what a file of torch.save holds beside tensors."""
 
-    reader_type: ClassVar[type[TorchFileReader]] = TorchFileReader
+    files_type = TorchFile
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({(BACKEND, 1)})
 
 

@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import ClassVar
@@ -264,7 +263,8 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
         is_unfinished = bool(noted_removal(root))
         if not gone and not is_unfinished:
             return PlannedRemoval((), ())
-        return replace(database.plan_removal(root, gone, kept), is_unfinished=is_unfinished)
+        _, unused, shared = database.split(root, kept)
+        return PlannedRemoval(tuple(gone), unused, shared, is_unfinished=is_unfinished)
 
 
 def _parted(root: Path, key_prefix: str) -> tuple[list[str], Index]:
