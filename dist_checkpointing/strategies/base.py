@@ -293,11 +293,9 @@ class KnownFormats:
 
     Attributes:
         reads: Each (backend, version) that the strategy understands.
-        argument: Parameter of ``load`` by which a user chooses the strategy.
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]]
-    argument: ClassVar[str] = "sharded_strategy"
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         self._require("backend", 0, loaded_backend)
@@ -308,11 +306,12 @@ class KnownFormats:
     def _require(self, what: str, position: int, found: object) -> None:
         known = sorted({known[position] for known in self.reads})
         if found not in known:
+            kind = "common" if isinstance(self, LoadCommonStrategy) else "sharded"
             finding = Finding(
                 f"{type(self).__name__} does not read this {what}",
                 expected=f"one of {known}",
                 found=found,
-                remedy=f"Leave {self.argument} out: the right one is found from the checkpoint.",
+                remedy=f"Leave {kind}_strategy out: the right one is found from the checkpoint.",
             )
             raise UnsupportedFormatError(f"wrong strategy for this checkpoint's {what}", [finding])
 

@@ -159,7 +159,6 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch", 1)})
-    argument = "common_strategy"
     can_handle_sharded_objects = True
 
     def file_names(

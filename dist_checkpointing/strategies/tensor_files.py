@@ -206,7 +206,6 @@ class NoCommonFiles(SaveCommonStrategy):
 class TensorFilesCommonStrategy(KnownFormats, LoadCommonStrategy):
     """Reads what files hold beside tensors and objects."""
 
-    argument: ClassVar[str] = "common_strategy"
     files_type: ClassVar[Callable[..., TensorFiles]]
 
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:

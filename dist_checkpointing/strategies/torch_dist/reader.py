@@ -287,7 +287,6 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
-    argument = "common_strategy"
 
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
         folder = as_location(checkpoint_dir)
