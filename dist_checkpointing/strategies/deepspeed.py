@@ -334,13 +334,7 @@ class DeepSpeedReader(TensorFilesReader):
 
 
 class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
-    """Loads DeepSpeed checkpoints, as ("deepspeed", 1).
-
-    Example:
-        >>> from dist_checkpointing.strategies.deepspeed import DeepSpeedLoadShardedStrategy
-        >>> ("deepspeed", 1) in DeepSpeedLoadShardedStrategy.reads
-        True
-    """
+    """Loads DeepSpeed checkpoints, as ("deepspeed", 1)."""
 
     reader_type: ClassVar[type[DeepSpeedReader]] = DeepSpeedReader
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})

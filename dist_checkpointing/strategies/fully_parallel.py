@@ -124,9 +124,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     Example:
         >>> import torch
         >>> from dist_checkpointing import ShardedTensor, save
-        >>> from dist_checkpointing.strategies.fully_parallel import (
-        ...     FullyParallelSaveStrategyWrapper,
-        ... )
+        >>> from dist_checkpointing.strategies import FullyParallelSaveStrategyWrapper
         >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
         >>> save(state, "ckpt", FullyParallelSaveStrategyWrapper(Zarr3SaveShardedStrategy()))
@@ -448,9 +446,7 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
     Example:
         >>> import torch
         >>> from dist_checkpointing import ShardedTensor, load, save
-        >>> from dist_checkpointing.strategies.fully_parallel import (
-        ...     FullyParallelLoadStrategyWrapper,
-        ... )
+        >>> from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
         >>> from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}, "ckpt", "zarr")
         >>> template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, dtype=int))}

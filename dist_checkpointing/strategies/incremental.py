@@ -317,6 +317,7 @@ def share_parts(
     nothing = Candidates(none, (), none.reshape(0, 3), none.astype(np.bool_)), none
     if base is None or not len(table):
         return nothing
+    linked: tuple[SealedFile, ...] = ()
     try:
         parts = open_base(reader_type(base), table)
         if parts is None:
@@ -328,13 +329,14 @@ def share_parts(
         whole = sizes if is_alone else candidates.bytes_in_files()
         used = same.bytes_in_files()
         is_wanted = (used > 0) & (used >= LEAST_SHARED * whole)
+        linked = same.files if reuses_names else ()
         numbers, files = _share_files(same.files, is_wanted, parts, writer)
-        if reuses_names and files and not parts.is_in_place():
-            for file in files:
-                (writer.checkpoint_dir / file.name).unlink()
+        if linked and not parts.is_in_place():
             raise FileNotFoundError("it was deleted meanwhile")
     except (CheckpointingException, OSError) as error:
         logger.warning("nothing is shared with %s, which cannot be used: %s", base, error)
+        for file in linked:  # their names are needed
+            (writer.checkpoint_dir / file.name).unlink(missing_ok=True)
         return nothing
     number = numbers[same.extents[:, 0]]
     kept = same.take(number >= 0)

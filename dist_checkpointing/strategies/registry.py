@@ -128,15 +128,12 @@ def register_default_strategy(
 
     Example:
         >>> from dist_checkpointing.storage import StorageOptions
-        >>> from dist_checkpointing.strategies.base import (
-        ...     StrategyAction,
-        ...     default_strategies,
-        ...     register_default_strategy,
-        ... )
+        >>> from dist_checkpointing.strategies import base
         >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
         >>> strategy = Zarr3SaveShardedStrategy(options=StorageOptions(threads=2))
-        >>> register_default_strategy(StrategyAction.SAVE_SHARDED, "my_zarr", 2, strategy)
-        >>> del default_strategies["save_sharded"]["my_zarr", 2]  # no longer used
+        >>> action = base.StrategyAction.SAVE_SHARDED
+        >>> base.register_default_strategy(action, "my_zarr", 2, strategy)
+        >>> del base.default_strategies["save_sharded"]["my_zarr", 2]  # no longer used
     """
     action = StrategyAction(action)
     kind = kind_of(action)

@@ -188,13 +188,11 @@ class ZarrFolderWriter(StorageWriter):
 
     Attributes:
         codec_name: How chunks are compressed; None for raw bytes.
-        names: How chunk files are named.
         reader_type: What reads a base of this format.
     """
 
     gathers_results: ClassVar[bool] = False
     shares_files: ClassVar[bool] = True
-    names: ClassVar[ChunkNames] = ChunkNames()
     reader_type: ClassVar[type[ZarrFolderReader]]
 
     codec_name: str | None = None
@@ -208,7 +206,10 @@ class ZarrFolderWriter(StorageWriter):
         assert index is not None
         # Any rank can describe any array, so each takes its share, also of those without chunks.
         described = [*self.describe(index, slice(self.rank, None, self.world_size))]
-        names, is_whole = chunk_keys(table, index, self.names), _fill_chunks(table, index)
+        names, is_whole = (
+            chunk_keys(table, index, self.reader_type.names),
+            _fill_chunks(table, index),
+        )
         paths = itertools.chain((name for name, _ in described), names)
         for folder in sorted({path.rpartition("/")[0] for path in paths}):
             location.make_folder(self.checkpoint_dir / folder)
@@ -276,10 +277,10 @@ class ZarrFolderWriter(StorageWriter):
         self, table: ShardTable, row: int, tensor: StoredTensor, data: torch.Tensor
     ) -> list[SealedFile]:
         """Write a row that is not a whole chunk into all chunk files that it meets."""
-        files, grid, (folder,) = [], tensor.grid, self.names.folders([tensor.key])
+        files, grid, (folder,) = [], tensor.grid, self.reader_type.names.folders([tensor.key])
         for box, values in values_of_part(table.box(row), table.flat_range(row), data):
             for index, common in grid.intersecting(box):
-                own, name = grid.box(index), f"{folder}/{self.names.chunk(index)}"
+                own, name = grid.box(index), f"{folder}/{self.reader_type.names.chunk(index)}"
                 part = values[common.relative_to(box.offset).slices()]
                 if common == own:
                     array = chunk_array(part, grid.chunk_shape)

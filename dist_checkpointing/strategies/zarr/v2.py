@@ -43,13 +43,10 @@ _CHUNK_NAME = re.compile(r"\d+(\.\d+)*")
 _MAX_METADATA_BYTES = 1 << 20
 
 
-_NAMES = ChunkNames(list, lambda index: ".".join(map(str, index)) or "0")
-
-
 class ZarrV2Reader(ZarrFolderReader):
     """Reads zarr v2 arrays as Megatron writes them."""
 
-    names: ClassVar[ChunkNames] = _NAMES
+    names: ClassVar[ChunkNames] = ChunkNames(list, lambda index: ".".join(map(str, index)) or "0")
 
     def read_metadata(self) -> Index:
         root = self.checkpoint_dir
@@ -81,7 +78,6 @@ class ZarrV2Writer(ZarrFolderWriter):
 
     layout: WholeShardLayout = WholeShardLayout()
     keeps_fingerprints: ClassVar[bool] = False
-    names: ClassVar[ChunkNames] = _NAMES
     reader_type: ClassVar[type[ZarrV2Reader]] = ZarrV2Reader
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
