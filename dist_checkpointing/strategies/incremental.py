@@ -248,7 +248,7 @@ class PlanDigests:
         """Whether a tensor begins with these bytes."""
         data: torch.Tensor = self.data_of(row)
         values = data.detach().contiguous().reshape(-1)[: len(head) // data.dtype.itemsize]
-        return bytes_of(tensor_memory.as_numpy(values.cpu().resolve_conj().resolve_neg())) == head
+        return bytes_of(tensor_memory.as_numpy(values.cpu())) == head
 
     def _digest(self, row: int) -> bytes | None:
         """The digest of a row; None if its values must be copied from elsewhere first."""
@@ -265,8 +265,7 @@ class PlanDigests:
         for number, blocks in groupby(copies, key=itemgetter(0)):
             digest = Digest()
             for _, block in blocks:
-                values = block.detach().resolve_conj().resolve_neg().contiguous()
-                digest.update(bytes_of(tensor_memory.as_numpy(values)))
+                digest.update(bytes_of(tensor_memory.as_numpy(block.contiguous())))
             yield rows[number], digest.digest()
 
 

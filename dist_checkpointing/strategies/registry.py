@@ -136,18 +136,24 @@ def register_default_strategy(
         >>> del base.default_strategies["save_sharded"]["my_zarr", 2]  # no longer used
     """
     action = StrategyAction(action)
-    kind = kind_of(action)
-    if not isinstance(strategy, kind):
-        is_class = isinstance(strategy, type)
-        finding = Finding(
-            "not a strategy for this",
-            expected=f"an object of a class derived from {kind.__name__}",
-            found=f"the class {strategy.__name__}" if is_class else type(strategy).__name__,
-            remedy="Make an object of the class." if is_class else f"Derive from {kind.__name__}.",
-        )
-        where = (action.value, backend, version)
-        raise CheckpointingException(f"cannot register a strategy for {where}", [finding])
+    where = (action.value, backend, version)
+    require_strategy(action, strategy, f"cannot register a strategy for {where}")
     default_strategies[action.value][backend, version] = strategy
+
+
+def require_strategy(action: StrategyAction, strategy: Any, message: str, others: str = "") -> None:
+    """Refuse what is no strategy for an action; ``others`` says what else it might have been."""
+    kind = kind_of(action)
+    if isinstance(strategy, kind):
+        return
+    is_class = isinstance(strategy, type)
+    finding = Finding(
+        "not a strategy for this",
+        expected=f"an object of a class derived from {kind.__name__}{others}",
+        found=f"the class {strategy.__name__}" if is_class else type(strategy).__name__,
+        remedy="Make an object of the class." if is_class else f"Derive from {kind.__name__}.",
+    )
+    raise CheckpointingException(message, [finding])
 
 
 def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:

@@ -207,7 +207,7 @@ def _together(data: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Array:
 
 def _contiguous(data: torch.Tensor) -> Array:
     """The bits of a tensor on the CPU in C order, in its own memory where that is possible."""
-    array = tensor_memory.as_numpy(data.detach().resolve_conj().resolve_neg().contiguous())
+    array = tensor_memory.as_numpy(data.contiguous())
     # The memory of a dtype that numpy does not have itself can only be handed on as integers.
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
 
