@@ -101,9 +101,8 @@ class PartialReads:
 
     def _read(self, leaves: Sequence[ShardedBase], index: Index) -> None:
         # ``load`` of the strategy would be collective where there is a process group.
-        index = self.index_for(index)
-        reader, planner = self.make_reader(), self.sharded.planner
-        read(WantedTable.of(leaves), index, planner, reader, SingleProcess())
+        index, planner = self.index_for(index), self.sharded.planner
+        read(WantedTable.of(leaves), index, planner, self.make_reader(), SingleProcess())
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Make sure that large tensors and objects are there, see ``StorageReader``."""
@@ -130,9 +129,8 @@ class PartialReads:
 
     def location(self, index: Index, key: str, box: Box, number: int) -> str:
         """Where a chunk or piece lies, in words."""
-        reader = self.set_up_reader(index)
         piece = None if self.index_for(index)[key].pieces is None else number
-        return reader.location(MetadataIndex(key, box.offset, piece))
+        return self.set_up_reader(index).location(MetadataIndex(key, box.offset, piece))
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:
         """The grids of all sharded objects, by key."""
