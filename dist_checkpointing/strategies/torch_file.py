@@ -70,26 +70,16 @@ class TorchFile(TensorFiles):
     Args:
         path: the file.
         trusted: unpickle anything in it, each time that it is mapped.
-        most_bytes: size of a file that may be loaded as a whole, if it must.
 
     Raises:
         UnsupportedFormatError: if it holds more than plain data and is not trusted.
         CorruptCheckpointError: if it is damaged.
     """
 
-    def __init__(self, path: Path, *, trusted: bool = False, most_bytes: int = 2**31) -> None:
+    def __init__(self, path: Path, *, trusted: bool = False) -> None:
         super().__init__(path, [path])
+        # A file of before PyTorch 1.6 is read as a whole.
         self.is_mapped = zipfile.is_zipfile(path)
-        size = path.stat().st_size
-        if not self.is_mapped and size > most_bytes:
-            finding = Finding(
-                "larger than the memory budget",
-                expected=f"at most {most_bytes} bytes",
-                found=size,
-                remedy="Load it and torch.save it again, or allow more memory.",
-            )
-            message = "the file is of before PyTorch 1.6 and can only be read as a whole"
-            raise CheckpointingException(message, [finding])
         self._trusted = trusted
         tensors, self.cells, self.common = self._content(path)
         self._set_index(
