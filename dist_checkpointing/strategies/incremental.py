@@ -391,10 +391,7 @@ def _are_same(
 
 
 def _share_files(
-    sealed: Sequence[SealedFile],
-    is_wanted: Bools,
-    base: BaseParts,
-    writer: StorageWriter,
+    sealed: Sequence[SealedFile], is_wanted: Bools, base: BaseParts, writer: StorageWriter
 ) -> tuple[Int64s, tuple[SealedFile, ...]]:
     """Share the wanted files: the new number of each, -1 for one that is not shared, and those."""
     folder, wanted = writer.checkpoint_dir, np.flatnonzero(is_wanted).tolist()
