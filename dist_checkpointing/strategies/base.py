@@ -392,18 +392,6 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         """What saves the common state in a format that has a place of its own for it, or None."""
         return None
 
-    def plan(
-        self, leaves: Leaves, writer: StorageWriter, comm: Comm
-    ) -> tuple[SavePlan, Index, SavePlanner]:
-        """Decide who writes what, see ``SavePlanning``. Collective, touches no file.
-
-        Returns:
-            The plan of this rank, what the checkpoint will hold, and the planner that answers for
-            the data of the plan.
-        """
-        planning = self.planning(leaves, writer, comm)
-        return *planning.agree(comm), planning.planner
-
     def planning(
         self,
         leaves: Leaves,
@@ -474,7 +462,8 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         writer = self.make_writer(as_location(checkpoint_dir))
         with comm.agreed("making the folder"):
             location.make_folder(writer.checkpoint_dir)
-        return comm, writer, *self.plan(leaves, writer, comm)
+        planning = self.planning(leaves, writer, comm)
+        return comm, writer, *planning.agree(comm), planning.planner
 
 
 class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
