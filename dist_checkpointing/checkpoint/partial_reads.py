@@ -47,6 +47,7 @@ class PartialReads:
         self.options: StorageOptions | None = None
         self.memory: Callable[..., torch.Tensor] = torch.empty
         self._own_index: Index | None = None
+        self._is_set_up = False
         self._seen: set[str] = set()
 
     @cached_property
@@ -83,7 +84,8 @@ class PartialReads:
     def boxes(self, index: Index, wanted: Sequence[tuple[StoredTensor, Box]]) -> list[torch.Tensor]:
         """One new tensor for each box, which must lie in its tensor; see ``Checkpoint.read``."""
         if len(wanted) <= _FEW:
-            found = [self._reader.read_box(stored, box, self.memory) for stored, box in wanted]
+            reader = self.set_up_reader(index)
+            found = [reader.read_box(stored, box, self.memory) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts
@@ -98,9 +100,8 @@ class PartialReads:
 
     def _read(self, leaves: Sequence[ShardedBase], index: Index) -> None:
         # ``load`` of the strategy would be collective where there is a process group.
-        index = self.index_for(index)
-        reader, planner = self.make_reader(), self.sharded.planner
-        read(WantedTable.of(leaves), index, planner, reader, SingleProcess())
+        index, planner = self.index_for(index), self.sharded.planner
+        read(WantedTable.of(leaves), index, planner, self.make_reader(), SingleProcess())
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Make sure that large tensors and objects are there, see ``StorageReader``."""
@@ -114,11 +115,11 @@ class PartialReads:
         return self.index() if self._own_index is None else self._own_index
 
     def set_up_reader(self, index: Index) -> StorageReader:
-        """A reader that can be asked where parts are, and for objects."""
-        index = self.index_for(index)
-        reader = self.make_reader()
-        set_up_reader(reader, index, rank=0, world_size=1)
-        return reader
+        """A reader that can be asked for boxes and objects, and where parts are."""
+        if not self._is_set_up:
+            set_up_reader(self._reader, self.index_for(index), rank=0, world_size=1)
+            self._is_set_up = True
+        return self._reader
 
     def files(self, index: Index, chunks: Sequence[MetadataIndex]) -> list[str | None]:
         """The file of each stored chunk, relative to the checkpoint; None where it is not known."""
@@ -127,9 +128,8 @@ class PartialReads:
 
     def location(self, index: Index, key: str, box: Box, number: int) -> str:
         """Where a chunk or piece lies, in words."""
-        reader = self.set_up_reader(index)
         piece = None if self.index_for(index)[key].pieces is None else number
-        return reader.location(MetadataIndex(key, box.offset, piece))
+        return self.set_up_reader(index).location(MetadataIndex(key, box.offset, piece))
 
     def object_grids(self, index: Index) -> Mapping[str, Ints]:
         if handles_objects(self.sharded):

@@ -11,7 +11,6 @@ from dist_checkpointing.storage.interface import (
     done as done,
 )
 from dist_checkpointing.storage.options import (
-    BaseCheck as BaseCheck,
     Checksum as Checksum,
     Durability as Durability,
     ReadMode as ReadMode,

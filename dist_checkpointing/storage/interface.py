@@ -323,6 +323,7 @@ class StorageReader(Storage[LoadPlan]):
     is_kept: bool = False
     growth: ClassVar[int] = 1
     has_checksums: ClassVar[bool] = True
+    _index: Index = Index.of([])
 
     @cached_property
     def files(self) -> FolderReads:
@@ -368,7 +369,7 @@ class StorageReader(Storage[LoadPlan]):
     ) -> torch.Tensor | None:
         """A box of one tensor, where that takes no plan; None, also for whatever is wrong.
 
-        May be called before ``set_up_storage_reader``, and by several threads.
+        Called after ``set_up_storage_reader``, and by several threads.
 
         Args:
             tensor: as the index tells it.
@@ -417,6 +418,8 @@ class StorageReader(Storage[LoadPlan]):
             args: nothing.
             kwargs: as for ``set_up_storage_writer``.
         """
+        del args, kwargs
+        self._index = metadata
 
     @abstractmethod
     def read_data(

@@ -10,7 +10,7 @@ from pathlib import Path
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.local_folder import Durability, is_local
 
-__all__ = ["BaseCheck", "Checksum", "Durability", "ReadMode", "StorageOptions"]
+__all__ = ["Checksum", "Durability", "ReadMode", "StorageOptions"]
 
 
 class Checksum(Enum):
@@ -31,16 +31,6 @@ class ReadMode(Enum):
 
     PREAD = "pread"
     """Read into buffers."""
-
-
-class BaseCheck(Enum):
-    """What is compared before an incremental save shares files of its base."""
-
-    SEAL = "seal"
-    """Sizes of the files, and digests of what describes them, with the seal of the base."""
-
-    CONTENTS = "contents"
-    """Also the bytes of every part that is shared with their digest: they are read once more."""
 
 
 def _threads_of_a_rank() -> int:
@@ -65,10 +55,6 @@ class StorageOptions:
         durability: When a save may call itself finished.
         checksum: What is kept beside each chunk.
         read_mode: How local files are read.
-        base_check: What is compared before files of a base are shared, see ``save``.
-        least_shared: A data file of a base is shared if at least this part of its bytes is still
-            used; of others the bytes in use are written again. Of the bytes of a checkpoint at most
-            ``1 - least_shared`` are unused.
 
     Example:
         >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
@@ -83,19 +69,15 @@ class StorageOptions:
     durability: Durability = Durability.FSYNC
     checksum: Checksum = Checksum.XXH3
     read_mode: ReadMode = ReadMode.AUTO
-    base_check: BaseCheck = BaseCheck.SEAL
-    least_shared: float = 0.5
 
     def __post_init__(self) -> None:
         counts = ("threads", "buffer_bytes", "data_file_bytes")
-        wrong = {name: "at least 1" for name in counts if getattr(self, name) < 1}
-        if not 0 <= self.least_shared <= 1:
-            wrong["least_shared"] = "between 0 and 1"
-        if wrong:
-            findings = [
-                Finding(f"{name} must be {limit}", found=getattr(self, name))
-                for name, limit in wrong.items()
-            ]
+        findings = [
+            Finding(f"{name} must be at least 1", found=getattr(self, name))
+            for name in counts
+            if getattr(self, name) < 1
+        ]
+        if findings:
             raise CheckpointingException("invalid storage options", findings)
 
     def maps_files(self, folder: Path) -> bool:

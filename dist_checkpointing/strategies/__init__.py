@@ -86,50 +86,36 @@ if typing.TYPE_CHECKING:
     )
 
 _NAMES_BY_MODULE = {
-    "async_calls": ("AsyncCallsQueue", "AsyncRequest"),
+    "async_calls": "AsyncCallsQueue AsyncRequest",
     "base": (
-        "AsyncSaveShardedStrategy",
-        "LoadCommonStrategy",
-        "LoadShardedStrategy",
-        "LoadStrategyBase",
-        "PathOrStr",
-        "PlannedLoadStrategy",
-        "PlannedSaveStrategy",
-        "SaveCommonStrategy",
-        "SaveShardedStrategy",
-        "SaveStrategyBase",
+        "AsyncSaveShardedStrategy LoadCommonStrategy LoadShardedStrategy LoadStrategyBase "
+        "PathOrStr PlannedLoadStrategy PlannedSaveStrategy SaveCommonStrategy "
+        "SaveShardedStrategy SaveStrategyBase"
     ),
-    "checkpointable": ("CheckpointableShardedTensor", "LocalShardsContainer"),
-    "common": ("TorchCommonLoadStrategy", "TorchCommonSaveStrategy"),
-    "data_files": ("DataFiles",),
-    "fully_parallel": ("FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"),
+    "checkpointable": "CheckpointableShardedTensor LocalShardsContainer",
+    "common": "TorchCommonLoadStrategy TorchCommonSaveStrategy",
+    "data_files": "DataFiles",
+    "fully_parallel": "FullyParallelLoadStrategyWrapper FullyParallelSaveStrategyWrapper",
     "registry": (
-        "StrategyAction",
-        "available_strategies",
-        "default_strategies",
-        "get_default_strategy",
-        "register_default_strategy",
+        "StrategyAction available_strategies default_strategies get_default_strategy "
+        "register_default_strategy"
     ),
-    "safetensors": ("SafetensorsLoadShardedStrategy", "SafetensorsSaveShardedStrategy"),
-    "tensorstore": ("TensorStoreLoadShardedStrategy", "TensorStoreSaveShardedStrategy"),
-    "tensorstore.reader": ("TensorStoreReader",),
-    "tensorstore.writer": ("TensorStoreWriter",),
+    "safetensors": "SafetensorsLoadShardedStrategy SafetensorsSaveShardedStrategy",
+    "tensorstore": "TensorStoreLoadShardedStrategy TensorStoreSaveShardedStrategy",
+    "tensorstore.reader": "TensorStoreReader",
+    "tensorstore.writer": "TensorStoreWriter",
     "torch_dist": (
-        "TorchDistCommonLoadStrategy",
-        "TorchDistLoadShardedStrategy",
-        "TorchDistSaveShardedStrategy",
+        "TorchDistCommonLoadStrategy TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy"
     ),
-    "torch_dist.metadata": ("read_dcp_metadata",),
+    "torch_dist.metadata": "read_dcp_metadata",
     "zarr": (
-        "Zarr3LoadShardedStrategy",
-        "Zarr3SaveShardedStrategy",
-        "ZarrLoadShardedStrategy",
-        "ZarrSaveShardedStrategy",
+        "Zarr3LoadShardedStrategy Zarr3SaveShardedStrategy ZarrLoadShardedStrategy "
+        "ZarrSaveShardedStrategy"
     ),
-    "zarr.v2": ("ZarrV2Writer",),
-    "zarr.v3": ("ZarrV3Reader", "ZarrV3Writer"),
+    "zarr.v2": "ZarrV2Writer",
+    "zarr.v3": "ZarrV3Reader ZarrV3Writer",
 }
-_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 if not typing.TYPE_CHECKING:
 

@@ -118,7 +118,6 @@ class AsyncCallsQueue:
     """
 
     def __init__(self, persistent: bool = False, *, comm: Comm | None = None) -> None:
-        del persistent
         self._comm = comm
         self._calls: deque[tuple[AsyncRequest, Future[None]]] = deque()
         self._next = 0

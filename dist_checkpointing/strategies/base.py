@@ -111,9 +111,13 @@ class _Strategy(ABC):  # noqa: B024 - what all strategies have in common
 class LoadStrategyBase(_Strategy):
     """Reads one or more (backend, version)s."""
 
+    trusted: bool = False
+
     def trusting(self) -> Self:
         """A strategy that unpickles whatever is stored, for checkpoints from a trusted source."""
-        return self
+        strategy = copy.copy(self)
+        strategy.trusted = True
+        return strategy
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -142,24 +146,22 @@ class LoadCommonStrategy(LoadStrategyBase):
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
         """The common state dict."""
 
-    @abstractmethod
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
     ) -> StateDict:
         """The same nested dict with every ShardedObject replaced by its stored value."""
+        raise lacks(self, "load_sharded_objects", "reads ShardedObjects")
 
     def file_names(
         self, leaves: Iterable[ShardedObject], checkpoint_dir: PathOrStr
     ) -> Iterable[str]:
         """Relative names of the files that hold the common state and these ShardedObjects."""
-        del leaves, checkpoint_dir
         return []
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         """All stored ShardedObjects by unique key, without data."""
         if not handles_objects(self):
             return {}
-        del checkpoint_dir
         raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
 
 
@@ -178,7 +180,6 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
         """The strategy for one of the formats that it understands: by default itself."""
-        del backend, version
         return self
 
     @abstractmethod
@@ -212,7 +213,6 @@ class SaveCommonStrategy(SaveStrategyBase):
 
     def lasting(self, durability: Durability) -> Self:
         """A strategy whose files are as durable as that; itself if it has only one way."""
-        del durability
         return self
 
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
@@ -221,7 +221,6 @@ class SaveCommonStrategy(SaveStrategyBase):
         Raises:
             InvalidShardingError: if a key cannot be stored.
         """
-        del object_keys
         return []
 
     @abstractmethod
@@ -242,7 +241,6 @@ class SaveCommonStrategy(SaveStrategyBase):
         Returns:
             As ``save_common``.
         """
-        del sharded_objects_state_dict, checkpoint_dir
         raise lacks(self, "save_sharded_objects", "writes ShardedObjects")
 
 
@@ -294,11 +292,9 @@ class KnownFormats:
 
     Attributes:
         reads: Each (backend, version) that the strategy understands.
-        argument: Parameter of ``load`` by which a user chooses the strategy.
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]]
-    argument: ClassVar[str] = "sharded_strategy"
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         self._require("backend", 0, loaded_backend)
@@ -309,11 +305,12 @@ class KnownFormats:
     def _require(self, what: str, position: int, found: object) -> None:
         known = sorted({known[position] for known in self.reads})
         if found not in known:
+            kind = "common" if isinstance(self, LoadCommonStrategy) else "sharded"
             finding = Finding(
                 f"{type(self).__name__} does not read this {what}",
                 expected=f"one of {known}",
                 found=found,
-                remedy=f"Leave {self.argument} out: the right one is found from the checkpoint.",
+                remedy=f"Leave {kind}_strategy out: the right one is found from the checkpoint.",
             )
             raise UnsupportedFormatError(f"wrong strategy for this checkpoint's {what}", [finding])
 
@@ -331,6 +328,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         options: Options of the I/O.
 
     Attributes:
+        writer_options: Attributes of the writers.
         share_replicas: Function that gets the planner (if any) and the leaves of a save, and
             returns a planner and leaves that let any rank write the replicas that it has. It is
             collective. None: main replicas are written.
@@ -348,6 +346,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
 
     writer_type: ClassVar[type[StorageWriter]]
     writes: ClassVar[tuple[str, int]]
+    writer_options: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -372,39 +371,25 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         """A writer for one checkpoint."""
         writer: StorageWriter = adapted(self.writer_type(checkpoint_dir), StorageWriter)
         writer.checkpoint_dir, writer.options = checkpoint_dir, self.options
+        vars(writer).update(self.writer_options)
         writer.reset(checkpoint_dir)
         return writer
 
     def is_one_file(self, path: PathOrStr) -> bool:
         """Whether what is saved to a path is one file, and no folder."""
-        del path
         return False
 
     def holdable(
         self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
         """What of a common state, and of the cells of objects by key, can be saved to a path."""
-        del path
         return common_state_dict, objects
 
     def common_strategy(
         self, writer: StorageWriter, common_state_dict: StateDict
     ) -> SaveCommonStrategy | None:
         """What saves the common state in a format that has a place of its own for it, or None."""
-        del writer, common_state_dict
         return None
-
-    def plan(
-        self, leaves: Leaves, writer: StorageWriter, comm: Comm
-    ) -> tuple[SavePlan, Index, SavePlanner]:
-        """Decide who writes what, see ``SavePlanning``. Collective, touches no file.
-
-        Returns:
-            The plan of this rank, what the checkpoint will hold, and the planner that answers for
-            the data of the plan.
-        """
-        planning = self.planning(leaves, writer, comm)
-        return *planning.agree(comm), planning.planner
 
     def planning(
         self,
@@ -476,7 +461,8 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         writer = self.make_writer(as_location(checkpoint_dir))
         with comm.agreed("making the folder"):
             location.make_folder(writer.checkpoint_dir)
-        return comm, writer, *self.plan(leaves, writer, comm)
+        planning = self.planning(leaves, writer, comm)
+        return comm, writer, *planning.agree(comm), planning.planner
 
 
 class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
@@ -516,13 +502,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         self.planner = planner
         self.comm = comm
         self.options: StorageOptions = options or StorageOptions()
-        self.trusted = False
         self.plan_reader: PlanReader = read_plan
-
-    def trusting(self) -> Self:
-        strategy = copy.copy(self)
-        strategy.trusted = True
-        return strategy
 
     def make_reader(self, checkpoint_dir: Any) -> StorageReader:
         """A reader for one checkpoint."""

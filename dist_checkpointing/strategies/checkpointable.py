@@ -57,7 +57,6 @@ class _WithoutMemory(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.shape)) for b in boxes]
 
     def __create_write_items__(self, fqn: str, sh_ten: object = None) -> list[WriteItem]:
-        del sh_ten  # it is this object
         of_part = TensorProperties.create_from_tensor
         return [
             shard_item(fqn, part.box, of_part(data), self.size(), position)

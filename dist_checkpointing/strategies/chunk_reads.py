@@ -34,8 +34,8 @@ from dist_checkpointing.filesystem.ranged_reads import (
     open_file,
     pread,
 )
-from dist_checkpointing.format.geometry import Ints, Window, ravel_offset
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.geometry import Box, Ints, Window, ravel_offset
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
@@ -142,6 +142,20 @@ def read_window(
         file.read_runs([(parts[index], position) for index, position in batch])
 
 
+def chunk_with(tensor: StoredTensor, box: Box) -> tuple[Ints, Box] | None:
+    """Index of the chunk in which all of a box lies, and the box in elements of that chunk."""
+    if tensor.chunk_shape is None or 0 in box.shape:
+        return None
+    index, offset = [], []
+    for start, extent, length in zip(box.offset, box.shape, tensor.chunk_shape, strict=True):
+        number, first = divmod(start, length)
+        if first + extent > length:
+            return None
+        index.append(number)
+        offset.append(first)
+    return tuple(index), Box(tuple(offset), box.shape)
+
+
 def read_single(
     files: FolderReads,
     name: str,
@@ -149,10 +163,13 @@ def read_single(
     window: Window,
     dtype: DType,
     memory: Callable[..., torch.Tensor],
+    *,
+    is_all: bool = False,
 ) -> torch.Tensor | None:
     """A window of raw values that begin at a byte of a file, in memory that ``memory`` makes.
 
-    None where several threads take less time, and for whatever is wrong: a plan names that.
+    The file ends with them if they are all of it. None where several threads take less time, and
+    for whatever is wrong: a plan names that.
     """
     num_bytes = window.array_size * dtype.itemsize
     is_run = window.contiguous_range() is not None
@@ -164,7 +181,7 @@ def read_single(
     assert target is not None
     try:
         with files.open(name) as file:
-            file.require(start + num_bytes, is_all=False)
+            file.require(start + num_bytes, is_all=is_all)
             read_window(file, start, window, target, num_bytes)
     except (FileNotFoundError, NotADirectoryError, EOFError):
         return None

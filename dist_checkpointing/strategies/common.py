@@ -37,7 +37,6 @@ def _load(path: Location, *, trusted: bool) -> Any:
 
 
 def _object_file(leaf: ShardedObject, root: Location) -> Location | None:
-    """The file of a cell, if there is one."""
     check_raw_key(leaf.key)
     path = root / f"{leaf.unique_key}.pt"
     if location.is_file(path):
@@ -151,9 +150,6 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """Reads what TorchCommonSaveStrategy and every Megatron release with a ``common.pt`` wrote.
 
-    Args:
-        trusted: Whether to unpickle anything, which lets the files run any code.
-
     Example:
         >>> from dist_checkpointing import save
         >>> from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
@@ -163,14 +159,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch", 1)})
-    argument = "common_strategy"
     can_handle_sharded_objects = True
-
-    def __init__(self, *, trusted: bool = False) -> None:
-        self.trusted = trusted
-
-    def trusting(self) -> Self:
-        return type(self)(trusted=True)
 
     def file_names(
         self, leaves: Iterable[ShardedObject], checkpoint_dir: str | PathLike[str]

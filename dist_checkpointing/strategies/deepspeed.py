@@ -11,7 +11,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -20,12 +19,7 @@ from typing import Any, ClassVar, Final, Self
 
 import torch
 
-from dist_checkpointing.errors import (
-    CorruptCheckpointError,
-    Finding,
-    UnsupportedFormatError,
-    counted,
-)
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.format.foreign_formats import deepspeed_step
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
@@ -45,7 +39,8 @@ _UNIVERSAL = "zero"
 _WEIGHTS = "fp32"
 """The master weights of a parameter, among the entries of its state."""
 
-_MAX_NAME_BYTES = 4096
+_CUTS_WEIGHTS: Final = 3
+"""Stage of ZeRO that gives each rank a part of every parameter."""
 _NOT_IN_COMMON: Final = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes",
      "frozen_param_fragments", "shared_params"}
@@ -58,15 +53,8 @@ _PARALLEL = re.compile(r"mp_rank_(?!00_)|_expert_|^expp_rank|^layer_")
 KeyPath = tuple[str | int, ...]
 
 
-class _Stage(IntEnum):
-    DISABLED = 0
-    OPTIMIZER_STATES = 1
-    GRADIENTS = 2
-    WEIGHTS = 3
-
-
 STAND_INS: Final = (
-    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (SimpleNamespace, "deepspeed.utils.tensor_fragment.fragment_address"),
@@ -118,7 +106,7 @@ class DeepSpeedFiles(TensorFiles):
     and the like. Buffers and frozen parameters keep their dtype; tied weights are there once.
 
     Args:
-        folder: folder of a step, see ``deepspeed_step``.
+        folder: folder of a step, or of a run, see ``deepspeed_step``.
         trusted: unpickle anything in it, each time that a file is mapped.
 
     Raises:
@@ -127,10 +115,9 @@ class DeepSpeedFiles(TensorFiles):
         CorruptCheckpointError: if files are missing, damaged, or do not fit together.
     """
 
-    backend = "deepspeed"
-
     def __init__(self, folder: Path, *, trusted: bool = False) -> None:
         self._trusted = trusted
+        folder = deepspeed_step(folder) or folder
         super().__init__(folder, sorted(folder.rglob("*.pt")))
         # Shape and segments of each tensor, and at which element each segment begins.
         self._segments: dict[str, tuple[Ints, list[_Segment], list[int]]] = {}
@@ -150,12 +137,10 @@ class DeepSpeedFiles(TensorFiles):
             zero = self._open(optimizer)
             stage = int(_required(zero, "zero_stage", optimizer))
             groups = _required(zero, "param_groups", optimizer)
-            self.kind = "DeepSpeed checkpoint, universal"
         else:
             shares = self._read_shares()
             stage, groups = shares[0].stage, shares[0].groups
-            self.kind = f"DeepSpeed checkpoint, ZeRO-{stage}, {counted(len(shares), 'rank')}"
-        by_rank = "zero_pp_rank_0_" if stage == _Stage.WEIGHTS else ""
+        by_rank = "zero_pp_rank_0_" if stage == _CUTS_WEIGHTS else ""
         first = folder / f"{by_rank}{_MODEL}"
         model = self._open(first)
         if model.keys() & {"ds_autoep_layers", "autoep_layers"}:
@@ -169,7 +154,7 @@ class DeepSpeedFiles(TensorFiles):
         if shares:
             parameters = _partitioned(shapes, shares, group_of)
         state = self._add_parameters(parameters, groups)
-        self._add_frozen_and_buffers(model, first, is_cut=stage == _Stage.WEIGHTS)
+        self._add_frozen_and_buffers(model, first, is_cut=stage == _CUTS_WEIGHTS)
         rest = {key: value for key, value in model.items() if key not in _NOT_IN_COMMON}
         ties = {"model": dict(model.get("shared_params") or {})}
         self.common = {
@@ -195,7 +180,6 @@ class DeepSpeedFiles(TensorFiles):
         return deserialize(file, trusted=self._trusted, stand_ins=STAND_INS)
 
     def _read_shares(self) -> list[_Share]:
-        """What each rank has."""
         path = str(self.path)
         files = [file for file in self.paths if file.parent == self.path]
         found = {int(match[1]): f for f in files if (match := _OPTIM.fullmatch(f.name))}
@@ -213,7 +197,7 @@ class DeepSpeedFiles(TensorFiles):
                 problem = "written with another number of ranks or stage of ZeRO"
                 findings.append(Finding(problem, None, first.kind, own.kind, *where))
             elif len(own.sizes) != len(first.sizes) or (
-                own.stage == _Stage.WEIGHTS and own.sizes != first.sizes
+                own.stage == _CUTS_WEIGHTS and own.sizes != first.sizes
             ):
                 problem = "other sizes than rank 0"
                 findings.append(Finding(problem, None, first.sizes, own.sizes, *where))
@@ -307,7 +291,6 @@ class DeepSpeedFiles(TensorFiles):
                 self._add(key, tuple(value.shape), [segment])
 
     def _rows(self) -> list[TensorRow]:
-        """Describe each tensor, if all that it consists of is there."""
         findings, rows = [], []
         for key, (shape, segments, begins) in self._segments.items():
             dtype = segments[0].dtype if segments else torch.float32
@@ -347,18 +330,11 @@ class DeepSpeedFiles(TensorFiles):
 class DeepSpeedReader(TensorFilesReader):
     """Reads a DeepSpeed checkpoint."""
 
-    def open_files(self, path: Path) -> DeepSpeedFiles:
-        return DeepSpeedFiles(deepspeed_step(path) or path, trusted=self.trusted)
+    files_type = DeepSpeedFiles
 
 
 class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
-    """Loads DeepSpeed checkpoints, as ("deepspeed", 1).
-
-    Example:
-        >>> from dist_checkpointing.strategies.deepspeed import DeepSpeedLoadShardedStrategy
-        >>> ("deepspeed", 1) in DeepSpeedLoadShardedStrategy.reads
-        True
-    """
+    """Loads DeepSpeed checkpoints, as ("deepspeed", 1)."""
 
     reader_type: ClassVar[type[DeepSpeedReader]] = DeepSpeedReader
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})
@@ -367,7 +343,7 @@ class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
 class DeepSpeedCommonLoadStrategy(TensorFilesCommonStrategy):
     """Reads what DeepSpeed keeps beside tensors."""
 
-    reader_type: ClassVar[type[DeepSpeedReader]] = DeepSpeedReader
+    files_type = DeepSpeedFiles
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})
 
 
@@ -389,7 +365,6 @@ def _tensor_at(state: Any, path: KeyPath) -> torch.Tensor | None:
 
 
 def _required(state: Any, key: str, file: Path) -> Any:
-    """An entry of a file that every such file has."""
     if not isinstance(state, dict) or key not in state:
         raise _damage("not a file of a ZeRO checkpoint", f"it has no {key}", file)
     return state[key]
@@ -416,7 +391,7 @@ def _share(content: Any, file: Path) -> _Share:
     if len(counts) != 1:
         raise _parallel(file.parent)
     weights_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
-    if stage == _Stage.WEIGHTS:
+    if stage == _CUTS_WEIGHTS:
         weights_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
     weights, base = _required(zero, weights_key, file), _required(zero, state_key, file)
     path: KeyPath = (_ZERO_KEY, state_key)
@@ -446,7 +421,7 @@ def _partitioned(
 ) -> Iterator[_Parameter]:
     """Each parameter, of which each rank has a part."""
     first, num_ranks = shares[0], len(shares)
-    is_even = first.stage == _Stage.WEIGHTS
+    is_even = first.stage == _CUTS_WEIGHTS
     runs = [[*group.items()] for group in shapes]
     if is_even:
         runs = [[*chain(*runs)]]

@@ -124,9 +124,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     Example:
         >>> import torch
         >>> from dist_checkpointing import ShardedTensor, save
-        >>> from dist_checkpointing.strategies.fully_parallel import (
-        ...     FullyParallelSaveStrategyWrapper,
-        ... )
+        >>> from dist_checkpointing.strategies import FullyParallelSaveStrategyWrapper
         >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
         >>> save(state, "ckpt", FullyParallelSaveStrategyWrapper(Zarr3SaveShardedStrategy()))
@@ -450,9 +448,7 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
     Example:
         >>> import torch
         >>> from dist_checkpointing import ShardedTensor, load, save
-        >>> from dist_checkpointing.strategies.fully_parallel import (
-        ...     FullyParallelLoadStrategyWrapper,
-        ... )
+        >>> from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
         >>> from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}, "ckpt", "zarr")
         >>> template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, dtype=int))}
@@ -503,21 +499,6 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
                 return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         return self.resolved().load(sharded_state_dict, checkpoint_dir)
 
-    def _share(
-        self, table: ReadTable, arrays: Arrays, comm: Comm, buffer_bytes: int
-    ) -> Sharing | None:
-        """Who reads what; None if each reads for itself. Collective over the group ``comm``."""
-        if comm.world_size == 1:
-            return None
-
-        def wants_of_rank() -> bytes:
-            head = _HEAD.pack(buffer_bytes, self._min_shared_bytes)
-            return head + _wants(table, arrays).tobytes()
-
-        return self._group.cache.work_out(
-            comm, _SHARING, wants_of_rank, lambda packed: _share_reads(packed, comm.rank)
-        )
-
     def _read_plan(
         self, plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, index: Index, comm: Comm
     ) -> None:
@@ -535,7 +516,15 @@ class FullyParallelLoadStrategyWrapper(WrappedLoadStrategy):
             alone = plan.table.is_object | is_own
             table = plan.table.take(~alone)
             acquire = planner.destinations(replace(plan, table=table)).acquire
-            sharing = self._share(table, acquire, group, reader.options.buffer_bytes)
+            head = _HEAD.pack(reader.options.buffer_bytes, self._min_shared_bytes)
+            sharing = None
+            if group.world_size > 1:
+                sharing = self._group.cache.work_out(
+                    group,
+                    _SHARING,
+                    lambda: head + _wants(table, acquire).tobytes(),
+                    lambda packed: _share_reads(packed, group.rank),
+                )
             own = table if sharing is None else table.take(sharing.own)
             plan = replace(plan, table=own.followed_by(plan.table.take(alone)))
         read_plan(plan, planner, reader, index, comm)

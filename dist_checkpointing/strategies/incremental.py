@@ -7,8 +7,6 @@ rank reads the digests of the keys that it writes, and nothing else.
 from __future__ import annotations
 
 import logging
-import math
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, groupby
@@ -27,7 +25,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.local_folder import rename_new, share_file
+from dist_checkpointing.filesystem.local_folder import share_file
 from dist_checkpointing.filesystem.location import require_local
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import (
@@ -50,7 +48,7 @@ from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.chunking import nested_grids
 from dist_checkpointing.planning.shard_table import Bools, Columns, Int64s, ShardTable
 from dist_checkpointing.storage.interface import StorageReader, StorageWriter
-from dist_checkpointing.storage.options import BaseCheck, Checksum, StorageOptions
+from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.storage.staging import HostBlocks
 from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
@@ -65,6 +63,9 @@ _LARGE_BYTES: Final = 2**20
 _HEAD_BYTES: Final = 2**12
 """Of a large part, and of one that may lie in a larger one, so much is compared first."""
 _READ_BYTES: Final = 2**22
+LEAST_SHARED: Final = 0.5
+"""A file is shared if at least this part of its bytes is still used, so that a checkpoint takes at
+most twice its state."""
 
 
 def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: Location) -> None:
@@ -247,7 +248,7 @@ class PlanDigests:
         """Whether a tensor begins with these bytes."""
         data: torch.Tensor = self.data_of(row)
         values = data.detach().contiguous().reshape(-1)[: len(head) // data.dtype.itemsize]
-        return bytes_of(tensor_memory.as_numpy(values.cpu().resolve_conj().resolve_neg())) == head
+        return bytes_of(tensor_memory.as_numpy(values.cpu())) == head
 
     def _digest(self, row: int) -> bytes | None:
         """The digest of a row; None if its values must be copied from elsewhere first."""
@@ -264,8 +265,7 @@ class PlanDigests:
         for number, blocks in groupby(copies, key=itemgetter(0)):
             digest = Digest()
             for _, block in blocks:
-                values = block.detach().resolve_conj().resolve_neg().contiguous()
-                digest.update(bytes_of(tensor_memory.as_numpy(values)))
+                digest.update(bytes_of(tensor_memory.as_numpy(block.contiguous())))
             yield rows[number], digest.digest()
 
 
@@ -290,10 +290,6 @@ class Candidates(Columns):
         return sums.astype(np.int64)
 
 
-Unpack = Callable[[Path, int, str], Any]
-"""Gives the bytes of the values in a compressed file, of which there must be so many, of a key."""
-
-
 def share_parts(
     writer: StorageWriter,
     reader_type: type[StorageReader],
@@ -303,7 +299,6 @@ def share_parts(
     *,
     is_alone: bool = True,
     reuses_names: bool = False,
-    unpack: Unpack | None = None,
 ) -> tuple[Candidates, Int64s]:
     """Share the files of the base, if any, that hold values of a plan. Not collective.
 
@@ -311,8 +306,7 @@ def share_parts(
     rows that are needed.
 
     ``candidates_in`` finds the values in the base. No other rank shares the same files if this one
-    ``is_alone``; files of another save may have the same names if it ``reuses_names``. Compressed
-    files need ``unpack``.
+    ``is_alone``; files of another save may have the same names if it ``reuses_names``.
 
     Returns:
         The rows that lie in shared files; and those that have not changed either, but lie in files
@@ -322,21 +316,26 @@ def share_parts(
     nothing = Candidates(none, (), none.reshape(0, 3), none.astype(np.bool_)), none
     if base is None or not len(table):
         return nothing
+    linked: tuple[SealedFile, ...] = ()
     try:
         parts = open_base(reader_type(base), table)
         if parts is None:
             return nothing
         candidates = candidates_in(parts)
-        same = candidates.take(_are_same(candidates, parts, table, digests, writer.options, unpack))
+        same = candidates.take(_are_same(candidates, parts, table, digests, writer.options))
         sizes = np.array([file.num_bytes for file in same.files], dtype=np.int64)
         # Other ranks may use the rest of a file: what this one looks at stands for all of it.
         whole = sizes if is_alone else candidates.bytes_in_files()
         used = same.bytes_in_files()
-        is_wanted = (used > 0) & (used >= writer.options.least_shared * whole)
-        suffix = f".{uuid.uuid4().hex[:8]}.tmp" if reuses_names else ""
-        numbers, files = _share_files(same.files, is_wanted, parts, writer, suffix)
+        is_wanted = (used > 0) & (used >= LEAST_SHARED * whole)
+        linked = same.files if reuses_names else ()
+        numbers, files = _share_files(same.files, is_wanted, parts, writer)
+        if linked and not parts.is_in_place():
+            raise FileNotFoundError("it was deleted meanwhile")
     except (CheckpointingException, OSError) as error:
         logger.warning("nothing is shared with %s, which cannot be used: %s", base, error)
+        for file in linked:  # their names are needed
+            (writer.checkpoint_dir / file.name).unlink(missing_ok=True)
         return nothing
     number = numbers[same.extents[:, 0]]
     kept = same.take(number >= 0)
@@ -351,7 +350,6 @@ def _are_same(
     table: ShardTable,
     digests: PlanDigests,
     options: StorageOptions,
-    unpack: Unpack | None,
 ) -> Bools:
     """Which candidates hold what the rows of the plan hold."""
     rows, is_nested = candidates.rows, candidates.is_nested
@@ -367,34 +365,25 @@ def _are_same(
         most = min(whole.num_bytes, _HEAD_BYTES // size * size)
         return digests.begins_with(row, read_extent(whole._replace(num_bytes=most), table.key(row)))
 
-    # What begins otherwise need not be hashed before it is written; padding is left out.
+    # What begins otherwise need not be hashed before it is written. Padded and compressed files
+    # have other sizes than their values.
     is_same = np.ones(len(rows), dtype=np.bool_)
     is_large = (sizes >= _LARGE_BYTES) & (candidates.extents[:, 2] == sizes)
-    compared = np.flatnonzero(is_nested | is_large).tolist() if unpack is None else []
+    compared = np.flatnonzero(is_nested | is_large).tolist()
     is_same[compared] = in_threads(has_head, compared, options.threads)
     digests.add(rows[is_same])
     wanted = digests.columns[rows]
     is_same &= is_nested | (wanted == base.digests[rows]).all(axis=1)
-    is_read = is_same if options.base_check is BaseCheck.CONTENTS else is_same & is_nested
-    read = np.flatnonzero(is_read).tolist()
+    read = np.flatnonzero(is_same & is_nested).tolist()
 
     def stored_digest(at: int) -> bytes:
         """The digest of a candidate, as it is now."""
-        place, row, itemsize = extent(at), int(rows[at]), int(itemsizes[at])
-        num_bytes, key = int(sizes[at]), table.key(row)
-        if unpack is None and not place.num_bytes > num_bytes > 0:
-            digest, end = Digest(), place.offset + place.num_bytes
-            for begin in range(place.offset, end, _READ_BYTES):
-                part = place._replace(offset=begin, num_bytes=min(_READ_BYTES, end - begin))
-                digest.update(memoryview(read_extent(part, key)))
-            return digest.digest()
-        chunk = base.index.chunk_shape(key)
-        whole = num_bytes if chunk is None else math.prod(chunk) * itemsize
-        data = read_extent(place, key) if unpack is None else unpack(Path(place.path), whole, key)
-        values = np.frombuffer(data, dtype=f"V{itemsize}")
-        if chunk is not None and values.nbytes == whole > num_bytes:  # padding is no part of them
-            values = values.reshape(tuple(chunk))[tuple(map(slice, table.box(row).shape))].copy()
-        return digest_of_array(values)
+        place, key, digest = extent(at), table.key(int(rows[at])), Digest()
+        end = place.offset + place.num_bytes
+        for begin in range(place.offset, end, _READ_BYTES):
+            part = place._replace(offset=begin, num_bytes=min(_READ_BYTES, end - begin))
+            digest.update(memoryview(read_extent(part, key)))
+        return digest.digest()
 
     stored = in_threads(stored_digest, read, options.threads)
     is_same[read] = (columns_of(stored) == wanted[read]).all(axis=1)
@@ -402,23 +391,16 @@ def _are_same(
 
 
 def _share_files(
-    sealed: Sequence[SealedFile],
-    is_wanted: Bools,
-    base: BaseParts,
-    writer: StorageWriter,
-    suffix: str,
+    sealed: Sequence[SealedFile], is_wanted: Bools, base: BaseParts, writer: StorageWriter
 ) -> tuple[Int64s, tuple[SealedFile, ...]]:
-    """Share the wanted files: the new number of each, -1 for one that is not shared, and those.
-
-    With a suffix they get their names when it is known that no other save was in their places.
-    """
+    """Share the wanted files: the new number of each, -1 for one that is not shared, and those."""
     folder, wanted = writer.checkpoint_dir, np.flatnonzero(is_wanted).tolist()
     for parent in {(folder / sealed[number].name).parent for number in wanted}:
         parent.mkdir(parents=True, exist_ok=True)
 
     def share(number: int) -> int | None:
         file = sealed[number]
-        target = folder / f"{file.name}{suffix}"
+        target = folder / file.name
         size = share_file(base.folder / file.name, target)
         if size is not None and size != file.num_bytes:
             problem = "%s/%s is not shared: it has another size than when it was saved"
@@ -433,15 +415,6 @@ def _share_files(
         sizes += in_threads(share, wanted[1:], writer.options.threads)
     is_shared = (sealed[n].num_bytes == size for n, size in zip(wanted, sizes, strict=False))
     shared = list(compress(wanted, is_shared))
-    if suffix and shared:
-        names = [folder / sealed[number].name for number in shared]
-        links = [name.with_name(f"{name.name}{suffix}") for name in names]
-        if not base.is_in_place():
-            for link in links:
-                link.unlink()
-            raise FileNotFoundError("it was deleted meanwhile")
-        pairs = [*zip(links, names, strict=True)]
-        in_threads(lambda pair: rename_new(*pair), pairs, writer.options.threads)
     numbers = np.full(len(sealed), -1, dtype=np.int64)
     numbers[shared] = np.arange(len(shared))
     return numbers, tuple(sealed[number] for number in shared)

@@ -129,8 +129,6 @@ _UNUSED = object()
 
 
 class _Walk:
-    """One walk over the opcodes."""
-
     def __init__(self, storage: StorageCheck) -> None:
         self._storage = storage
         self._built = 0
@@ -255,7 +253,6 @@ class _Walk:
         return stub
 
     def _add_parts(self, stub: Stub, items: Sequence[Any]) -> None:
-        """Add the sizes of the items to a stub."""
         size, depth = stub.size + VALUE_BYTES * len(items), stub.depth
         for item in items:
             if type(item) is Stub:

@@ -128,29 +128,32 @@ def register_default_strategy(
 
     Example:
         >>> from dist_checkpointing.storage import StorageOptions
-        >>> from dist_checkpointing.strategies.base import (
-        ...     StrategyAction,
-        ...     default_strategies,
-        ...     register_default_strategy,
-        ... )
+        >>> from dist_checkpointing.strategies import base
         >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
         >>> strategy = Zarr3SaveShardedStrategy(options=StorageOptions(threads=2))
-        >>> register_default_strategy(StrategyAction.SAVE_SHARDED, "my_zarr", 2, strategy)
-        >>> del default_strategies["save_sharded"]["my_zarr", 2]  # no longer used
+        >>> action = base.StrategyAction.SAVE_SHARDED
+        >>> base.register_default_strategy(action, "my_zarr", 2, strategy)
+        >>> del base.default_strategies["save_sharded"]["my_zarr", 2]  # no longer used
     """
     action = StrategyAction(action)
-    kind = kind_of(action)
-    if not isinstance(strategy, kind):
-        is_class = isinstance(strategy, type)
-        finding = Finding(
-            "not a strategy for this",
-            expected=f"an object of a class derived from {kind.__name__}",
-            found=f"the class {strategy.__name__}" if is_class else type(strategy).__name__,
-            remedy="Make an object of the class." if is_class else f"Derive from {kind.__name__}.",
-        )
-        where = (action.value, backend, version)
-        raise CheckpointingException(f"cannot register a strategy for {where}", [finding])
+    where = (action.value, backend, version)
+    require_strategy(action, strategy, f"cannot register a strategy for {where}")
     default_strategies[action.value][backend, version] = strategy
+
+
+def require_strategy(action: StrategyAction, strategy: Any, message: str, others: str = "") -> None:
+    """Refuse what is no strategy for an action; ``others`` says what else it might have been."""
+    kind = kind_of(action)
+    if isinstance(strategy, kind):
+        return
+    is_class = isinstance(strategy, type)
+    finding = Finding(
+        "not a strategy for this",
+        expected=f"an object of a class derived from {kind.__name__}{others}",
+        found=f"the class {strategy.__name__}" if is_class else type(strategy).__name__,
+        remedy="Make an object of the class." if is_class else f"Derive from {kind.__name__}.",
+    )
+    raise CheckpointingException(message, [finding])
 
 
 def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:
@@ -223,9 +226,6 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         "or call register_default_strategy.",
     )
     raise StrategyNotFoundError(f"Cannot find a default strategy for: {wanted}", [finding])
-
-
-_load = cache(EntryPoint.load)
 
 
 def newest_version(action: StrategyAction, backend: str) -> int:

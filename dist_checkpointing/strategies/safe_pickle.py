@@ -406,18 +406,11 @@ def _hidden(entry: _Odd, found: str) -> Finding:
 
 
 def _failures(odd: Sequence[_Odd], *, trusted: bool) -> Iterator[tuple[_Odd, Exception]]:
-    """The values that cannot be read back. Usually there are none: then one attempt is enough.
-
-    Otherwise each half is tried by itself.
-    """
-    failure = _failure_of([entry.value for entry in odd], trusted=trusted) if odd else None
-    if failure is None:
-        return
-    if len(odd) == 1:
-        yield odd[0], failure
-        return
-    for half in (odd[: len(odd) // 2], odd[len(odd) // 2 :]):
-        yield from _failures(half, trusted=trusted)
+    """The values that cannot be read back. Usually there are none: then one attempt is enough."""
+    if odd and _failure_of([entry.value for entry in odd], trusted=trusted) is not None:
+        for entry in odd:
+            if (failure := _failure_of([entry.value], trusted=trusted)) is not None:
+                yield entry, failure
 
 
 def _failure_of(values: list[object], *, trusted: bool) -> Exception | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, Union
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import CheckpointingException, CheckpointNotFoundError, Finding
+from dist_checkpointing.errors import CheckpointNotFoundError, Finding
 from dist_checkpointing.filesystem.location import as_location, relative
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
@@ -45,8 +45,8 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
     get_default_strategy,
-    kind_of,
     newest_version,
+    require_strategy,
 )
 from dist_checkpointing.strategies.unplanned_strategies import as_planned
 from dist_checkpointing.threads import paused_collector
@@ -81,15 +81,8 @@ def select_strategy(
         selection = default or (DEFAULT_COMMON if is_common else DEFAULT_SHARDED)
     if isinstance(selection, tuple) and list(map(type, selection)) == [str, int]:
         selection = get_default_strategy(action, *selection)
-    kind = kind_of(action)
-    if not isinstance(selection, kind):
-        finding = Finding(
-            "not a strategy for this",
-            expected=f"{kind.__name__}, a backend name or (name, version)",
-            found=type(selection).__name__,
-            remedy="Make an object of the class." if isinstance(selection, type) else None,
-        )
-        raise CheckpointingException(f"no strategy of {action.value}: {selection!r}", [finding])
+    message = f"no strategy of {action.value}: {selection!r}"
+    require_strategy(action, selection, message, ", a backend name or (name, version)")
     # A class that is not finished is refused now, and not in the middle of a save.
     for name in ("backend", "version") if isinstance(selection, SaveStrategyBase) else ():
         if not hasattr(selection, name):

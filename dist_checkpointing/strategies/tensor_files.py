@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,7 +18,7 @@ from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows, values_of_part
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.mapping import StateDict
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage.interface import StorageReader, done
 from dist_checkpointing.strategies.base import (
@@ -27,7 +26,6 @@ from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     PathOrStr,
     SaveCommonStrategy,
-    lacks,
 )
 from dist_checkpointing.threads import in_threads
 
@@ -41,23 +39,18 @@ TensorRow = tuple[str, DType, Ints]
 
 
 class TensorFiles(ABC):
-    """Mapped files that answer all that ``Checkpoint`` asks of its ``reads``. From any thread.
+    """Mapped files of tensors, objects and common state. Any thread may read.
 
     Pages that were read count as memory of this process until their file is unmapped, and a column
     of a tensor touches all of its pages. So the files are mapped anew after so many bytes were
     touched.
 
     Attributes:
-        backend: Name of the format, as ``convert(to=)`` takes it; ``kind`` says it in words.
         is_mapped: False if the content is in memory, and never read again.
         path: The file or folder; ``paths`` are all files.
         most_bytes: Bytes of the files that may be mapped at a time.
-        options: Without meaning here; as that of ``PartialReads``.
-        memory: Makes the tensors that are read into, as ``torch.empty`` does.
     """
 
-    backend: ClassVar[str]
-    kind: str
     is_mapped = True
     index: Index
 
@@ -145,23 +138,19 @@ def _parts(stored: StoredTensor, box: Box, most_bytes: int) -> Iterator[tuple[Bo
 
 
 class TensorFilesReader(StorageReader):
-    """Reads boxes of tensors, and objects, out of TensorFiles."""
+    """Reads boxes of tensors, and objects, out of ``TensorFiles``, which ``files_type`` opens."""
 
     has_checksums: ClassVar[bool] = False
-
-    @abstractmethod
-    def open_files(self, path: Path) -> TensorFiles:
-        """The files at a path."""
+    files_type: ClassVar[Callable[..., TensorFiles]]
 
     def reset(self, checkpoint_id: Any) -> None:
         # Copies of this reader share them.
-        self._files = cache(lambda: self.open_files(checkpoint_id))
+        self._files = cache(lambda: self.files_type(checkpoint_id, trusted=self.trusted))
 
     def read_metadata(self) -> Index:
         return self._files().index
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        del wanted
         return []
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
@@ -212,32 +201,16 @@ class NoCommonFiles(SaveCommonStrategy):
     def save_common(
         self, common_state_dict: StateDict, checkpoint_dir: PathOrStr
     ) -> Sequence[SealedFile]:
-        del common_state_dict, checkpoint_dir
         return []
 
 
 class TensorFilesCommonStrategy(KnownFormats, LoadCommonStrategy):
     """Reads what files hold beside tensors and objects."""
 
-    argument: ClassVar[str] = "common_strategy"
-    reader_type: ClassVar[type[TensorFilesReader]]
-    trusted = False
-
-    def trusting(self) -> Self:
-        strategy = copy.copy(self)
-        strategy.trusted = True
-        return strategy
+    files_type: ClassVar[Callable[..., TensorFiles]]
 
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
-        reader = self.reader_type()
-        reader.trusted = self.trusted
-        return reader.open_files(as_local_folder(checkpoint_dir)).common
-
-    def load_sharded_objects(
-        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
-    ) -> StateDict:
-        del sharded_objects_state_dict, checkpoint_dir
-        raise lacks(self, "load_sharded_objects", "the strategy for tensors has")
+        return self.files_type(as_local_folder(checkpoint_dir), trusted=self.trusted).common
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

@@ -70,29 +70,16 @@ class TorchFile(TensorFiles):
     Args:
         path: the file.
         trusted: unpickle anything in it, each time that it is mapped.
-        most_bytes: size of a file that may be loaded as a whole, if it must.
 
     Raises:
         UnsupportedFormatError: if it holds more than plain data and is not trusted.
         CorruptCheckpointError: if it is damaged.
     """
 
-    backend = BACKEND
-    kind = "torch.save file"
-
-    def __init__(self, path: Path, *, trusted: bool = False, most_bytes: int = 2**31) -> None:
+    def __init__(self, path: Path, *, trusted: bool = False) -> None:
         super().__init__(path, [path])
+        # A file of before PyTorch 1.6 is read as a whole.
         self.is_mapped = zipfile.is_zipfile(path)
-        size = path.stat().st_size
-        if not self.is_mapped and size > most_bytes:
-            finding = Finding(
-                "larger than the memory budget",
-                expected=f"at most {most_bytes} bytes",
-                found=size,
-                remedy="Load it and torch.save it again, or allow more memory.",
-            )
-            message = "the file is of before PyTorch 1.6 and can only be read as a whole"
-            raise CheckpointingException(message, [finding])
         self._trusted = trusted
         tensors, self.cells, self.common = self._content(path)
         self._set_index(
@@ -130,8 +117,7 @@ class TorchFile(TensorFiles):
 class TorchFileReader(TensorFilesReader):
     """Reads a file of torch.save."""
 
-    def open_files(self, path: Path) -> TorchFile:
-        return TorchFile(path, trusted=self.trusted)
+    files_type = TorchFile
 
 
 class TorchFileWriter(StorageWriter):
@@ -146,7 +132,6 @@ class TorchFileWriter(StorageWriter):
     common: Mapping[Any, Any] = {}
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del index
         if world_size > 1:
             remedy = "Save with tensorstore, and make a file of it: dckpt convert A B.pt."
             finding = Finding("one process writes it", found=f"{world_size} ranks", remedy=remedy)
@@ -179,7 +164,6 @@ class TorchFileWriter(StorageWriter):
         return done(WriteResults(table, table.num_bytes, files=(written,)))
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
-        del metadata, results
         self.commit_file = _FILE_NAME, None
 
 
@@ -201,13 +185,11 @@ class TorchFileSaveShardedStrategy(PlannedSaveStrategy):
     can_handle_sharded_objects = True
 
     def is_one_file(self, path: PathOrStr) -> bool:
-        del path
         return True
 
     def holdable(
         self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
-        del path
         return loadable(common_state_dict), loadable(objects)
 
     def common_strategy(
@@ -239,7 +221,7 @@ class TorchFileLoadShardedStrategy(PlannedLoadStrategy):
 class TorchFileCommonLoadStrategy(TensorFilesCommonStrategy):
     """Reads what a file of torch.save holds beside tensors."""
 
-    reader_type: ClassVar[type[TorchFileReader]] = TorchFileReader
+    files_type = TorchFile
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({(BACKEND, 1)})
 
 

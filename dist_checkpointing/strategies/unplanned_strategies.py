@@ -69,7 +69,6 @@ class _HeldLeaves(DefaultSavePlanner):
         self.leaves, self.are_copies = leaves, are_copies
 
     def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
-        del num_ranks
         return main_rows(catalog), Index.of(())
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
@@ -90,11 +89,9 @@ class ForeignWriter(StorageWriter):
         self._strategy = strategy
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del index, world_size
         return []
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        del plan
         assert isinstance(planner, _HeldLeaves)
         if planner.are_copies and isinstance(self._strategy, AsyncSaveShardedStrategy):
             # Behind the training; the rest, which may be collective, comes later.
@@ -108,7 +105,6 @@ class ForeignWriter(StorageWriter):
     def finish(
         self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile]:
-        del metadata, results
         return []
 
 
@@ -143,7 +139,6 @@ class ForeignSaveStrategy(PlannedSaveStrategy):
         return super().planning(checked, writer, comm, cache=cache, others=others)
 
     def stage(self, plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> SavePlanner:
-        del plan, planner
         leaves, skeleton = flatten(self._leaves)
         copies = copied_objects(leaves)
         tensors = {
@@ -174,11 +169,9 @@ class ForeignReader(StorageReader):
         self._strategy = strategy
 
     def location(self, chunk: MetadataIndex) -> str:
-        del chunk
         return str(self.checkpoint_dir)
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        del wanted
         return []
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:

@@ -320,13 +320,6 @@ class Verifier:
         Stored parts that fill memory of the wanted tensors are only looked up: the load reads them,
         and ``verify_filled`` compares them then. All other ones are read here. Without memory, that
         is everything. Without a seal only tensors can be verified.
-
-        Raises:
-            UnsupportedFormatError: if no checksums were kept.
-            CorruptCheckpointError: with key, part and place of everything that is damaged, or that
-                the seal or the checksums do not speak of.
-            StateMismatchError: if objects are wanted that are not stored, or in another grid.
-            OSError: if the file system, and not the checkpoint, fails.
         """
         opened, objects = self.opened, self.objects
         folder, reader, index = opened.folder, opened.reader, opened.index

@@ -56,11 +56,7 @@ class ChunkNames(NamedTuple):
     chunk: Callable[[Ints], str] = chunk_name
 
 
-def chunk_keys(
-    table: ReadTable | ShardTable,
-    index: Index,
-    naming: ChunkNames = ChunkNames(),  # noqa: B008
-) -> list[str]:
+def chunk_keys(table: ReadTable | ShardTable, index: Index, naming: ChunkNames) -> list[str]:
     """Paths below the checkpoint of the chunks and pieces of all rows, which are all tensors."""
     if isinstance(table, ShardTable):
         offsets, flat_starts = table.offsets, table.flat[:, 0]
@@ -96,7 +92,7 @@ def object_key(key: str, cell: Sequence[int], shape: Sequence[int]) -> bytes:
 
 def row_keys(table: ShardTable | ReadTable, index: Index) -> list[bytes]:
     """The keys of the chunks, pieces and cells of all rows of a plan, in a database."""
-    chunks = map(str.encode, chunk_keys(table.take(~table.is_object), index))
+    chunks = map(str.encode, chunk_keys(table.take(~table.is_object), index, ChunkNames()))
     if not table.is_object.any():
         return list(chunks)
     cells = table.offsets if isinstance(table, ShardTable) else table.chunk_offsets

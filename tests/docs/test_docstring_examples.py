@@ -33,7 +33,6 @@ WITHOUT = {
     "StateDict",
     "StoredState",
     "__version__",
-    "BaseCheck",
     "Checksum",
     "ChunkPlace",
     "Durability",

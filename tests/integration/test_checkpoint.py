@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
-from dist_checkpointing.checkpoint import key_tree as html_view
+from dist_checkpointing.checkpoint import key_tree as html_view, partial_reads
 from dist_checkpointing.comm import default_comm
 from dist_checkpointing.format import Box
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import assert_same_bits
 from samples import Sample, Samples
 from scripts import run_fresh
-from states import BACKEND, shard
+from states import BACKEND, between, shard
 from tiers import examples
 
 INDEXED = ["tensorstore", "zarr-2", "zarr-2-zstd"]
@@ -450,3 +450,23 @@ print(checkpoint.is_committed, "torch" in sys.modules, "tensorstore" in sys.modu
     first, _, last = finished.stdout.splitlines()
     assert first == str(sorted(sample.tensors))
     assert last == "True False False"
+
+
+@pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 1), ("zarr", 2), "torch_dist"])
+def test_a_slice_in_one_chunk_takes_no_plan(
+    backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = torch.randn(5, 64)
+    # The second chunk is cut at the edge.
+    dc.save({"w": [between("w", full, 0, 3), between("w", full, 3, 5)]}, tmp_path, backend)
+    handle = dc.Checkpoint.open(tmp_path)["w"]
+    with monkeypatch.context() as patched:
+        patched.setattr(partial_reads, "read", None)
+        for place in (slice(0, 3), slice(3, 5), 4, (slice(0, 2), slice(7, 9)), (4, 63)):
+            assert_same_bits(handle[place], full[place], "w")
+    assert_same_bits(handle[1:5], full[1:5], "w")
+    found = (tmp_path.rglob(name) for name in ("1.0", "c.1.0", "*.distcp", "data/model/*"))
+    (path,) = (path for paths in found for path in paths)
+    os.truncate(path, path.stat().st_size + (1 if backend[0] == "zarr" else -1))
+    with pytest.raises(dc.CorruptCheckpointError):
+        handle[3:5]

@@ -125,8 +125,9 @@ def test_a_balanced_plan_writes_everything_once(world: World, kind: type[Any]) -
     def plan(comm: Comm, group: Comm) -> Any:
         strategy: Any = FullyParallelSaveStrategyWrapper(kind(), group).resolved()
         leaves, _ = flatten({"leaves": world.leaves(comm.rank)})
-        plan, _, planner = strategy.plan(leaves, strategy.make_writer(Path("unused")), comm)
-        return [(item, planner.get_data(item)) for item in plan.items]
+        planning = strategy.planning(leaves, strategy.make_writer(Path("unused")), comm)
+        plan, _ = planning.agree(comm)
+        return [(item, planning.planner.get_data(item)) for item in plan.items]
 
     written = {key: torch.zeros(rows * 3, dtype=torch.int64) for key, rows in world.rows.items()}
     times = {key: torch.zeros(rows * 3, dtype=torch.int64) for key, rows in world.rows.items()}
@@ -265,7 +266,7 @@ def test_a_strategy_with_a_planner_of_its_own(tmp_path: Path) -> None:
         )
         leaves, _ = flatten(state)
         writer = strategy.resolved().make_writer(tmp_path)
-        plan, *_ = strategy.resolved().plan(leaves, writer, comm)
+        plan, _ = strategy.resolved().planning(leaves, writer, comm).agree(comm)
         save(state, tmp_path / "c", strategy, comm=comm)
         assert [leaf.replica_id for leaf in state.values()] == [comm.rank] * 6
         return len(plan.items)
@@ -288,7 +289,7 @@ def test_a_balanced_planner_shares_out_within_the_groups(tmp_path: Path) -> None
             for main in (2, 3)
         }
         leaves, _ = flatten(state)
-        plan, *_ = strategy.plan(leaves, strategy.make_writer(tmp_path), comm)
+        plan, _ = strategy.planning(leaves, strategy.make_writer(tmp_path), comm).agree(comm)
         return [item.index.fqn for item in plan.items]
 
     assert each_rank([(0, 2), (1, 3)], one) == [["w2"], ["w3"], [], []]

@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress, islice
@@ -31,12 +31,11 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.chunk_reads import Extent, read_extent
-from dist_checkpointing.strategies.incremental import BaseParts, Candidates
+from dist_checkpointing.strategies.incremental import LEAST_SHARED, BaseParts, Candidates
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree, Values, encode_tree
@@ -185,7 +184,7 @@ def keep_shared(
     kept, copied, num_bytes = [], [], 0
     for name, sealed in sorted(shared.items()):
         number = files.index(name)
-        if used[number] >= options.least_shared * sealed.num_bytes:
+        if used[number] >= LEAST_SHARED * sealed.num_bytes:
             kept.append(sealed)
             num_bytes += int(used[number])
             # The base may have been saved with less care.
@@ -229,26 +228,20 @@ def _copy(
 _MOST_TEXT_BYTES = 2**16
 
 
-def plan_removal(root: Path, gone: Iterable[str], kept: Index) -> PlannedRemoval:
-    """What ``drop_all_but`` would do."""
-    _, unused, shared = _split(root, kept)
-    return PlannedRemoval(tuple(gone), unused, shared)
-
-
 def drop_all_but(root: Path, kept: Index) -> None:
     """Drop everything that ``kept`` does not name, also what a removal cut off has left.
 
     Raises:
         CorruptCheckpointError: if the database cannot be read; nothing has been deleted then.
     """
-    rest, unused, _ = _split(root, kept)
+    rest, unused, _ = split(root, kept)
     if rest is not None:
         write_tree(root, *rest, write=local_folder.write_content)
         local_folder.fsync_folder(root)
     location.remove_all(unused, root)
 
 
-def _split(
+def split(
     root: Path, kept: Index
 ) -> tuple[tuple[list[bytes], Values] | None, tuple[str, ...], dict[str, int]]:
     """What ``write_tree`` needs for the values that stay (None if all do, or nothing is there), the

@@ -197,7 +197,8 @@ def opened(magic: int, record: bytes) -> bytes:
     body = rest.data[rest.position :]
     if method == _RAW:
         return body
-    _check_frame(body)
+    if zstd_content_bytes(body) > MOST_BODY_BYTES + _MOST_BLOCK_BYTES:
+        raise Malformed(_TOO_LARGE)
     from numcodecs import zstd  # noqa: PLC0415 - as above
 
     try:
@@ -209,19 +210,19 @@ def opened(magic: int, record: bytes) -> bytes:
     return content
 
 
-def _check_frame(frame: bytes) -> None:
-    """Refuse what is not exactly one zstd frame (RFC 8878), or too large, before it takes memory.
+def zstd_content_bytes(frame: bytes) -> int:
+    """How large the content of exactly one zstd frame (RFC 8878) is, or at most can be.
 
-    Frames need not say how large their content is, so the blocks are looked through.
+    Frames need not say how large it is, so the blocks are looked through.
     """
     if len(frame) < 6 or frame[:4] != _FRAME_MAGIC:
-        raise Malformed("its body is no zstd frame")
+        raise Malformed("it is no zstd frame")
     described = frame[4]
     is_single = described >> 5 & 1
     size_bytes = (is_single, 2, 4, 8)[described >> 6]
-    at = 5 + (1 - is_single) + _ID_BYTES[described & 3]
-    content = int.from_bytes(frame[at : at + size_bytes], "little")
-    at += size_bytes
+    start = 5 + (1 - is_single) + _ID_BYTES[described & 3]
+    at = start + size_bytes
+    said = int.from_bytes(frame[start:at], "little") + (256 if size_bytes == 2 else 0)
     most, is_last = 0, False
     while not is_last:
         block = int.from_bytes(frame[at : at + 3], "little")
@@ -230,10 +231,9 @@ def _check_frame(frame: bytes) -> None:
         most += _MOST_BLOCK_BYTES if kind == 2 else size
         if at > len(frame) or kind == 3:
             raise Malformed("a zstd frame is cut off or damaged")
-        if max(most, content) > MOST_BODY_BYTES + _MOST_BLOCK_BYTES:
-            raise Malformed(_TOO_LARGE)
     if at + 4 * (described >> 2 & 1) != len(frame):
-        raise Malformed("its body is more than a zstd frame")
+        raise Malformed("it is more than a zstd frame")
+    return said if size_bytes else most
 
 
 MOST_ENTRIES: Final = 1 << 20

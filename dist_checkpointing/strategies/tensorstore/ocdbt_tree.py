@@ -204,7 +204,6 @@ class Tree:
         return node
 
     def _record(self, ref: NodeRef) -> bytes:
-        """The bytes of a node."""
         name, end = ref.path, ref.offset + ref.length
         if ref.length > MOST_BODY_BYTES:
             raise Malformed(f"it has {ref.length} bytes")
@@ -292,7 +291,6 @@ def encode_tree(
 
 
 def _groups(sizes: I64, least: int) -> Iterator[slice]:
-    """The rows of each node."""
     ends = sizes.cumsum()
     start, count = 0, len(sizes)
     while start < count:

@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import ClassVar
@@ -36,6 +35,7 @@ from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Extent,
     Filler,
+    chunk_with,
     damaged,
     read_chunks,
     read_extent,
@@ -91,10 +91,6 @@ class TensorStoreReader(StorageReader):
         super().__init__(checkpoint_dir)
         self._newest = NewestTree(checkpoint_dir)
 
-    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
-        del rank, world_size
-        self._index = metadata
-
     def rebuild_index(self) -> Index:
         path = self.checkpoint_dir / MANIFEST_NAME
         if not store.is_file(path):
@@ -129,18 +125,11 @@ class TensorStoreReader(StorageReader):
     def read_box(
         self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
     ) -> torch.Tensor | None:
-        chunk, shape = tensor.chunk_shape, box.shape
-        if chunk is None or 0 in shape:
+        found = chunk_with(tensor, box)
+        if found is None:
             return None
-        index, offset = [], []
-        for start, extent, length in zip(box.offset, shape, chunk, strict=True):
-            number, first = divmod(start, length)
-            if first + extent > length:
-                return None
-            index.append(number)
-            offset.append(first)
-        window = Window(0, chunk, Box(tuple(offset), shape))
-        key = f"{disk_name(tensor.key)}/{chunk_name(tuple(index))}".encode()
+        window = Window(0, tensor.grid.chunk_shape, found[1])
+        key = f"{disk_name(tensor.key)}/{chunk_name(found[0])}".encode()
         place = self._newest(keeps_nodes=self.is_kept).find_outside(key)
         if place is None or place[2] != window.array_size * tensor.dtype.itemsize:
             return None
@@ -211,15 +200,7 @@ class TensorStoreReader(StorageReader):
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
-        objects = self._index.objects
-        stored = reads_of([chunk for chunk in chunks if chunk.fqn in self._index], self._index)
-        names = iter(row_keys(stored, self._index))
-        return [
-            next(names)
-            if chunk.fqn in self._index
-            else object_key(chunk.fqn, chunk.offset or (), objects[chunk.fqn])
-            for chunk in chunks
-        ]
+        return row_keys(reads_of(chunks, self._index), self._index)
 
     def _find(self, wanted: Sequence[bytes]) -> Values:
         return self._newest(keeps_nodes=self.is_kept).find(wanted)
@@ -282,7 +263,8 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
         is_unfinished = bool(noted_removal(root))
         if not gone and not is_unfinished:
             return PlannedRemoval((), ())
-        return replace(database.plan_removal(root, gone, kept), is_unfinished=is_unfinished)
+        _, unused, shared = database.split(root, kept)
+        return PlannedRemoval(tuple(gone), unused, shared, is_unfinished=is_unfinished)
 
 
 def _parted(root: Path, key_prefix: str) -> tuple[list[str], Index]:

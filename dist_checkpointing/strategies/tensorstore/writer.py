@@ -207,7 +207,7 @@ def _together(data: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Array:
 
 def _contiguous(data: torch.Tensor) -> Array:
     """The bits of a tensor on the CPU in C order, in its own memory where that is possible."""
-    array = tensor_memory.as_numpy(data.detach().resolve_conj().resolve_neg().contiguous())
+    array = tensor_memory.as_numpy(data.contiguous())
     # The memory of a dtype that numpy does not have itself can only be handed on as integers.
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
 
@@ -230,7 +230,6 @@ class TensorStoreWriter(StorageWriter):
     uses_object_stores: ClassVar[bool] = True
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del index, world_size
         return [INDEX_NAME, CHECKSUMS_NAME, *database.CREATED_NAMES]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -40,8 +40,6 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
     everything else.
 
     Args:
-        backend: Name that the checkpoint records.
-        version: Version that the checkpoint records.
         separation_hint: Tensors whose keys begin with this get data files of their own, whose names
             begin with it too, so that ``remove_sharded_tensors`` of that prefix frees their space.
         **options: See PlannedSaveStrategy.
@@ -64,12 +62,7 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
         **options: Any,
     ) -> None:
         super().__init__(backend, version, **options)
-        self.separation_hint = separation_hint
-
-    def make_writer(self, checkpoint_dir: Path) -> Any:
-        writer: Any = super().make_writer(checkpoint_dir)
-        writer.separation_hint = self.separation_hint
-        return writer
+        self.writer_options = {"separation_hint": separation_hint}
 
 
 class TorchDistLoadShardedStrategy(PlannedLoadStrategy):

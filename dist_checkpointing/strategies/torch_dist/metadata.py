@@ -55,12 +55,6 @@ def common_box_shape(tensor: StoredTensor) -> Ints | None:
     return tuple(shape.tolist()) if even and not (whole % shape).any() else None
 
 
-def flattened_size(global_shape: Ints, box_shape: Ints) -> Ints:
-    """The shape that the tensor is stored in."""
-    counts = tuple(whole // own for whole, own in zip(global_shape, box_shape, strict=True))
-    return (*counts, math.prod(box_shape))
-
-
 def flattened_chunk(box: Box, flat: tuple[int, int]) -> Box:
     """The box of a piece in the tensor as stored."""
     index = tuple(o // n for o, n in zip(box.offset, box.shape, strict=True))
@@ -453,7 +447,8 @@ def dcp_tensor(stored: StoredTensor, chunks: Iterable[Chunk]) -> DcpTensor:
     box_shape, shape = common_box_shape(stored), stored.global_shape
     if box_shape is None:
         return DcpTensor(stored.dtype.torch, shape, tuple(chunks))
-    size = flattened_size(shape, box_shape)
+    counts = tuple(whole // own for whole, own in zip(shape, box_shape, strict=True))
+    size = (*counts, math.prod(box_shape))
     return DcpTensor(stored.dtype.torch, size, tuple(chunks), shape)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,15 +18,14 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
     StateMismatchError,
-    UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.ranged_reads import Array, OpenFile
-from dist_checkpointing.format.geometry import Ints, padded_rows
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.geometry import Box, Ints, Window, padded_rows, ravel_offset
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
-from dist_checkpointing.mapping import ShardedStateDict, StateDict, tensor_memory
+from dist_checkpointing.mapping import StateDict, tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
@@ -34,9 +34,11 @@ from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Extent,
     Filler,
+    chunk_with,
     damaged,
     read_chunks,
     read_extent,
+    read_single,
 )
 from dist_checkpointing.strategies.pickle_scanner import Stub, check_pickle
 from dist_checkpointing.strategies.safe_pickle import deserialize
@@ -173,7 +175,6 @@ class _RecordFiller(Filler):
         self._index, self._reader = index, reader
 
     def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
-        del rows, file, starts, sizes
         return False
 
     def fill(self, row: int, block: Array, start: int = 0, size: int | None = None) -> int:
@@ -214,8 +215,6 @@ class _RecordFiller(Filler):
                 _require_form(tensor.dtype, tuple(tensor.shape), dtype, shape)
                 array = tensor_memory.as_numpy(tensor.detach().contiguous()).reshape(-1)
                 source, first = array.view(np.uint8), 0
-            elif layout.start + num_bytes > length:
-                raise BadRecord("it refers to bytes outside of it")
             else:
                 first = start + layout.start
         except BadRecord as error:
@@ -241,7 +240,8 @@ class _RecordInFile:
 
     def __init__(self, file: OpenFile, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
-        self._ends = {at: self._read(at, _EDGE_BYTES) for at in (0, length - _EDGE_BYTES)}
+        edge = min(length, _EDGE_BYTES)
+        self._ends = {at: self._read(at, edge) for at in {0, length - edge}}
 
     def __len__(self) -> int:
         return self._length
@@ -249,7 +249,7 @@ class _RecordInFile:
     def __getitem__(self, part: slice) -> bytes:
         begin, end, _ = part.indices(self._length)
         for at, data in self._ends.items():
-            if at <= begin and end <= at + _EDGE_BYTES:
+            if at <= begin and end <= at + len(data):
                 return data[begin - at : end - at]
         return self._read(begin, end - begin)
 
@@ -282,21 +282,11 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     Megatron's is one object. Plain DCP's is every value that is not a tensor, nested as it was in
     the state dict that was saved.
 
-    Args:
-        trusted: unpickle anything, which lets the files run any code.
-
     Example:
         >>> TorchDistCommonLoadStrategy().check_backend_compatibility("torch_dist")
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
-    argument = "common_strategy"
-
-    def __init__(self, *, trusted: bool = False) -> None:
-        self.trusted = trusted
-
-    def trusting(self) -> Self:
-        return type(self)(trusted=True)
 
     def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
         folder = as_location(checkpoint_dir)
@@ -323,17 +313,6 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             return read_object(content, where, trusted=self.trusted)
         except BadRecord as error:
             raise _damaged(f"cannot be read: {error}", key, path=where) from error
-
-    def load_sharded_objects(
-        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
-    ) -> StateDict:
-        del sharded_objects_state_dict
-        finding = Finding(
-            "its sharded objects lie among the tensors",
-            path=str(checkpoint_dir),
-            remedy="Leave sharded_strategy out: the one for torch_dist reads both.",
-        )
-        raise UnsupportedFormatError("cannot read the sharded objects", [finding])
 
 
 def _damaged(problem: str, key: str, **place: str) -> CorruptCheckpointError:
@@ -412,8 +391,25 @@ class TorchDistReader(StorageReader):
         self.index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        del wanted
         return [DCP_METADATA_NAME]
+
+    def read_box(
+        self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
+    ) -> torch.Tensor | None:
+        found = chunk_with(tensor, box)
+        if found is None or not isinstance(self.checkpoint_dir, Path):
+            return None
+        grid, dtype = tensor.grid, tensor.dtype
+        row = self.index.first_row[tensor.key] + ravel_offset(found[0], grid.counts)
+        place, shape = self.index.place(row), grid.box(found[0]).shape
+        with suppress(OSError, EOFError, BadRecord), self.files.open(place.file) as file:
+            file.require(place.offset + place.length, is_all=False)
+            layout = find_tensor(_RecordInFile(file, place.offset, place.length))
+            if layout is not None and layout.is_contiguous:
+                _require_form(layout.dtype, layout.shape, dtype.torch, shape)
+                window, start = Window(0, shape, found[1]), place.offset + layout.start
+                return read_single(self.files, place.file, start, window, dtype, memory)
+        return None
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
         place = self.index.place(self.index.cell_row(key, cell))

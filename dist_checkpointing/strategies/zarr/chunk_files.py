@@ -8,7 +8,7 @@ import re
 import threading
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from os import PathLike
@@ -58,8 +58,10 @@ from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.chunk_reads import (
     ChunkReads,
     Filler,
+    chunk_with,
     damaged,
     read_chunks,
+    read_single,
 )
 from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.incremental import (
@@ -68,13 +70,13 @@ from dist_checkpointing.strategies.incremental import (
     PlanDigests,
     share_parts,
 )
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import zstd_content_bytes
 from dist_checkpointing.strategies.zarr_metadata import CODECS, ChunkNames, chunk_keys, padded_chunk
 from dist_checkpointing.threads import in_threads
 
 Array = npt.NDArray[Any]
 
 
-_ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _GZIP_WINDOW: Final = 31
 _BLOSC_HEADER_BYTES: Final = 16
 
@@ -87,8 +89,7 @@ def unpacked(codec: Codec, data: bytes, num_bytes: int) -> Any:
     """
     if codec.codec_id == "gzip":
         return _gunzipped(data, num_bytes)
-    said = _zstd_size(data) if codec.codec_id == "zstd" else _blosc_size(data)
-    # A second frame may stand behind the one whose header speaks.
+    said = zstd_content_bytes(data) if codec.codec_id == "zstd" else _blosc_size(data)
     if said != num_bytes or (said := len(content := codec.decode(data))) != num_bytes:
         raise ValueError(f"it unpacks to {said} bytes, expected {num_bytes}")
     return content
@@ -103,19 +104,6 @@ def _gunzipped(data: bytes, num_bytes: int) -> bytes:
     if len(content) != num_bytes or not stream.eof or stream.unused_data:
         raise ValueError(f"it does not unpack to {num_bytes} bytes")
     return content
-
-
-def _zstd_size(data: bytes) -> int:
-    """What the header of a Zstandard frame says, see RFC 8878, 3.1.1.1."""
-    if data[:4] != _ZSTD_MAGIC or len(data) < 6:
-        raise ValueError("it is no Zstandard frame")
-    descriptor = data[4]
-    is_single = bool(descriptor & 0x20)
-    start = 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
-    width = (int(is_single), 2, 4, 8)[descriptor >> 6]
-    if not width or len(data) < start + width:
-        raise ValueError("its Zstandard frame does not say how long it is")
-    return int.from_bytes(data[start : start + width], "little") + (256 if width == 2 else 0)
 
 
 def _blosc_size(data: bytes) -> int:
@@ -200,13 +188,11 @@ class ZarrFolderWriter(StorageWriter):
 
     Attributes:
         codec_name: How chunks are compressed; None for raw bytes.
-        names: How chunk files are named.
         reader_type: What reads a base of this format.
     """
 
     gathers_results: ClassVar[bool] = False
     shares_files: ClassVar[bool] = True
-    names: ClassVar[ChunkNames] = ChunkNames()
     reader_type: ClassVar[type[ZarrFolderReader]]
 
     codec_name: str | None = None
@@ -220,7 +206,10 @@ class ZarrFolderWriter(StorageWriter):
         assert index is not None
         # Any rank can describe any array, so each takes its share, also of those without chunks.
         described = [*self.describe(index, slice(self.rank, None, self.world_size))]
-        names, is_whole = chunk_keys(table, index, self.names), _fill_chunks(table, index)
+        names, is_whole = (
+            chunk_keys(table, index, self.reader_type.names),
+            _fill_chunks(table, index),
+        )
         paths = itertools.chain((name for name, _ in described), names)
         for folder in sorted({path.rpartition("/")[0] for path in paths}):
             location.make_folder(self.checkpoint_dir / folder)
@@ -235,7 +224,6 @@ class ZarrFolderWriter(StorageWriter):
             digests,
             lambda base: self._files_in_base(base, table, index, names, is_whole),
             reuses_names=True,
-            unpack=None if codec is None else partial(read_decoded, codec),
         )
         # A chunk at an edge is stored at full size.
         chunks = index.chunk_shapes.prod(axis=1) * index.itemsizes_of(index)
@@ -289,10 +277,10 @@ class ZarrFolderWriter(StorageWriter):
         self, table: ShardTable, row: int, tensor: StoredTensor, data: torch.Tensor
     ) -> list[SealedFile]:
         """Write a row that is not a whole chunk into all chunk files that it meets."""
-        files, grid, (folder,) = [], tensor.grid, self.names.folders([tensor.key])
+        files, grid, (folder,) = [], tensor.grid, self.reader_type.names.folders([tensor.key])
         for box, values in values_of_part(table.box(row), table.flat_range(row), data):
             for index, common in grid.intersecting(box):
-                own, name = grid.box(index), f"{folder}/{self.names.chunk(index)}"
+                own, name = grid.box(index), f"{folder}/{self.reader_type.names.chunk(index)}"
                 part = values[common.relative_to(box.offset).slices()]
                 if common == own:
                     array = chunk_array(part, grid.chunk_shape)
@@ -346,10 +334,19 @@ class ZarrFolderReader(StorageReader):
     """Reads windows of chunk files, straight into the destination where that is possible."""
 
     names: ClassVar[ChunkNames] = ChunkNames()
-    _index: Index = Index.of([])
 
-    def set_up_storage_reader(self, metadata: Index, **_: object) -> None:
-        self._index = metadata
+    def read_box(
+        self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
+    ) -> torch.Tensor | None:
+        found = chunk_with(tensor, box)
+        if found is None or self._index.codec is not None:
+            return None
+        window, (folder,) = (
+            Window(0, tensor.grid.chunk_shape, found[1]),
+            self.names.folders([tensor.key]),
+        )
+        name = f"{folder}/{self.names.chunk(found[0])}"
+        return read_single(self.files, name, 0, window, tensor.dtype, memory, is_all=True)
 
     def location(self, chunk: MetadataIndex) -> str:
         (name,) = chunk_keys(reads_of([chunk], self._index), self._index, self.names)

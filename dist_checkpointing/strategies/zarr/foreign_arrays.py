@@ -39,10 +39,6 @@ class DatabaseReader(StorageReader):
     """
 
     growth: ClassVar[int] = MOST_COMPRESSION
-    _index: Index = Index.of([])
-
-    def set_up_storage_reader(self, metadata: Index, **_: object) -> None:
-        self._index = metadata
 
     @cached_property
     def _store(self) -> Any:
@@ -124,7 +120,6 @@ class DatabaseReader(StorageReader):
         return StoredTensor(key, dtype, shape, tuple(max(1, min(pair)) for pair in extents))
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        del wanted
         return []
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

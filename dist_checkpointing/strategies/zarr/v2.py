@@ -43,13 +43,10 @@ _CHUNK_NAME = re.compile(r"\d+(\.\d+)*")
 _MAX_METADATA_BYTES = 1 << 20
 
 
-_NAMES = ChunkNames(list, lambda index: ".".join(map(str, index)) or "0")
-
-
 class ZarrV2Reader(ZarrFolderReader):
     """Reads zarr v2 arrays as Megatron writes them."""
 
-    names: ClassVar[ChunkNames] = _NAMES
+    names: ClassVar[ChunkNames] = ChunkNames(list, lambda index: ".".join(map(str, index)) or "0")
 
     def read_metadata(self) -> Index:
         root = self.checkpoint_dir
@@ -81,11 +78,9 @@ class ZarrV2Writer(ZarrFolderWriter):
 
     layout: WholeShardLayout = WholeShardLayout()
     keeps_fingerprints: ClassVar[bool] = False
-    names: ClassVar[ChunkNames] = _NAMES
     reader_type: ClassVar[type[ZarrV2Reader]] = ZarrV2Reader
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del world_size
         for key in index:
             check_raw_key(key)
         _check_nested_keys(index)
@@ -188,7 +183,6 @@ class ZarrLoadShardedStrategy(ZarrFolderLoadStrategy):
         return [tensor.key]
 
     def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
-        del kept
         # They are not listed since the removal was noted, all at once.
         folders = [root / key for key in removed if local_folder.is_real_folder(root / key, root)]
         # Readers that know nothing of removals must never see an array without its chunks.

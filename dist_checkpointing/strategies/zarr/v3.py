@@ -29,7 +29,7 @@ from dist_checkpointing.format.leftovers import noted_removal
 from dist_checkpointing.format.seal import SealedFile, known_files
 from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning.chunking import RowBlockLayout
-from dist_checkpointing.storage.interface import StorageWriter, WriteResult
+from dist_checkpointing.storage.interface import WriteResult
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import (
     FileContent,
@@ -136,7 +136,6 @@ class ZarrV3Writer(ZarrFolderWriter):
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile] | None:
-        del results
         metadata = replace(metadata, codec=self.codec_name)
         durability = self.options.durability
         folder, root = self.checkpoint_dir, _root_json(metadata)
@@ -162,7 +161,8 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         if unlisted:
             raise ValueError(f"it does not list these arrays: {', '.join(unlisted[:20])}")
         tensors = [parse(name, node) for name, node in nodes.items() if "/" not in name]
-        codecs = {_codec_name(node) for node in nodes.values() if node["node_type"] == "array"}
+        arrays = (node["codecs"] for node in nodes.values() if node["node_type"] == "array")
+        codecs = {next((c["name"] for c in own if c["name"] != "bytes"), None) for own in arrays}
         if len(codecs) > 1:
             raise ValueError(f"arrays with different codecs: {codecs}")
         index = replace(Index.of(tensors), codec=codecs.pop() if codecs else None)
@@ -170,17 +170,10 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         return Index.from_json(index.to_json(), str(path))  # which checks every number in it
 
 
-def _codec_name(node: Mapping[str, Any]) -> str | None:
-    names = [codec["name"] for codec in node["codecs"] if codec["name"] != "bytes"]
-    return names[0] if names else None
-
-
 class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
     """Saves as ("zarr", 2).
 
     Args:
-        backend: always "zarr".
-        version: always 2.
         codec: "zstd", "gzip" or "blosc" to compress chunks; None (the default) for raw bytes,
             which are faster to write and can be read in part.
         **options: see PlannedSaveStrategy.
@@ -203,13 +196,7 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
     ) -> None:
         super().__init__(backend, version, **options)
         make_codec(codec)  # an unknown name is an error here and now
-        self.codec = codec
-
-    def make_writer(self, checkpoint_dir: Any) -> StorageWriter:
-        writer = super().make_writer(checkpoint_dir)
-        assert isinstance(writer, ZarrV3Writer)
-        writer.codec_name = self.codec
-        return writer
+        self.writer_options = {"codec_name": codec}
 
 
 class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
@@ -230,7 +217,6 @@ class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
         return [name, *(f"{name}/{piece}" for piece, _ in piece_arrays(tensor))]
 
     def hide(self, root: Path, kept: Index, removed: Mapping[str, Iterable[str]]) -> None:
-        del removed
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         local_folder.write_atomic(root / INDEX_NAME, kept.to_json())
         local_folder.write_atomic(root / METADATA_NAME, _root_json(kept))
