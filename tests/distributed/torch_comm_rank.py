@@ -29,10 +29,10 @@ from dist_checkpointing.comm import (
     Outcome,
     SingleProcess,
     TorchComm,
+    channel,
     default_comm,
     group_comm,
     timeouts,
-    torch_distributed,
 )
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -237,7 +237,9 @@ def killed_rank_0(rank: int) -> Report:
 
 def stopped(rank: int) -> Report:
     """Rank 2 is stopped for long in a step, and its connections stand."""
-    timeouts._BEAT_SECONDS, timeouts._GONE_AFTER = 0.1, 5  # type: ignore[misc]
+    for module in (channel, timeouts):
+        module.BEAT_SECONDS = 0.1  # type: ignore[attr-defined]
+    timeouts._GONE_AFTER = 5  # type: ignore[misc]
     comm = make_comm(1800.0)
     pids = comm.all_gather(os.getpid())
     if rank == 2:
@@ -294,11 +296,11 @@ def late_for_a_number(rank: int) -> Report:
     comm.agree("start", None)
     if rank == 0:
         # It has time left when rank 1 gives up.
-        while not board._await(["at/1"], 0.0) or board._read("at/1").number < 2:
+        while not board.keys.wait(["at/1"]) or board._read("at/1").number < 2:
             time.sleep(0.02)
         time.sleep(WAIT_SECONDS / 2)
     if rank == 2:
-        while not board._await(["broken"], 0.0):
+        while not board.keys.wait(["broken"]):
             time.sleep(0.02)
     numbers = (7, rank, None, 7)
     return {"all_same": [caught(lambda n=number: comm.all_same(n)) for number in numbers]}  # type: ignore[misc]
@@ -330,7 +332,6 @@ def frozen(rank: int) -> Report:
 
 def frozen_host(rank: int) -> Report:
     """Rank 0, which holds the store, is stopped."""
-    timeouts._SHORTEST_PATIENCE_SECONDS = 2.0  # type: ignore[misc]
     comm = make_comm()
     pids = comm.all_gather(os.getpid())
     if rank == 0:
@@ -393,7 +394,6 @@ def absent_from_the_first_call(rank: int) -> Report:
 
 def frozen_host_from_the_first_call(rank: int) -> Report:
     """Rank 0, which holds the store, is stopped before anybody has made a comm."""
-    torch_distributed._ANSWER_SECONDS = 2.0  # type: ignore[misc]
     os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "2.5"
     pids: list[Any] = [None] * dist.get_world_size()
     group = dist.new_group(backend="gloo")
