@@ -44,11 +44,15 @@ Row = np.ndarray[Any, np.dtype[np.uint8]]
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
+def _keep_for_ever(*objects: object) -> None:
+    for kept in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 @atexit.register
-def _keep_recent_for_ever() -> None:
+def _keep_recent() -> None:
     for channel in list(_channels):
-        for work in channel.recent:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+        _keep_for_ever(*channel.recent)
 
 
 class ContactLostError(Exception):
@@ -163,7 +167,13 @@ class Channel:
             work = start(*arguments)
             if num_bytes <= _SMALL_BYTES:
                 self.recent.append(work)
-            self._wait(work, deadline)
+            try:
+                self._wait(work, deadline)
+            except BaseException:
+                if not work.is_completed():
+                    # Whoever destroys the group would wait for the stopped rank until the deadline.
+                    _keep_for_ever(self._group, self._tensor_group)
+                raise
         except RuntimeError as error:
             raise ContactLostError(str(error)) from error
 

@@ -346,6 +346,39 @@ def frozen_host(rank: int) -> Report:
     return report
 
 
+def stopped_host(rank: int, stopped_in: str) -> Report:
+    """Rank 0, which holds the store, is stopped while the others wait; all end without it."""
+    channel.SILENT_SECONDS = FROZEN_SECONDS  # type: ignore[misc]
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 3))}
+    folder = Path(sys.argv[4]).with_suffix(".checkpoint")
+
+    def be_slow(progress: Progress) -> None:
+        if progress.phase == "writing" and rank == 2:
+            time.sleep(1.5 * FROZEN_SECONDS)
+
+    def stop(_: Progress) -> None:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def use() -> None:
+        if stopped_in == "save":
+            save(state, folder / "2", progress=stop)
+        # One that is stopped while it reads does not come to the next.
+        for _ in range(2):
+            load(state, folder / "1", progress=stop)
+
+    save(state, folder / "1", progress=be_slow)
+    return {"error": caught(use)}
+
+
+def stopped_host_in_save(rank: int) -> Report:
+    return stopped_host(rank, "save")
+
+
+def stopped_host_in_load(rank: int) -> Report:
+    return stopped_host(rank, "load")
+
+
 def stop_before(channel: Any, name: str) -> None:
     """Stop this process when it is about to hand something over."""
     original = getattr(channel, name)
@@ -525,5 +558,8 @@ if __name__ == "__main__":
     names, number = sys.argv[1].split("+"), int(sys.argv[2])
     reports = {name: globals()[name](number) for name in names}
     print(json.dumps(reports if len(names) > 1 else reports[names[0]]), flush=True)  # noqa: T201
+    if names[0].startswith("stopped_host"):
+        dist.destroy_process_group()
+        sys.exit()
     # Tearing down a group with a dead member would wait for it.
     os._exit(0)
