@@ -173,6 +173,12 @@ class RunFolder:
                 same = (s for s in history if line[s].attempt == known[s].attempt)
                 record.latest = next(same, NO_STEP)
 
+    def catch_up_with(self, other: RunRecord) -> None:
+        """Take over the history of another record of this run, if it has gone on from this one."""
+        with self._changing() as record:
+            if other.knows_latest_of(record) and not record.knows_latest_of(other):
+                record.latest, record.steps = other.latest, {**record.steps, **other.steps}
+
     def lacks(self, step: int, attempt: str | None, record: RunRecord) -> bool:
         """Whether a save of a disk is not here: nothing is, or another one that was abandoned."""
         if not is_committed(self.folder(step)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -25,7 +25,12 @@ from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, O
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, leftovers, number_of_save
-from dist_checkpointing.format.run_steps import NO_STEP, latest_step, steps_of_manager
+from dist_checkpointing.format.run_steps import (
+    NO_STEP,
+    RunRecord,
+    latest_step,
+    steps_of_manager,
+)
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
@@ -116,20 +121,28 @@ class Run:
                 "that holds no parts of what more machines have saved.",
             )
             raise UnsupportedFormatError("not all ranks share a disk", [finding])
-        if self._comm.rank == 0:
-            near.finish_commits()
-            self._agree_on_history()
-            self._copier = StoreCopier(near, self._home, self._retention, disks, drain)
-        elif disks.leads:
-            self._copier = PartCopier(near, self._home, disks)
+        what = "agreeing on the history"
+        records = self._comm.to_rank0(what, lambda: near.record() if disks.leads else None)
+        with self._comm.agreed(what):
+            if self._comm.rank == 0:
+                near.finish_commits()
+                self._agree_on_history(records)
+                self._copier = StoreCopier(near, self._home, self._retention, disks, drain)
+            elif disks.leads:
+                self._copier = PartCopier(near, self._home, disks)
         whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
         with self._comm.agreed("beginning to copy into the store"):
             if self._leads:
                 self._copier.resume(whole)
         self._copier.start()
 
-    def _agree_on_history(self) -> None:
-        """Let disk and store go back where the run has, and only the other one knows."""
+    def _agree_on_history(self, records: Sequence[RunRecord | None]) -> None:
+        """Let disk and store go back where the run has, and only the other one knows.
+
+        The disk of rank 0 may be new, or have been away: others know where the run has come to.
+        """
+        for record in filter(None, records):
+            self.near.catch_up_with(record)
         near, home = self.near.record(), self._home.record()
         if near.has_abandoned([s for s in home.steps if s == home.latest], home):
             self._home.go_back_with(near)
