@@ -41,7 +41,13 @@ _MODULUS: Final = 2**64
 HEAD_BYTES: Final = 1016
 """So many bytes of a payload travel with its length; a longer one takes a second collective."""
 Row = np.ndarray[Any, np.dtype[np.uint8]]
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_recent: deque[Any] = deque(maxlen=64)
+"""The last small collectives.
+
+A thread of gloo reports that a collective is done just before it drops its reference. If that were
+the last reference to a tensor while the interpreter ends, the process would abort. With these kept,
+it never is.
+"""
 
 
 def _keep_for_ever(*objects: object) -> None:
@@ -51,8 +57,7 @@ def _keep_for_ever(*objects: object) -> None:
 
 @atexit.register
 def _keep_recent() -> None:
-    for channel in list(_channels):
-        _keep_for_ever(*channel.recent)
+    _keep_for_ever(*_recent)
 
 
 class ContactLostError(Exception):
@@ -62,10 +67,6 @@ class ContactLostError(Exception):
 class Channel:
     """What ranks send each other over a process group with a CPU (gloo) backend, and tensors over
     ``tensor_group``. ``is_flagged`` is asked about once a second whether another rank has given up.
-
-    ``recent`` are the last small collectives. A thread of gloo reports that a collective is done
-    just before it drops its reference. If that were the last reference to a tensor while the
-    interpreter ends, the process would abort. With these kept, it never is.
     """
 
     def __init__(
@@ -77,8 +78,6 @@ class Channel:
         self._group = group
         self._tensor_group = tensor_group
         self._is_flagged = is_flagged
-        self.recent: deque[Any] = deque(maxlen=16)
-        _channels.add(self)
         self._rank, self._world_size = group.rank(), group.size()
 
     def total(self, number: int, deadline: float) -> int:
@@ -166,7 +165,7 @@ class Channel:
         try:
             work = start(*arguments)
             if num_bytes <= _SMALL_BYTES:
-                self.recent.append(work)
+                _recent.append(work)
             try:
                 self._wait(work, deadline)
             except BaseException:
@@ -249,12 +248,6 @@ class StoreThread:
         self.thread.start()
         weakref.finalize(dist.group.WORLD, self._calls.put, None)
 
-    @classmethod
-    def of_world(cls) -> StoreThread:
-        """The one of the world."""
-        world = dist.group.WORLD
-        return _store_threads.get(world) or _store_threads.setdefault(world, cls())
-
     def begin(self, call: Callable[[Any], T]) -> Future[T]:
         """What ``call`` will return for the store."""
         answer: Future[T] = Future()
@@ -305,7 +298,8 @@ class StoreKeys:
     def __init__(self, prefix: str, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self._prefix, self._is_silent = prefix, False
-        self._thread = StoreThread.of_world()
+        world = dist.group.WORLD
+        self._thread = _store_threads.get(world) or _store_threads.setdefault(world, StoreThread())
 
     def ask(self, method: Callable[..., T], *arguments: object) -> T:
         """What a method of the store returns for these arguments, soon."""

@@ -45,7 +45,7 @@ from dist_checkpointing.comm.rank_failures import (
     merge_failures,
     step_of,
 )
-from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+from dist_checkpointing.errors import CheckpointingException, Finding
 
 logger: logging.Logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -97,10 +97,6 @@ class RankNotes:
                 self._beats[rank] = (beat, missed + 1 if beat == last else 0)
         return {rank for rank in ranks if self._beats[rank][1] >= after}
 
-    def raise_flag(self) -> None:
-        """Let ranks that wait in a collective know that it will not end."""
-        self.keys.ask(Store.set, _FLAG, "1")
-
     def put_payload(self, number: int, payload: bytes) -> None:
         """Write the payload of this rank in a step."""
         self._written.append((number, f"{number}/value/{self._rank}"))
@@ -108,7 +104,7 @@ class RankNotes:
 
     def payload(self, number: int, rank: int) -> bytes:
         """The payload of a rank in a step."""
-        return self._bytes(f"{number}/value/{rank}")
+        return self.keys.ask(Store.get, f"{number}/value/{rank}").decode().encode("latin-1")
 
     def verdict(
         self, step: Record, deadline: float, patience: float, *, has_payload: bool
@@ -183,10 +179,8 @@ class RankNotes:
         self._written = [row for row in self._written if row[0] >= number]
 
     def _read(self, key: str) -> Any:
-        return pickle.loads(self._bytes(key))  # noqa: S301 - by our own ranks
-
-    def _bytes(self, key: str) -> bytes:
-        return self.keys.ask(Store.get, key).decode().encode("latin-1")
+        text = self.keys.ask(Store.get, key).decode()
+        return pickle.loads(text.encode("latin-1"))  # noqa: S301 - by our own ranks
 
 
 def _text(value: object) -> str:
@@ -194,7 +188,6 @@ def _text(value: object) -> str:
 
 
 _MAKING: Final = "making a channel"
-_HEARING_SECONDS: Final = 5.0
 _SHORTEST_PATIENCE_SECONDS: Final = 5.0
 _LONGEST_PATIENCE_SECONDS: Final = 30.0
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -231,9 +224,9 @@ class Steps:
         try:
             first, second = self.channel.maxima(drawn, deadline)
         except ContactLostError as error:
-            self._notes.raise_flag()
+            self._arrivals.ask(Store.set, _FLAG, "1")
             ranks = enumerate(keys)
-            gone = {rank: Absence.AWAY for rank, key in ranks if not self._arrivals.wait([key])}
+            gone = {rank: Absence.LATE for rank, key in ranks if not self._arrivals.wait([key])}
             if gone:
                 raise self._absent_error(gone, _MAKING) from error
             raise contact_lost(_MAKING, error, [self._global_ranks[self._rank]]) from error
@@ -241,8 +234,7 @@ class Steps:
 
     def clear(self) -> None:
         """Delete the keys of this rank in the store, once no rank will read them."""
-        if self._number < 2:  # the second step has deleted it
-            self._arrivals.delete(f"here/{self._rank}")
+        self._arrivals.delete(f"here/{self._rank}")
         self._notes.clear()
 
     @contextmanager
@@ -253,9 +245,6 @@ class Steps:
             record = Record(self._number, label, value, self._last_value)
             # Written before the collective, because that does not tell who is missing if it fails.
             self._notes.note(record)
-            if self._number == 2:
-                # All ranks have been in the first step, so this comm exists on all of them.
-                self._arrivals.delete(f"here/{self._rank}")
             self._last_value = value
             yield record, deadline
 
@@ -289,7 +278,7 @@ class Steps:
         try:
             yield time.monotonic() + self.timeout_seconds
         except (StoreSilentError, dist.DistError) as error:
-            raise store_error(label, error, self._world_size, self._global_ranks) from error
+            raise store_error(label, error) from error
         finally:
             self._busy.release()
 
@@ -366,7 +355,8 @@ class Steps:
         call = described(step.label, failure)
 
         if self.is_broken:
-            self._notes.raise_flag()
+            # Ranks that wait in a collective are to know that it will not end.
+            self.keys.ask(Store.set, _FLAG, "1")
         if payload is not None and self._rank in sources:
             self._notes.put_payload(step.number, payload)
         self._notes.note(replace(step, state=State.OUTSIDE, call=call))
@@ -376,10 +366,7 @@ class Steps:
         is_reader = has_payload and (everywhere or self._rank == 0)
         is_passed = is_reader and is_whole and number == step.number
         payloads = [self._notes.payload(number, rank) for rank in sources if is_passed]
-        # A frozen rank acknowledges nothing, and the others are already at the next step.
-        self._notes.acknowledge(
-            number, verdict, patience / 2 if self.is_broken else _HEARING_SECONDS
-        )
+        self._notes.acknowledge(number, verdict, patience / 2)
         if number < step.number:
             # The others failed in a step that this rank had ended: all go on from that step.
             self._number, self._last_value = number, None
@@ -397,21 +384,14 @@ class Steps:
         return verdict, payloads
 
     def _absent_error(self, absent: Mapping[int, Absence], label: str) -> Exception:
-        step = step_of(label)
-        failures = absent_ranks(absent, step, self.timeout_seconds)
-        return merge_failures(step, failures, self._world_size, self._global_ranks)
+        failures = absent_ranks(absent, step_of(label), self.timeout_seconds)
+        return merge_failures(step_of(label), failures, self._world_size, self._global_ranks)
 
 
-def store_error(
-    label: str, error: Exception, world_size: int, global_ranks: Sequence[int]
-) -> CheckpointingException:
+def store_error(label: str, error: Exception) -> CheckpointingException:
     """The error of a step in which the store of torch.distributed fails."""
-    problem = "the store, which rank 0 or the launcher holds, does not answer"
-    if not isinstance(error, StoreSilentError):
-        problem = f"lost contact with the store, which rank 0 or the launcher holds: {error}"
-    gone = RankFailedError("", [Finding(problem=problem, ranks=(0,))])
-    gone.names_global_ranks = True
-    return merge_failures(label, {0: Failure(gone, problem, "")}, world_size, global_ranks)
+    problem = "does not answer" if isinstance(error, StoreSilentError) else f"failed: {error}"
+    return contact_lost(label, f"the store, which rank 0 or the launcher holds, {problem}", [0])
 
 
 def forked_error(owner: int) -> CheckpointingException:

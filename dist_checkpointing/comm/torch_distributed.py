@@ -90,7 +90,6 @@ class TorchComm(Comm):
         # A comm need not be closed: its keys go with it, and a duplicate also destroys its group.
         self._forget = weakref.finalize(self, _forget, self._steps, os.getpid())
         self._forget.atexit = False
-        self._end: weakref.finalize[..., Any] | None = None
 
     @property
     def timeout_seconds(self) -> float:
@@ -170,16 +169,12 @@ class TorchComm(Comm):
             )
             own = TorchComm(group, self.timeout_seconds)
         # torch itself keeps a group until it is destroyed.
-        own._end = weakref.finalize(own, _end_group, group, os.getpid())
-        own._end.atexit = False
+        weakref.finalize(own, _end_group, group, os.getpid()).atexit = False
         return own
 
     def close(self) -> None:
         self._forget()
-        if self._end is None:
-            _end_group(self._group, os.getpid())
-        else:
-            self._end()
+        _end_group(self._group, os.getpid())
 
     def _pack(self, value: Any) -> bytes:
         return pickle.dumps(value)
@@ -443,7 +438,7 @@ def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
         except RuntimeError as error:
             raise contact_lost(step, error, [dist.get_rank()]) from error
     except (StoreSilentError, dist.DistError) as error:
-        raise store_error(step, error, world_size, range(world_size)) from error
+        raise store_error(step, error) from error
     return group
 
 

@@ -38,7 +38,6 @@ from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
 from dist_checkpointing.manager.tier_copies import (
     Copier,
-    Drain,
     PartCopier,
     StoreCopier,
     after_rank0,
@@ -77,7 +76,6 @@ class Run:
         on_deleted: Callable[[int], object],
         comm: Comm,
         fast: str | PathLike[str] | None,
-        drain: Drain,
         *,
         incremental: bool,
     ) -> None:
@@ -94,9 +92,9 @@ class Run:
         if comm.rank == 0:
             self._home.finish_commits()
         if fast is not None:
-            self._use_disks(as_local_folder(fast).absolute(), drain)
+            self._use_disks(as_local_folder(fast).absolute())
 
-    def _use_disks(self, fast: Path, drain: Drain) -> None:
+    def _use_disks(self, fast: Path) -> None:
         """Go on with what the last manager has left on the disks. Collective."""
         if not isinstance(self.root, ObjectPath):
             finding = Finding("fast= needs a root in an object store", found=str(self.root))
@@ -127,7 +125,7 @@ class Run:
             if self._comm.rank == 0:
                 near.finish_commits()
                 self._agree_on_history(records)
-                self._copier = StoreCopier(near, self._home, self._retention, disks, drain)
+                self._copier = StoreCopier(near, self._home, self._retention, disks)
             elif disks.leads:
                 self._copier = PartCopier(near, self._home, disks)
         whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)

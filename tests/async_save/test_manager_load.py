@@ -465,7 +465,7 @@ def test_a_second_writer_is_noticed(tmp_path: Path, place: str) -> None:
 
 
 def test_an_argument_of_another_type(tmp_path: Path) -> None:
-    numbers = ("sharded_strategy", "comm", "retention", "on_error", "finalize", "fast", "drain")
+    numbers = ("sharded_strategy", "comm", "retention", "on_error", "finalize", "fast")
     flags = ("trusted", "incremental", "fresh", "fingerprints")
     wrong: list[tuple[str, Any]] = [
         *((name, 3) for name in (*numbers, "replicas", "on_replica_mismatch", "on_saved")),
@@ -476,7 +476,7 @@ def test_an_argument_of_another_type(tmp_path: Path) -> None:
     for name, value in wrong:
         with pytest.raises(TypeError, match=rf"^{name} must be "):
             dc.CheckpointManager(tmp_path, **{name: value})
-    wrong = [("on_error", "Raise"), ("drain", "no"), ("retries", -1)]
+    wrong = [("on_error", "Raise"), ("retries", -1)]
     for name, value in wrong:
         with pytest.raises(ValueError, match=rf"^{name} must be "):
             dc.CheckpointManager(tmp_path, **{name: value})

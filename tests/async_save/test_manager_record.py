@@ -224,7 +224,7 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
                 if check == "load":
                     found = manager.load(state(-1))["step"]
                 else:
-                    found = manager.latest_valid(check=check)
+                    found = manager.latest_valid()
             except dc.RankFailedError as error:
                 text = str(error)
         assert found == 2 or (text is not None and os.strerror(code) in text), calls[-1]

@@ -323,17 +323,12 @@ def test_retention_holds_on_every_disk_and_in_the_store(tmp_path: Path) -> None:
     deleted: list[int] = []
 
     def train(comm: Comm) -> None:
-        with CheckpointManager(
-            root,
-            fast=disk(tmp_path, comm),
-            comm=comm,
-            retention=keep,
-            drain="wait",
-            on_deleted=deleted.append,
-        ) as manager:
-            for step, metric in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0)):
-                manager.save(step, state(comm, step), metric=metric if comm.rank == 0 else None)
-            manager.save(5, state(comm, 5))
+        options: dict[str, Any] = {"fast": disk(tmp_path, comm), "comm": comm, "retention": keep}
+        for step, metric in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0), (5, None)):
+            # Each is copied before the next one.
+            with CheckpointManager(root, **options, on_deleted=deleted.append) as manager:
+                manager.save(step, state(comm, step), metric=None if comm.rank else metric)
+        with CheckpointManager(root, **options) as manager:
             assert (manager.steps(), manager.latest(), manager.best()) == ([2, 5], 5, 2)
 
     run_ranks(4, train)
