@@ -225,7 +225,6 @@ BEAT_SECONDS: Final = 2.5
 SHORT_SECONDS: Final = 1.0
 SILENT_SECONDS: Final = 300.0
 _LEAST_SILENT_SECONDS: Final = 5.0
-_MOST_FAILURES: Final = 3
 
 
 class StoreSilentError(Exception):
@@ -244,6 +243,7 @@ class StoreThread:
         self._shared: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._store: Any = None
+        self._beat = f"{HEARTBEATS}/{dist.get_rank()}"
         self.thread = Thread(target=self._run, name="store", daemon=True)
         self.thread.start()
         weakref.finalize(dist.group.WORLD, self._calls.put, None)
@@ -260,22 +260,20 @@ class StoreThread:
         return self._store
 
     def _run(self) -> None:
-        base, beat = self._shared, f"{HEARTBEATS}/{dist.get_rank()}"
+        base = self._shared
         while isinstance(base, PrefixStore):
             base = base.underlying_store
         # A FileStore would grow with each heartbeat.
         next_beat = math.inf if isinstance(base, FileStore) else 0.0
-        failures = 0  # in a row: one lost connection is no death
         while True:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_SECONDS
                 try:
-                    self._connected().set(beat, str(time.time_ns()))
-                    failures = 0
+                    self._connected().set(self._beat, str(time.time_ns()))
                 except RuntimeError as error:
+                    # The next call fails at once, too: connecting again to a dead host takes long.
                     logger.debug("a heartbeat failed: %s", error)
-                    self._store, failures = None, failures + 1
-                    next_beat = math.inf if failures == _MOST_FAILURES else next_beat
+                    next_beat = math.inf
             with suppress(Empty):
                 pause = min(next_beat - time.monotonic(), BEAT_SECONDS)
                 call = self._calls.get(timeout=max(0.0, pause))

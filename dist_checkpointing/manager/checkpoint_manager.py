@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
@@ -96,7 +96,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         on_saved: functions that rank 0 calls with a SavedStep after each commit, in the thread that
             commits; they must call no collective method of the manager. What they raise is logged.
             ``JsonLinesLog`` is one.
-        on_deleted: likewise, with the number of each step whose checkpoint was deleted.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "epoch": 2}
@@ -125,7 +124,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         replicas: ReplicaCheck = ReplicaCheck.OFF,
         on_replica_mismatch: OnReplicaMismatch = "raise",
         on_saved: Hooks = (),
-        on_deleted: Callable[[int], object] = lambda _: None,
     ) -> None:
         given = dict(locals())
         # Not relative to a working directory that may change between saves.
@@ -140,8 +138,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if retries < 0:
             raise ValueError(f"retries must be at least 0, not {retries}")
         kept = Retention() if retention is None else retention
-        hooks = on_saved, on_deleted
-        self._run = Run(self.root, kept, *hooks, self._comm, fast, incremental=incremental)
+        self._run = Run(self.root, kept, on_saved, self._comm, fast, incremental=incremental)
         if fresh:
             self._run.position = NO_STEP
         self._on_error, self._trusted = on_error, trusted

@@ -9,11 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +58,13 @@ class Stopwatch:
         return SavedStep(step, folder, metric, seconds, blocked, self.num_bytes)
 
 
-def call_hooks(hooks: Callable[[T], object] | Sequence[Callable[[T], object]], value: T) -> None:
+def call_hooks(hooks: Hooks, saved: SavedStep) -> None:
     """Call functions of the caller; what they raise is logged, because the checkpoint is there."""
     for hook in (hooks,) if callable(hooks) else hooks:
         try:
-            hook(value)
+            hook(saved)
         except Exception:
-            logger.exception("a hook of the manager failed for %s", value)
+            logger.exception("a hook of the manager failed for %s", saved)
 
 
 class JsonLinesLog:

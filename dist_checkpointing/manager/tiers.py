@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -63,9 +63,8 @@ class Run:
     Only rank 0 may call methods that are not collective and change files.
 
     Making one is collective if there are disks. It goes on with what the last manager left.
-    ``on_saved`` is called with each save, and ``on_deleted`` with each step whose last checkpoint
-    was deleted. A save goes on from ``position``, the step that was loaded or saved last; NO_STEP
-    if a history begins, None for the latest. It is known on rank 0.
+    ``on_saved`` is called with each save. A save goes on from ``position``, the step that was
+    loaded or saved last; NO_STEP if a history begins, None for the latest. It is known on rank 0.
     """
 
     def __init__(
@@ -73,18 +72,16 @@ class Run:
         root: Any,
         retention: Retention,
         on_saved: Hooks,
-        on_deleted: Callable[[int], object],
         comm: Comm,
         fast: str | PathLike[str] | None,
         *,
         incremental: bool,
     ) -> None:
         self.root, self._retention, self._comm = root, retention, comm
-        self._on_saved, self._on_deleted = on_saved, on_deleted
-        self._is_incremental = incremental
+        self._on_saved, self._is_incremental = on_saved, incremental
         self.position: int | None = None
         self.damaged: set[int] = set()  # a disk is not read for them; a save does not go on there
-        self.near = self._home = RunFolder(root, retention, self._deleted)
+        self.near = self._home = RunFolder(root, retention)
         self._folders = [self.near]
         self._copier = Copier(self.near, self._home)
         self._has_disks, self._num_disks, self._leads = fast is not None, 1, comm.rank == 0
@@ -99,9 +96,7 @@ class Run:
         if not isinstance(self.root, ObjectPath):
             finding = Finding("fast= needs a root in an object store", found=str(self.root))
             raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-        self.near = near = RunFolder(
-            fast, self._retention, self._deleted, lambda: self._copier.pending
-        )
+        self.near = near = RunFolder(fast, self._retention, lambda: self._copier.pending)
         self._folders = [near, self._home]
         disks = FastDisks(self._comm, fast)
         self._num_disks, self._leads = len(disks.leaders), disks.leads
@@ -353,11 +348,6 @@ class Run:
             with self._comm.agreed(f"deleting step {step} on every disk"):
                 if self._leads and self._comm.rank:
                     self._copier.delete(step)
-
-    def _deleted(self, step: int) -> None:
-        is_left = self._has_disks and any(is_committed(f.folder(step)) for f in self._folders)
-        if self._comm.rank == 0 and not is_left:
-            self._on_deleted(step)
 
     def close(self) -> None:
         """Wait for the copies. Collective.

@@ -195,7 +195,7 @@ def no_descriptors() -> Iterator[None]:
         (BACKENDS[0], errno.EIO, "contents"),
         (BACKENDS[0], errno.EMFILE, "load"),
         (BACKENDS[1], errno.ESTALE, "load"),
-        (BACKENDS[1], errno.EACCES, "structure"),
+        (BACKENDS[1], errno.EACCES, "contents"),
         (BACKENDS[2], errno.EMFILE, "contents"),
         (BACKENDS[3], errno.EIO, "load"),
         (BACKENDS[3], errno.EACCES, "contents"),

@@ -204,7 +204,7 @@ def dead_host(rank: int) -> Report:
     """Rank 0, which holds the store, dies between the first step and the second."""
     comm = make_comm()
     comm.agree("start", None)
-    time.sleep(0.5 if rank == 0 else 1.5)
+    time.sleep(0.5 if rank == 0 else 4.0)  # longer than a heartbeat takes to come
     if rank == 0:
         os._exit(3)
     return {"error": caught(lambda: comm.agree("commit", None))}
