@@ -156,12 +156,6 @@ class RunRecord:
         saves = (s for s in steps if s in known and known[s].attempt == other.steps[s].attempt)
         return next(saves, None) in self.abandoned
 
-    def knows_latest_of(self, other: RunRecord) -> bool:
-        """Whether the save that a run has come to in another record, if any, is known here."""
-        step = NO_STEP if other.latest is None else other.latest
-        save = other.steps.get(step, StepRecord()).attempt
-        return save in (None, self.steps.get(step, StepRecord()).attempt)
-
     @property
     def last_verified(self) -> int | None:
         """The newest step of the history that was verified and has its optimizer state."""

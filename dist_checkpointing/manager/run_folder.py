@@ -172,7 +172,7 @@ class RunFolder:
     def catch_up_with(self, other: RunRecord) -> None:
         """Take over the history of another record of this run, if it has gone on from this one."""
         with self._changing() as record:
-            if other.knows_latest_of(record) and not record.knows_latest_of(other):
+            if _knows_latest(other, record) and not _knows_latest(record, other):
                 record.latest, record.steps = other.latest, {**record.steps, **other.steps}
 
     def lacks(self, step: int, attempt: str | None, record: RunRecord) -> bool:
@@ -370,3 +370,10 @@ class RunFolder:
 
     def _optimizer_prefixes(self, step: int) -> list[str]:
         return self._retention.prefixes(Checkpoint.open(self.folder(step)).index)
+
+
+def _knows_latest(record: RunRecord, other: RunRecord) -> bool:
+    """Whether one record has the save, if any, that the run has come to in the other."""
+    step = NO_STEP if other.latest is None else other.latest
+    save = other.steps.get(step, StepRecord()).attempt
+    return save in (None, record.steps.get(step, StepRecord()).attempt)
