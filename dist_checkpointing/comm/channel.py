@@ -56,8 +56,12 @@ def _keep_for_ever(*objects: object) -> None:
 
 
 @atexit.register
-def _keep_recent() -> None:
+def _end_in_order() -> None:
     _keep_for_ever(*_recent)
+    for store in list(_running):
+        # One that is in a call of torch while the interpreter ends would abort the process.
+        store.calls.put(None)
+        store.thread.join(_LEAST_SILENT_SECONDS)
 
 
 class ContactLostError(Exception):
@@ -241,17 +245,18 @@ class StoreThread:
     def __init__(self) -> None:
         # torch has no public way to the store that every process group has already joined.
         self._shared: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._store: Any = None
         self._beat = f"{HEARTBEATS}/{dist.get_rank()}"
         self.thread = Thread(target=self._run, name="store", daemon=True)
         self.thread.start()
-        weakref.finalize(dist.group.WORLD, self._calls.put, None)
+        weakref.finalize(dist.group.WORLD, self.calls.put, None).atexit = False
+        _running.add(self)
 
     def begin(self, call: Callable[[Any], T]) -> Future[T]:
         """What ``call`` will return for the store."""
         answer: Future[T] = Future()
-        self._calls.put(partial(fill, answer, lambda: call(self._connected())))
+        self.calls.put(partial(fill, answer, lambda: call(self._connected())))
         return answer
 
     def _connected(self) -> Any:
@@ -276,13 +281,14 @@ class StoreThread:
                     next_beat = math.inf
             with suppress(Empty):
                 pause = min(next_beat - time.monotonic(), BEAT_SECONDS)
-                call = self._calls.get(timeout=max(0.0, pause))
+                call = self.calls.get(timeout=max(0.0, pause))
                 if call is None:
                     return
                 call()
                 del call  # and what it holds, before the next one comes
 
 
+_running: weakref.WeakSet[StoreThread] = weakref.WeakSet()
 _store_threads: weakref.WeakKeyDictionary[Any, StoreThread] = weakref.WeakKeyDictionary()
 
 

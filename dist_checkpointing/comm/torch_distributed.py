@@ -90,6 +90,7 @@ class TorchComm(Comm):
         # A comm need not be closed: its keys go with it, and a duplicate also destroys its group.
         self._forget = weakref.finalize(self, _forget, self._steps, os.getpid())
         self._forget.atexit = False
+        self._end: weakref.finalize[..., Any] | None = None
 
     @property
     def timeout_seconds(self) -> float:
@@ -169,12 +170,16 @@ class TorchComm(Comm):
             )
             own = TorchComm(group, self.timeout_seconds)
         # torch itself keeps a group until it is destroyed.
-        weakref.finalize(own, _end_group, group, os.getpid()).atexit = False
+        own._end = weakref.finalize(own, _end_group, group, os.getpid())
+        own._end.atexit = False
         return own
 
     def close(self) -> None:
         self._forget()
-        _end_group(self._group, os.getpid())
+        if self._end is None:
+            _end_group(self._group, os.getpid())
+        else:
+            self._end()
 
     def _pack(self, value: Any) -> bytes:
         return pickle.dumps(value)
