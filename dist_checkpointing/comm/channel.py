@@ -41,13 +41,7 @@ _MODULUS: Final = 2**64
 HEAD_BYTES: Final = 1016
 """So many bytes of a payload travel with its length; a longer one takes a second collective."""
 Row = np.ndarray[Any, np.dtype[np.uint8]]
-_recent: deque[Any] = deque(maxlen=64)
-"""The last small collectives.
-
-A thread of gloo reports that a collective is done just before it drops its reference. If that were
-the last reference to a tensor while the interpreter ends, the process would abort. With these kept,
-it never is.
-"""
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _keep_for_ever(*objects: object) -> None:
@@ -57,7 +51,8 @@ def _keep_for_ever(*objects: object) -> None:
 
 @atexit.register
 def _end_in_order() -> None:
-    _keep_for_ever(*_recent)
+    for channel in list(_channels):
+        _keep_for_ever(*channel.recent)
     for store in list(_running):
         # One that is in a call of torch while the interpreter ends would abort the process.
         store.calls.put(None)
@@ -71,6 +66,10 @@ class ContactLostError(Exception):
 class Channel:
     """What ranks send each other over a process group with a CPU (gloo) backend, and tensors over
     ``tensor_group``. ``is_flagged`` is asked about once a second whether another rank has given up.
+
+    ``recent`` are the last small collectives. A thread of gloo reports that a collective is done
+    just before it drops its reference. If that were the last reference to a tensor while the
+    interpreter ends, the process would abort. With these kept, it never is.
     """
 
     def __init__(
@@ -82,6 +81,8 @@ class Channel:
         self._group = group
         self._tensor_group = tensor_group
         self._is_flagged = is_flagged
+        self.recent: deque[Any] = deque(maxlen=16)
+        _channels.add(self)
         self._rank, self._world_size = group.rank(), group.size()
 
     def total(self, number: int, deadline: float) -> int:
@@ -169,7 +170,7 @@ class Channel:
         try:
             work = start(*arguments)
             if num_bytes <= _SMALL_BYTES:
-                _recent.append(work)
+                self.recent.append(work)
             try:
                 self._wait(work, deadline)
             except BaseException:
