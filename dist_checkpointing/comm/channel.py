@@ -1,23 +1,39 @@
-"""Collectives of a process group, each with a deadline."""
+"""What ranks talk over: a process group and the store of torch.distributed, neither for ever."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
+import math
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its stubs
+    FileStore,
+    PrefixStore,
+    Store,
+)
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not in its stubs
     AllgatherOptions,
 )
 
+from dist_checkpointing.threads import fill
+
+logger: logging.Logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _LOOK_SECONDS: Final = 1.0
 _LENGTH_BYTES: Final = 8
 _SMALL_BYTES: Final = 2**16
@@ -28,11 +44,19 @@ Row = np.ndarray[Any, np.dtype[np.uint8]]
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
+def _keep_for_ever(*objects: object) -> None:
+    for kept in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 @atexit.register
-def _keep_recent_for_ever() -> None:
+def _end_in_order() -> None:
     for channel in list(_channels):
-        for work in channel.recent:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+        _keep_for_ever(*channel.recent)
+    for store in list(_running):
+        # One that is in a call of torch while the interpreter ends would abort the process.
+        store.calls.put(None)
+        store.thread.join(_LEAST_SILENT_SECONDS)
 
 
 class ContactLostError(Exception):
@@ -147,7 +171,13 @@ class Channel:
             work = start(*arguments)
             if num_bytes <= _SMALL_BYTES:
                 self.recent.append(work)
-            self._wait(work, deadline)
+            try:
+                self._wait(work, deadline)
+            except BaseException:
+                if not work.is_completed():
+                    # Whoever destroys the group would wait for the stopped rank until the deadline.
+                    _keep_for_ever(self._group, self._tensor_group)
+                raise
         except RuntimeError as error:
             raise ContactLostError(str(error)) from error
 
@@ -193,3 +223,128 @@ def _length(row: Row) -> int:
 
 def _without_length(row: Row) -> bytes:
     return row[_LENGTH_BYTES : _LENGTH_BYTES + _length(row)].tobytes()
+
+
+HEARTBEATS: Final = "dist_checkpointing/heartbeats"
+BEAT_SECONDS: Final = 2.5
+SHORT_SECONDS: Final = 1.0
+SILENT_SECONDS: Final = 300.0
+_LEAST_SILENT_SECONDS: Final = 5.0
+
+
+class StoreSilentError(Exception):
+    """The store did not answer in time."""
+
+
+class StoreThread:
+    """Makes all calls into the store of a world, and writes a heartbeat there every few seconds.
+
+    While the process that holds a TCPStore is stopped, no call but ``set`` returns, whatever the
+    timeout of the store or of the call. So a thread makes the calls, and who waits for it gives up.
+    """
+
+    def __init__(self) -> None:
+        # torch has no public way to the store that every process group has already joined.
+        self._shared: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._store: Any = None
+        self._beat = f"{HEARTBEATS}/{dist.get_rank()}"
+        self.thread = Thread(target=self._run, name="store", daemon=True)
+        self.thread.start()
+        weakref.finalize(dist.group.WORLD, self.calls.put, None).atexit = False
+        _running.add(self)
+
+    def begin(self, call: Callable[[Any], T]) -> Future[T]:
+        """What ``call`` will return for the store."""
+        answer: Future[T] = Future()
+        self.calls.put(partial(fill, answer, lambda: call(self._connected())))
+        return answer
+
+    def _connected(self) -> Any:
+        # A connection of its own: a thread that waits for a key blocks all users of its connection.
+        self._store = self._store or self._shared.clone()
+        return self._store
+
+    def _run(self) -> None:
+        base = self._shared
+        while isinstance(base, PrefixStore):
+            base = base.underlying_store
+        # A FileStore would grow with each heartbeat.
+        next_beat = math.inf if isinstance(base, FileStore) else 0.0
+        while True:
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_SECONDS
+                try:
+                    self._connected().set(self._beat, str(time.time_ns()))
+                except RuntimeError as error:
+                    # The next call fails at once, too: connecting again to a dead host takes long.
+                    logger.debug("a heartbeat failed: %s", error)
+                    next_beat = math.inf
+            with suppress(Empty):
+                pause = min(next_beat - time.monotonic(), BEAT_SECONDS)
+                call = self.calls.get(timeout=max(0.0, pause))
+                if call is None:
+                    return
+                call()
+                del call  # and what it holds, before the next one comes
+
+
+_running: weakref.WeakSet[StoreThread] = weakref.WeakSet()
+_store_threads: weakref.WeakKeyDictionary[Any, StoreThread] = weakref.WeakKeyDictionary()
+
+
+class StoreKeys:
+    """The keys of a store that begin with a prefix. No call waits for the store for ever.
+
+    A call that takes ``SILENT_SECONDS`` raises StoreSilentError, and so do all later ones; or one
+    that takes ``timeout_seconds``, if these are fewer.
+    """
+
+    def __init__(self, prefix: str, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._prefix, self._is_silent = prefix, False
+        world = dist.group.WORLD
+        self._thread = _store_threads.get(world) or _store_threads.setdefault(world, StoreThread())
+
+    def ask(self, method: Callable[..., T], *arguments: object) -> T:
+        """What a method of the store returns for these arguments, soon."""
+        answer = self._begin(method, *arguments)
+        seconds = max(_LEAST_SILENT_SECONDS, min(SILENT_SECONDS, self.timeout_seconds))
+        # Seconds that this thread has waited: the process may have been stopped itself.
+        for _ in range(math.ceil(seconds)):
+            if self._is_silent or not self._thread.thread.is_alive():
+                break
+            with suppress(TimeoutError):
+                return answer.result(1.0)
+        self._is_silent = True
+        raise StoreSilentError
+
+    def wait(self, keys: Sequence[str], seconds: float = 0.0) -> bool:
+        """Whether all keys are there, at the latest after so many seconds."""
+        end = time.monotonic() + seconds
+        while keys and not self.ask(Store.check, keys):
+            left = min(SHORT_SECONDS, end - time.monotonic())
+            if left <= 0:
+                return False
+            with suppress(dist.DistStoreError):
+                self.ask(Store.wait, keys, timedelta(seconds=left))
+        return True
+
+    def delete(self, key: str) -> None:
+        """Delete a key some time, without waiting for that."""
+        self._begin(Store.delete_key, key)
+
+    def watch(self, work: Callable[[], T]) -> T:
+        """``work()``, which waits for other ranks in torch, as long as the store answers."""
+        done: Future[T] = Future()
+        Thread(target=fill, args=(done, work), name="torch", daemon=True).start()
+        while not done.done():
+            self.ask(Store.check, ["any"])
+            with suppress(TimeoutError):
+                done.exception(SHORT_SECONDS)
+        return done.result()
+
+    def _begin(self, method: Callable[..., T], *arguments: object) -> Future[T]:
+        return self._thread.begin(
+            lambda store: method(PrefixStore(self._prefix, store), *arguments)
+        )

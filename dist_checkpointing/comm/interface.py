@@ -208,33 +208,5 @@ class SingleProcess(Comm):
     def duplicate(self) -> SingleProcess:
         return self
 
-    # Nothing to wait for, and nobody to pack a value for.
-
-    def agree(self, step: str, error: Exception | None) -> None:
-        if error is not None:
-            self._raise_any(step, {0: Failure.of(error)}, error)
-
-    def exchange(
-        self,
-        step: str,
-        produce: Callable[[], T],
-        number_of: Callable[[T], int | None] = lambda _: None,
-    ) -> list[T]:
-        del number_of
-        try:
-            return [produce()]
-        except Exception as error:
-            self.agree(step, error)
-            raise
-
-    to_rank0 = exchange
-
-    def from_rank0(
-        self, step: str, produce: Callable[[], T], after: Outcome[Any] | None = None
-    ) -> T:
-        if after is not None:
-            self.agree(after.step, after.error)
-        return self.exchange(step, produce)[0]
-
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:  # noqa: ARG002
         return {} if failure is None else {0: failure}

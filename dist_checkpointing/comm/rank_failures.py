@@ -119,7 +119,6 @@ def merge_failures(
 class Absence(Enum):
     """Why other ranks do not wait for a rank any longer."""
 
-    AWAY = "has not come to '{step}': dead, hung or far behind"
     LATE = "did not reach '{step}' within {seconds:g} s: dead, hung or far behind"
     INSIDE = "entered '{step}' and did not come back: dead or hung"
     DEAD = "died, or was stopped, before '{step}' was done: it gives no sign of life"

@@ -16,9 +16,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its stubs
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from dist_checkpointing.comm.channel import HEAD_BYTES
+from dist_checkpointing.comm.channel import HEAD_BYTES, StoreKeys, StoreSilentError
 from dist_checkpointing.comm.interface import Comm, SingleProcess
 from dist_checkpointing.comm.rank_failures import (
     BROADCAST,
@@ -34,13 +35,7 @@ from dist_checkpointing.comm.rank_failures import (
     merge_failures,
     step_of,
 )
-from dist_checkpointing.comm.timeouts import (
-    Steps,
-    StoreSilentError,
-    asked,
-    forked_error,
-    store_error,
-)
+from dist_checkpointing.comm.timeouts import Steps, forked_error, store_error
 from dist_checkpointing.errors import CheckpointingException, Finding
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -163,12 +158,15 @@ class TorchComm(Comm):
         with self.agreed(step):
             ranks = dist.get_process_group_ranks(self._group)
             is_part = len(ranks) < dist.get_world_size()
-            group = dist.new_group(
-                ranks,
-                timeout=timedelta(seconds=self.timeout_seconds),
-                backend="gloo",
-                # Ranks outside the group take no part in this.
-                use_local_synchronization=is_part,
+            timeout = timedelta(seconds=self.timeout_seconds)
+            group = self._steps.keys.watch(
+                lambda: dist.new_group(
+                    ranks,
+                    timeout=timeout,
+                    backend="gloo",
+                    # Ranks outside the group take no part in this.
+                    use_local_synchronization=is_part,
+                )
             )
             own = TorchComm(group, self.timeout_seconds)
         # torch itself keeps a group until it is destroyed.
@@ -264,11 +262,7 @@ def _end_group(group: dist.ProcessGroup, owner: int) -> None:
         logger.debug("nothing to close: %s", error)
         return
     # torch leaves the address of this rank in the store. All ranks have connected by now.
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way to it
-    try:
-        store.delete_key(f"{name}//cpu//0/{rank}")
-    except RuntimeError as error:
-        logger.debug("a key stays in the store: %s", error)
+    StoreKeys(f"{name}//cpu//0", DEFAULT_TIMEOUT_SECONDS).delete(str(rank))
 
 
 def default_timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
@@ -301,8 +295,6 @@ def require_timeout(seconds: float, name: str, text: str | None = None) -> None:
         )
 
 
-_ANSWER_SECONDS: Final = 5.0
-"""How much longer than its own timeout a store may take to report the timeout."""
 _comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _inherited: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -433,37 +425,26 @@ def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
     naming a rank: RankFailedError with those that do not come, or rank 0 if the store is lost.
     """
     step, world_size = "making a channel for all ranks", dist.get_world_size()
+    keys = StoreKeys(f"dist_checkpointing/worlds/{next(_worlds)}", timeout_seconds)
+    ranks = [str(rank) for rank in range(world_size)]
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        absent = asked(lambda: _absent(timeout_seconds), timeout_seconds + _ANSWER_SECONDS)
+        keys.ask(Store.set, ranks[dist.get_rank()], "1")
+        if keys.ask(Store.add, "count", 1) == world_size:
+            keys.ask(Store.set, "all", "1")
+        if not keys.wait(["all"], timeout_seconds):
+            absent = {r: Absence.LATE for r, key in enumerate(ranks) if not keys.wait([key])}
+            failures = absent_ranks(absent, step, timeout_seconds)
+            raise merge_failures(step, failures, world_size, range(world_size))
+        try:
+            group: dist.ProcessGroup = keys.watch(
+                lambda: dist.new_group(backend="gloo", timeout=timeout)
+            )
+        except RuntimeError as error:
+            raise contact_lost(step, error, [dist.get_rank()]) from error
     except (StoreSilentError, dist.DistError) as error:
-        raise store_error(step, error, world_size, range(world_size)) from error
-    if absent:
-        failures = absent_ranks(absent, step, timeout_seconds)
-        raise merge_failures(step, failures, world_size, range(world_size))
-    try:
-        group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=timeout_seconds)
-        )
-    except RuntimeError as error:
-        raise contact_lost(step, error, [dist.get_rank()]) from error
+        raise store_error(step, error) from error
     return group
-
-
-def _absent(timeout_seconds: float) -> dict[int, Absence]:
-    """The ranks that do not come in time."""
-    # torch has no public way to the store. Its own connection: a wait blocks all its users.
-    shared: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-    store = shared.clone()
-    place, world_size = f"dist_checkpointing/worlds/{next(_worlds)}", dist.get_world_size()
-    keys = [f"{place}/{rank}" for rank in range(world_size)]
-    store.set(keys[dist.get_rank()], "1")
-    if store.add(f"{place}/count", 1) == world_size:
-        store.set(f"{place}/all", "1")
-    try:
-        store.wait([f"{place}/all"], timedelta(seconds=timeout_seconds))
-    except dist.DistStoreError:
-        return {rank: Absence.LATE for rank, key in enumerate(keys) if not store.check([key])}
-    return {}
 
 
 def _note_inherited_world() -> None:

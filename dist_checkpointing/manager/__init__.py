@@ -3,7 +3,7 @@
 from dist_checkpointing.format.run_steps import RunRecord, StepRecord, read_record
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.save_log import JsonLinesLog, SavedStep, TensorBoardLog
+from dist_checkpointing.manager.save_log import JsonLinesLog, SavedStep
 
 __all__ = [
     "CheckpointManager",
@@ -12,6 +12,5 @@ __all__ = [
     "RunRecord",
     "SavedStep",
     "StepRecord",
-    "TensorBoardLog",
     "read_record",
 ]

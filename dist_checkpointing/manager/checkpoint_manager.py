@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
@@ -30,13 +30,11 @@ from dist_checkpointing.format.run_steps import NO_STEP, fits
 from dist_checkpointing.manager.latest_valid import (
     asks_for_all,
     check_sealed_files,
-    check_structure,
     is_verifiable,
     judge,
 )
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch
-from dist_checkpointing.manager.tier_copies import Drain
 from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
@@ -90,7 +88,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         fast: folder on a disk that is saved to, and from which a thread copies to ``root``, a URL.
             Each machine may have a disk of its own, and the folders any names: ranks find out which
             of them share one. A step is read from the disks as far as it is there.
-        drain: ``"wait"`` for saves that wait for the copy.
         fresh: unless a step is loaded, the first save begins a new history: it may have any number,
             and all other steps are abandoned.
         fingerprints: see ``save``; for all saves that do not say otherwise.
@@ -98,8 +95,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         on_replica_mismatch: likewise.
         on_saved: functions that rank 0 calls with a SavedStep after each commit, in the thread that
             commits; they must call no collective method of the manager. What they raise is logged.
-            ``JsonLinesLog`` and ``TensorBoardLog`` are two.
-        on_deleted: likewise, with the number of each step whose checkpoint was deleted.
+            ``JsonLinesLog`` is one.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "epoch": 2}
@@ -123,13 +119,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         trusted: bool = False,
         incremental: bool = False,
         fast: str | PathLike[str] | None = None,
-        drain: Drain = "background",
         fresh: bool = False,
         fingerprints: bool = False,
         replicas: ReplicaCheck = ReplicaCheck.OFF,
         on_replica_mismatch: OnReplicaMismatch = "raise",
         on_saved: Hooks = (),
-        on_deleted: Callable[[int], object] = lambda _: None,
     ) -> None:
         given = dict(locals())
         # Not relative to a working directory that may change between saves.
@@ -144,8 +138,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if retries < 0:
             raise ValueError(f"retries must be at least 0, not {retries}")
         kept = Retention() if retention is None else retention
-        hooks = on_saved, on_deleted
-        self._run = Run(self.root, kept, *hooks, self._comm, fast, drain, incremental=incremental)
+        self._run = Run(self.root, kept, on_saved, self._comm, fast, incremental=incremental)
         if fresh:
             self._run.position = NO_STEP
         self._on_error, self._trusted = on_error, trusted
@@ -288,24 +281,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """The committed step with the best metric, as ``best`` of the retention says."""
         return self._comm.from_rank0("finding the best checkpoint", self._run.best)
 
-    def latest_valid(self, *, check: Literal["contents", "structure"] = "contents") -> int | None:
-        """The newest step of the history that can be loaded; logs why it skips newer ones.
-
-        Args:
-            check: ``"contents"`` reads all of a checkpoint, divided among the ranks, and compares
-                its checksums; ``"structure"`` reads only its metadata.
+    def latest_valid(self) -> int | None:
+        """The newest step of the history that ``verify`` finds valid; logs why it skips newer ones.
 
         Raises:
             RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
-        if check not in ("contents", "structure"):
-            raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
         for step in self._comm.from_rank0("looking for a valid checkpoint", self._run.tries):
             try:
-                if check == "contents":
-                    self.verify(step)
-                else:
-                    judge(self._comm, step, partial(check_structure, self._run.prepare_read(step)))
+                self.verify(step)
             except CheckpointingException as error:
                 self._skip(step, error)
             else:

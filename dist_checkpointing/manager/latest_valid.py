@@ -52,15 +52,6 @@ def judge(comm: Comm, step: int, work: Callable[[], None]) -> None:
         raise merge_failures(what, failures, comm.world_size)
 
 
-def check_structure(folder: Location) -> None:
-    """Read all metadata of a checkpoint, and its common state."""
-    read_config(folder)
-    folder = data_folder(folder)
-    opened = open_checkpoint(folder)
-    opened.common.load_common(folder)
-    opened.sharded.load_tensors_metadata(folder)
-
-
 def check_sealed_files(folder: Location, rank: int, world_size: int) -> None:
     """Compare the sizes of all files and the contents of small ones with the seal. Not collective.
 

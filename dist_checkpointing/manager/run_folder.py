@@ -48,7 +48,6 @@ from dist_checkpointing.format.run_steps import (
     up_to_date,
 )
 from dist_checkpointing.manager.retention import Due, Retention
-from dist_checkpointing.manager.save_log import call_hooks
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.threads import in_threads
@@ -66,21 +65,18 @@ _REPLACED: Final = ".replaced"
 class RunFolder:
     """The checkpoints of one run in one folder, each step in a folder of its own.
 
-    No method is collective; only rank 0 may call methods that change files. ``on_deleted`` is
-    called with each step whose checkpoint was deleted; ``also_kept`` gives steps that must be kept
-    for another reason than retention.
+    No method is collective; only rank 0 may call methods that change files. ``also_kept`` gives
+    steps that must be kept for another reason than retention.
     """
 
     def __init__(
         self,
         root: Any,
         retention: Retention,
-        on_deleted: Callable[[int], object] = lambda _: None,
         also_kept: Callable[[], Iterable[int]] = lambda: (),
     ) -> None:
         self.root: Path = root
         self.is_on_disk: Final = isinstance(root, Path)
-        self._on_deleted = on_deleted
         self._retention = retention
         self._also_kept = also_kept
         self._name: Final = uuid.uuid4().hex
@@ -173,6 +169,12 @@ class RunFolder:
                 same = (s for s in history if line[s].attempt == known[s].attempt)
                 record.latest = next(same, NO_STEP)
 
+    def catch_up_with(self, other: RunRecord) -> None:
+        """Take over the history of another record of this run, if it has gone on from this one."""
+        with self._changing() as record:
+            if _knows_latest(other, record) and not _knows_latest(record, other):
+                record.latest, record.steps = other.latest, {**record.steps, **other.steps}
+
     def lacks(self, step: int, attempt: str | None, record: RunRecord) -> bool:
         """Whether a save of a disk is not here: nothing is, or another one that was abandoned."""
         if not is_committed(self.folder(step)):
@@ -241,14 +243,13 @@ class RunFolder:
             record = self.record() if record is None else record
             found = steps_of_manager(self.root)
             left, due = self._due(record, found)
-            gone, deleted = [], []
+            gone = []
             for step in [*left, *due.delete]:
                 # The next pass tries again.
                 with tolerant(f"retention could not deal with step {step}"):
                     if step in due.delete:
                         with suppress(CheckpointNotFoundError):  # it is somebody else's now
                             self._remove(step, record.steps[step].attempt)
-                            deleted.append(step)
                     elif step in found and not is_leftover(self.folder(step)):
                         self._broken.discard(step)
                         continue
@@ -259,8 +260,6 @@ class RunFolder:
                 with self._changing() as known:
                     for step in gone:
                         known.forget(step)
-            for step in deleted:
-                call_hooks(self._on_deleted, step)
             done = {s for s in due.strip if record.steps[s].stripped} | self._without_optimizer
             for step in (step for step in due.strip if step not in done):
                 with tolerant(f"retention could not deal with step {step}"):
@@ -342,7 +341,6 @@ class RunFolder:
                 finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
                 raise CheckpointingException(f"step {step} is not deleted", [finding])
             record.forget(step)
-        call_hooks(self._on_deleted, step)
 
     def wrote(self, step: int, record: RunRecord) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
@@ -372,3 +370,10 @@ class RunFolder:
 
     def _optimizer_prefixes(self, step: int) -> list[str]:
         return self._retention.prefixes(Checkpoint.open(self.folder(step)).index)
+
+
+def _knows_latest(record: RunRecord, other: RunRecord) -> bool:
+    """Whether one record has the save, if any, that the run has come to in the other."""
+    step = NO_STEP if other.latest is None else other.latest
+    save = other.steps.get(step, StepRecord()).attempt
+    return save in (None, record.steps.get(step, StepRecord()).attempt)

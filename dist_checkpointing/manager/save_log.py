@@ -7,15 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
-
-from dist_checkpointing.errors import CheckpointingException
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +58,13 @@ class Stopwatch:
         return SavedStep(step, folder, metric, seconds, blocked, self.num_bytes)
 
 
-def call_hooks(hooks: Callable[[T], object] | Sequence[Callable[[T], object]], value: T) -> None:
+def call_hooks(hooks: Hooks, saved: SavedStep) -> None:
     """Call functions of the caller; what they raise is logged, because the checkpoint is there."""
     for hook in (hooks,) if callable(hooks) else hooks:
         try:
-            hook(value)
+            hook(saved)
         except Exception:
-            logger.exception("a hook of the manager failed for %s", value)
+            logger.exception("a hook of the manager failed for %s", saved)
 
 
 class JsonLinesLog:
@@ -89,50 +84,13 @@ class JsonLinesLog:
 
     def __call__(self, saved: SavedStep) -> None:
         """Append a line; ``time`` is the Unix time of the commit."""
-        line = {"step": saved.step, "time": round(time.time(), 3), **_numbers(saved)}
+        line = {
+            "step": saved.step,
+            "time": round(time.time(), 3),
+            "seconds": round(saved.seconds, 6),
+            "blocked_seconds": round(saved.blocked_seconds, 6),
+            "num_bytes": saved.num_bytes,
+            "metric": saved.metric,
+        }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(line)}\n")
-
-
-class TensorBoardLog:
-    """An ``on_saved`` that draws seconds and bytes of each save, and its metric, in TensorBoard.
-
-    Args:
-        writer: a SummaryWriter, or a folder of logs: then torch.utils.tensorboard makes one on the
-            first save, on rank 0. That needs the extra ``dist_checkpointing[tensorboard]``.
-        prefix: begins the name of each curve.
-
-    Example:
-        >>> manager = CheckpointManager("run", on_saved=TensorBoardLog("logs"))
-    """
-
-    def __init__(self, writer: Any, prefix: str = "checkpoint/") -> None:
-        self._writer = writer
-        self._prefix = prefix
-
-    def __call__(self, saved: SavedStep) -> None:
-        """Add a point to each curve."""
-        if isinstance(self._writer, str | PathLike):
-            self._writer = _summary_writer(fspath(self._writer))
-        for name, value in _numbers(saved).items():
-            if value is not None:
-                self._writer.add_scalar(f"{self._prefix}{name}", value, saved.step)
-        self._writer.flush()
-
-
-def _summary_writer(folder: str) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        message = "TensorBoardLog needs tensorboard: pip install 'dist_checkpointing[tensorboard]'"
-        raise CheckpointingException(message) from error
-    return SummaryWriter(folder)
-
-
-def _numbers(saved: SavedStep) -> dict[str, float | None]:
-    return {
-        "seconds": round(saved.seconds, 6),
-        "blocked_seconds": round(saved.blocked_seconds, 6),
-        "num_bytes": saved.num_bytes,
-        "metric": saved.metric,
-    }

@@ -56,7 +56,6 @@ _LAST_PAUSE: Final = 2.0
 _BEAT_SECONDS: Final = 10.0
 SILENT_SECONDS: Final = 90.0
 MEETING_SECONDS: Final = 10.0
-Drain = Literal["background", "wait"]
 Phase = Literal["upload", "verify"]
 
 
@@ -184,10 +183,9 @@ class StoreCopier(Copier):
         home: RunFolder,
         retention: Retention,
         disks: FastDisks,
-        drain: Drain,
     ) -> None:
         super().__init__(near, home)
-        self._retention, self._disks, self._drain = retention, disks, drain
+        self._retention, self._disks = retention, disks
         self._root: Any = home.root
         self._orders_given = 0
         self._whole: Mapping[int, Seal] = {}
@@ -201,22 +199,12 @@ class StoreCopier(Copier):
         self._whole = whole
         self._release(())
 
-    def start(self) -> None:
-        """Copy, or let the thread copy, what is not in the store yet."""
-        if self._drain == "wait":
-            self._failed.clear()
-            self._copy_all()
-        else:
-            super().start()
-
     def finish(self) -> None:
         """Wait for the copies.
 
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
-        if self._drain == "wait":
-            self.start()
         super().end()
         newest = max(self.pending, default=None)
         if newest is not None:
@@ -257,17 +245,14 @@ class StoreCopier(Copier):
                 self._changed.wait_for(lambda: self._is_woken or self._is_ending)
                 self._is_woken, is_last = False, self._is_ending
             self._failed.clear()  # another commit, or the end: try once more
-            self._copy_all()
-
-    def _copy_all(self) -> None:
-        while (step := self._next_step()) is not None:
-            try:
-                self.copy_if_pending(step)
-            except (OSError, CheckpointingException) as error:
-                logger.warning("step %d is not in the store yet: %s", step, error)
-                self._failed[step] = str(error)
-            else:
-                self._near.apply_retention()
+            while (step := self._next_step()) is not None:
+                try:
+                    self.copy_if_pending(step)
+                except (OSError, CheckpointingException) as error:
+                    logger.warning("step %d is not in the store yet: %s", step, error)
+                    self._failed[step] = str(error)
+                else:
+                    self._near.apply_retention()
 
     def _next_step(self) -> int | None:
         """The next step to copy; abandoned ones and those that it would not keep are given up."""

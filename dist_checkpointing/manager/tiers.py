@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -25,7 +25,12 @@ from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, O
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, leftovers, number_of_save
-from dist_checkpointing.format.run_steps import NO_STEP, latest_step, steps_of_manager
+from dist_checkpointing.format.run_steps import (
+    NO_STEP,
+    RunRecord,
+    latest_step,
+    steps_of_manager,
+)
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
 from dist_checkpointing.manager.retention import Retention
@@ -33,7 +38,6 @@ from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
 from dist_checkpointing.manager.tier_copies import (
     Copier,
-    Drain,
     PartCopier,
     StoreCopier,
     after_rank0,
@@ -59,9 +63,8 @@ class Run:
     Only rank 0 may call methods that are not collective and change files.
 
     Making one is collective if there are disks. It goes on with what the last manager left.
-    ``on_saved`` is called with each save, and ``on_deleted`` with each step whose last checkpoint
-    was deleted. A save goes on from ``position``, the step that was loaded or saved last; NO_STEP
-    if a history begins, None for the latest. It is known on rank 0.
+    ``on_saved`` is called with each save. A save goes on from ``position``, the step that was
+    loaded or saved last; NO_STEP if a history begins, None for the latest. It is known on rank 0.
     """
 
     def __init__(
@@ -69,19 +72,16 @@ class Run:
         root: Any,
         retention: Retention,
         on_saved: Hooks,
-        on_deleted: Callable[[int], object],
         comm: Comm,
         fast: str | PathLike[str] | None,
-        drain: Drain,
         *,
         incremental: bool,
     ) -> None:
         self.root, self._retention, self._comm = root, retention, comm
-        self._on_saved, self._on_deleted = on_saved, on_deleted
-        self._is_incremental = incremental
+        self._on_saved, self._is_incremental = on_saved, incremental
         self.position: int | None = None
         self.damaged: set[int] = set()  # a disk is not read for them; a save does not go on there
-        self.near = self._home = RunFolder(root, retention, self._deleted)
+        self.near = self._home = RunFolder(root, retention)
         self._folders = [self.near]
         self._copier = Copier(self.near, self._home)
         self._has_disks, self._num_disks, self._leads = fast is not None, 1, comm.rank == 0
@@ -89,16 +89,14 @@ class Run:
         if comm.rank == 0:
             self._home.finish_commits()
         if fast is not None:
-            self._use_disks(as_local_folder(fast).absolute(), drain)
+            self._use_disks(as_local_folder(fast).absolute())
 
-    def _use_disks(self, fast: Path, drain: Drain) -> None:
+    def _use_disks(self, fast: Path) -> None:
         """Go on with what the last manager has left on the disks. Collective."""
         if not isinstance(self.root, ObjectPath):
             finding = Finding("fast= needs a root in an object store", found=str(self.root))
             raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-        self.near = near = RunFolder(
-            fast, self._retention, self._deleted, lambda: self._copier.pending
-        )
+        self.near = near = RunFolder(fast, self._retention, lambda: self._copier.pending)
         self._folders = [near, self._home]
         disks = FastDisks(self._comm, fast)
         self._num_disks, self._leads = len(disks.leaders), disks.leads
@@ -116,20 +114,28 @@ class Run:
                 "that holds no parts of what more machines have saved.",
             )
             raise UnsupportedFormatError("not all ranks share a disk", [finding])
-        if self._comm.rank == 0:
-            near.finish_commits()
-            self._agree_on_history()
-            self._copier = StoreCopier(near, self._home, self._retention, disks, drain)
-        elif disks.leads:
-            self._copier = PartCopier(near, self._home, disks)
+        what = "agreeing on the history"
+        records = self._comm.to_rank0(what, lambda: near.record() if disks.leads else None)
+        with self._comm.agreed(what):
+            if self._comm.rank == 0:
+                near.finish_commits()
+                self._agree_on_history(records)
+                self._copier = StoreCopier(near, self._home, self._retention, disks)
+            elif disks.leads:
+                self._copier = PartCopier(near, self._home, disks)
         whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
         with self._comm.agreed("beginning to copy into the store"):
             if self._leads:
                 self._copier.resume(whole)
         self._copier.start()
 
-    def _agree_on_history(self) -> None:
-        """Let disk and store go back where the run has, and only the other one knows."""
+    def _agree_on_history(self, records: Sequence[RunRecord | None]) -> None:
+        """Let disk and store go back where the run has, and only the other one knows.
+
+        The disk of rank 0 may be new, or have been away: others know where the run has come to.
+        """
+        for record in filter(None, records):
+            self.near.catch_up_with(record)
         near, home = self.near.record(), self._home.record()
         if near.has_abandoned([s for s in home.steps if s == home.latest], home):
             self._home.go_back_with(near)
@@ -342,11 +348,6 @@ class Run:
             with self._comm.agreed(f"deleting step {step} on every disk"):
                 if self._leads and self._comm.rank:
                     self._copier.delete(step)
-
-    def _deleted(self, step: int) -> None:
-        is_left = self._has_disks and any(is_committed(f.folder(step)) for f in self._folders)
-        if self._comm.rank == 0 and not is_left:
-            self._on_deleted(step)
 
     def close(self) -> None:
         """Wait for the copies. Collective.

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from damage import damage
 from dist_checkpointing import CheckpointingException, CheckpointManager, Retention
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Attempt
-from dist_checkpointing.manager import JsonLinesLog, SavedStep, TensorBoardLog, read_record
+from dist_checkpointing.manager import JsonLinesLog, SavedStep, read_record
 from dist_checkpointing.testing import run_ranks
 from faults import ended_before_the_pointer, failing, full_disk, path_of, replaced
 from states import ALONE, shard, trained
@@ -88,12 +87,11 @@ def test_latest_valid_walks_back(
     assert_loads(manager, 1)
 
 
-def test_a_flipped_bit_is_found_by_contents_alone(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     manager = dc.CheckpointManager(tmp_path, "zarr")
     for step in (1, 2):
         manager.save(step, state(step))
     damage(manager.folder(2))
-    assert manager.latest_valid(check="structure") == 2
     with pytest.raises(dc.CorruptCheckpointError):
         manager.verify(2)
     assert manager.latest_valid() == 1
@@ -415,12 +413,9 @@ def state_with_hooks(step: int, comm: Comm = ALONE) -> dict[str, Any]:
     ("best", "kept", "is_async"), [("lowest", [3, 4, 6], False), ("highest", [2, 6], True)]
 )
 def test_the_best_are_kept(tmp_path: Path, best: Any, kept: list[int], is_async: bool) -> None:
-    deleted: list[int] = []
-
     def train(comm: Comm) -> tuple[list[int], int | None]:
         retention = Retention(keep_last=1, keep_best=2, best=best)
-        hook = deleted.append
-        with CheckpointManager(tmp_path, comm=comm, retention=retention, on_deleted=hook) as run:
+        with CheckpointManager(tmp_path, comm=comm, retention=retention) as run:
             for step, metric in METRICS.items():
                 # Only that of rank 0 counts.
                 own = metric if comm.rank == 0 else -metric
@@ -433,7 +428,6 @@ def test_the_best_are_kept(tmp_path: Path, best: Any, kept: list[int], is_async:
 
     expected = 3 if best == "lowest" else 2
     assert run_ranks(2, train) == [(kept, expected)] * 2
-    assert sorted([*deleted, *kept]) == list(METRICS)
 
 
 def test_a_record_without_metrics_is_as_it_was(tmp_path: Path) -> None:
@@ -482,9 +476,7 @@ def test_each_save_is_reported_once_and_hooks_may_fail(
         raise OSError("the log is full")
 
     def train(comm: Comm) -> None:
-        with CheckpointManager(
-            tmp_path, comm=comm, on_saved=[fail, saves.append], on_deleted=fail
-        ) as manager:
+        with CheckpointManager(tmp_path, comm=comm, on_saved=[fail, saves.append]) as manager:
             manager.save(1, state_with_hooks(1, comm))
             manager.async_save(2, state_with_hooks(2, comm), metric=0.5).result(30)
             manager.delete(1)
@@ -499,7 +491,7 @@ def test_each_save_is_reported_once_and_hooks_may_fail(
     assert all(0 < saved.blocked_seconds <= saved.seconds for saved in saves)
     assert saves[0].blocked_seconds == saves[0].seconds
     assert saves[0].num_bytes == saves[1].num_bytes > 0
-    assert caplog.text.count("a hook of the manager failed") == 3
+    assert caplog.text.count("a hook of the manager failed") == 2
 
 
 def test_the_log_has_a_line_a_save(tmp_path: Path) -> None:
@@ -512,56 +504,6 @@ def test_the_log_has_a_line_a_save(tmp_path: Path) -> None:
     assert [(line["step"], line["metric"]) for line in lines] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert all(line["seconds"] >= line["blocked_seconds"] > 0 for line in lines)
     assert lines[0]["time"] <= lines[2]["time"]
-
-
-class Writer:
-    """A SummaryWriter as far as the log needs it."""
-
-    def __init__(self, folder: str = "") -> None:
-        self.folder = folder
-        self.points: list[tuple[str, float, int]] = []
-        self.flushes = 0
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.points.append((tag, value, step))
-
-    def flush(self) -> None:
-        self.flushes += 1
-
-
-def test_curves_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, made = Writer(), list[Writer]()
-
-    class Module:
-        @staticmethod
-        def SummaryWriter(folder: str) -> Writer:  # noqa: N802 - torch's name
-            made.append(Writer(folder))
-            return made[-1]
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Module())
-    logs = TensorBoardLog(tmp_path / "logs")
-    assert not made  # other ranks make no file
-    with CheckpointManager(tmp_path, on_saved=[TensorBoardLog(writer, "c/"), logs]) as manager:
-        manager.save(7, state_with_hooks(7))
-        manager.save(8, state_with_hooks(8), metric=0.5)
-    tags = ["c/seconds", "c/blocked_seconds", "c/num_bytes"]
-    assert [(tag, step) for tag, _, step in writer.points] == [
-        *((tag, 7) for tag in tags),
-        *((tag, 8) for tag in (*tags, "c/metric")),
-    ]
-    assert writer.points[-1] == ("c/metric", 0.5, 8)
-    assert writer.flushes == 2
-    assert [own.folder for own in made] == [str(tmp_path / "logs")]
-    assert len(made[0].points) == len(writer.points)
-
-
-def test_without_tensorboard_the_log_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    saved = SavedStep(1, tmp_path, None, 1.0, 1.0, 1)
-    with pytest.raises(CheckpointingException, match=r"pip install 'dist_checkpointing\[tensor"):
-        TensorBoardLog(tmp_path)(saved)
 
 
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:

@@ -465,18 +465,18 @@ def test_a_second_writer_is_noticed(tmp_path: Path, place: str) -> None:
 
 
 def test_an_argument_of_another_type(tmp_path: Path) -> None:
-    numbers = ("sharded_strategy", "comm", "retention", "on_error", "finalize", "fast", "drain")
+    numbers = ("sharded_strategy", "comm", "retention", "on_error", "finalize", "fast")
     flags = ("trusted", "incremental", "fresh", "fingerprints")
     wrong: list[tuple[str, Any]] = [
         *((name, 3) for name in (*numbers, "replicas", "on_replica_mismatch", "on_saved")),
         *((name, value) for name in flags for value in (1, "yes", None)),
         *(("retries", value) for value in ("2", 1.5, True)),
-        *(("on_saved", "log"), ("on_saved", [3]), ("on_deleted", None), ("on_deleted", [])),
+        *(("on_saved", "log"), ("on_saved", [3])),
     ]
     for name, value in wrong:
         with pytest.raises(TypeError, match=rf"^{name} must be "):
             dc.CheckpointManager(tmp_path, **{name: value})
-    wrong = [("on_error", "Raise"), ("drain", "no"), ("retries", -1)]
+    wrong = [("on_error", "Raise"), ("retries", -1)]
     for name, value in wrong:
         with pytest.raises(ValueError, match=rf"^{name} must be "):
             dc.CheckpointManager(tmp_path, **{name: value})

@@ -132,6 +132,55 @@ def test_machines_may_come_back_as_other_ranks(tmp_path: Path) -> None:
     verify_checkpoint(f"{root}/step-00000002")
 
 
+def check_history(folder: Path, root: str, ranks: int, newest: int, steps: list[int]) -> None:
+    """All ranks find this newest step and these committed ones, on the disks and in the store."""
+
+    def resume(comm: Comm) -> tuple[int | None, int | None, list[int], int]:
+        with CheckpointManager(root, fast=disk(folder, comm), comm=comm) as manager:
+            found = manager.latest(), manager.latest_valid(), manager.steps()
+            loaded = manager.load(state(comm, None))
+            check(comm, loaded, newest)
+            return *found, loaded["step"]
+
+    with without_waiting():
+        assert run_ranks(ranks, resume) == [(newest, newest, steps, newest)] * ranks
+    with CheckpointManager(root) as stored:
+        assert (stored.latest(), stored.latest_valid(), stored.steps()) == (newest, newest, steps)
+
+
+def test_a_new_disk_of_rank_0_does_not_bring_back_what_was_abandoned(tmp_path: Path) -> None:
+    """Only the other disks know that the run has gone back: nothing of it is in the store."""
+    root = new_url()
+    save_with_store_down(tmp_path, root, steps=(10, 20, 30))
+    save_with_store_down(tmp_path, root, steps=(15,), loaded=10)
+    for old, new in (("node1", "node2"), ("node0", "node1")):
+        (tmp_path / old).rename(tmp_path / new)
+    check_history(tmp_path, root, 6, 15, [10, 15])
+
+
+@pytest.mark.parametrize("lost", ["node0", "node1"])
+def test_a_step_that_is_lost_does_not_bring_back_what_it_abandoned(
+    lost: str, tmp_path: Path
+) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [10, 20, 30])
+    save_with_store_down(tmp_path, root, steps=(15,), loaded=10)
+    shutil.rmtree(tmp_path / lost)
+    check_history(tmp_path, root, 4, 10, [10, 20, 30])
+
+
+def test_a_disk_of_rank_0_that_was_away_knows_less_than_the_others(tmp_path: Path) -> None:
+    """Without it the run has gone back and saved another step 70, which is not in the store."""
+    root = new_url()
+    save_steps(tmp_path, root, [60, 70])
+    save_with_store_down(tmp_path, root, steps=(80,))
+    (tmp_path / "node0").rename(tmp_path / "away")
+    save_with_store_down(tmp_path, root, steps=(65, 70), loaded=60)
+    for old, new in (("node1", "node2"), ("node0", "node1"), ("away", "node0")):
+        (tmp_path / old).rename(tmp_path / new)
+    check_history(tmp_path, root, 6, 70, [60, 65, 70])
+
+
 @pytest.mark.parametrize("node", ["node0", "node1"])
 def test_a_job_that_died_before_every_disk_had_noted_the_commit(node: str, tmp_path: Path) -> None:
     root = new_url()
@@ -271,26 +320,19 @@ def test_any_layout_loads_what_two_nodes_have_saved(
 def test_retention_holds_on_every_disk_and_in_the_store(tmp_path: Path) -> None:
     root = new_url()
     keep = Retention(keep_last=1, keep_best=1)
-    deleted: list[int] = []
 
     def train(comm: Comm) -> None:
-        with CheckpointManager(
-            root,
-            fast=disk(tmp_path, comm),
-            comm=comm,
-            retention=keep,
-            drain="wait",
-            on_deleted=deleted.append,
-        ) as manager:
-            for step, metric in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0)):
-                manager.save(step, state(comm, step), metric=metric if comm.rank == 0 else None)
-            manager.save(5, state(comm, 5))
+        options: dict[str, Any] = {"fast": disk(tmp_path, comm), "comm": comm, "retention": keep}
+        for step, metric in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0), (5, None)):
+            # Each is copied before the next one.
+            with CheckpointManager(root, **options) as manager:
+                manager.save(step, state(comm, step), metric=None if comm.rank else metric)
+        with CheckpointManager(root, **options) as manager:
             assert (manager.steps(), manager.latest(), manager.best()) == ([2, 5], 5, 2)
 
     run_ranks(4, train)
     for place in (root, tmp_path / "node0", tmp_path / "node1"):
         assert steps_in(place) == [2, 5]
-    assert deleted == [1, 3, 4]
 
 
 @pytest.mark.parametrize("ranks", [2, 4], ids=["one disk", "two machines"])

@@ -196,6 +196,25 @@ def test_a_frozen_rank_0_that_holds_the_store_is_named(tmp_path: Path) -> None:
         assert error["ranks"] == [0]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stopped_in", ["save", "load"])
+def test_the_others_fail_and_end_while_the_rank_that_holds_the_store_is_stopped(
+    stopped_in: str, tmp_path: Path
+) -> None:
+    scenario, place = f"stopped_host_in_{stopped_in}", tmp_path / "store.port"
+    commands = [[SCRIPT, scenario, rank, WORLD_SIZE, place] for rank in range(WORLD_SIZE)]
+    reports = []
+    with processes(commands, stderr=subprocess.PIPE, is_fresh=True) as started:
+        for process in started[1:]:
+            out, err = process.communicate(timeout=100)  # the timeout of the ranks is longer
+            assert process.returncode == 0, err
+            reports.append(json.loads(out.splitlines()[-1]))
+    error = same_error(reports)
+    assert error["class"] == "RankFailedError"
+    assert error["ranks"] == [0]
+    assert "does not answer" in error["text"]
+
+
 def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
     reports = run("different_calls", str(tmp_path / "store"))
     for number, words in enumerate(

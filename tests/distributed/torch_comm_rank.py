@@ -29,10 +29,10 @@ from dist_checkpointing.comm import (
     Outcome,
     SingleProcess,
     TorchComm,
+    channel,
     default_comm,
     group_comm,
     timeouts,
-    torch_distributed,
 )
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -204,7 +204,7 @@ def dead_host(rank: int) -> Report:
     """Rank 0, which holds the store, dies between the first step and the second."""
     comm = make_comm()
     comm.agree("start", None)
-    time.sleep(0.5 if rank == 0 else 1.5)
+    time.sleep(0.5 if rank == 0 else 4.0)  # longer than a heartbeat takes to come
     if rank == 0:
         os._exit(3)
     return {"error": caught(lambda: comm.agree("commit", None))}
@@ -237,7 +237,9 @@ def killed_rank_0(rank: int) -> Report:
 
 def stopped(rank: int) -> Report:
     """Rank 2 is stopped for long in a step, and its connections stand."""
-    timeouts._BEAT_SECONDS, timeouts._GONE_AFTER = 0.1, 5  # type: ignore[misc]
+    for module in (channel, timeouts):
+        module.BEAT_SECONDS = 0.1  # type: ignore[attr-defined]
+    timeouts._GONE_AFTER = 5  # type: ignore[misc]
     comm = make_comm(1800.0)
     pids = comm.all_gather(os.getpid())
     if rank == 2:
@@ -294,11 +296,11 @@ def late_for_a_number(rank: int) -> Report:
     comm.agree("start", None)
     if rank == 0:
         # It has time left when rank 1 gives up.
-        while not board._await(["at/1"], 0.0) or board._read("at/1").number < 2:
+        while not board.keys.wait(["at/1"]) or board._read("at/1").number < 2:
             time.sleep(0.02)
         time.sleep(WAIT_SECONDS / 2)
     if rank == 2:
-        while not board._await(["broken"], 0.0):
+        while not board.keys.wait(["broken"]):
             time.sleep(0.02)
     numbers = (7, rank, None, 7)
     return {"all_same": [caught(lambda n=number: comm.all_same(n)) for number in numbers]}  # type: ignore[misc]
@@ -330,7 +332,6 @@ def frozen(rank: int) -> Report:
 
 def frozen_host(rank: int) -> Report:
     """Rank 0, which holds the store, is stopped."""
-    timeouts._SHORTEST_PATIENCE_SECONDS = 2.0  # type: ignore[misc]
     comm = make_comm()
     pids = comm.all_gather(os.getpid())
     if rank == 0:
@@ -343,6 +344,39 @@ def frozen_host(rank: int) -> Report:
     if rank == 1:
         os.kill(pids[0], signal.SIGKILL)
     return report
+
+
+def stopped_host(rank: int, stopped_in: str) -> Report:
+    """Rank 0, which holds the store, is stopped while the others wait; all end without it."""
+    channel.SILENT_SECONDS = FROZEN_SECONDS  # type: ignore[misc]
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 3))}
+    folder = Path(sys.argv[4]).with_suffix(".checkpoint")
+
+    def be_slow(progress: Progress) -> None:
+        if progress.phase == "writing" and rank == 2:
+            time.sleep(1.5 * FROZEN_SECONDS)
+
+    def stop(_: Progress) -> None:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def use() -> None:
+        if stopped_in == "save":
+            save(state, folder / "2", progress=stop)
+        # One that is stopped while it reads does not come to the next.
+        for _ in range(2):
+            load(state, folder / "1", progress=stop)
+
+    save(state, folder / "1", progress=be_slow)
+    return {"error": caught(use)}
+
+
+def stopped_host_in_save(rank: int) -> Report:
+    return stopped_host(rank, "save")
+
+
+def stopped_host_in_load(rank: int) -> Report:
+    return stopped_host(rank, "load")
 
 
 def stop_before(channel: Any, name: str) -> None:
@@ -393,7 +427,6 @@ def absent_from_the_first_call(rank: int) -> Report:
 
 def frozen_host_from_the_first_call(rank: int) -> Report:
     """Rank 0, which holds the store, is stopped before anybody has made a comm."""
-    torch_distributed._ANSWER_SECONDS = 2.0  # type: ignore[misc]
     os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "2.5"
     pids: list[Any] = [None] * dist.get_world_size()
     group = dist.new_group(backend="gloo")
@@ -525,5 +558,8 @@ if __name__ == "__main__":
     names, number = sys.argv[1].split("+"), int(sys.argv[2])
     reports = {name: globals()[name](number) for name in names}
     print(json.dumps(reports if len(names) > 1 else reports[names[0]]), flush=True)  # noqa: T201
+    if names[0].startswith("stopped_host"):
+        dist.destroy_process_group()
+        sys.exit()
     # Tearing down a group with a dead member would wait for it.
     os._exit(0)

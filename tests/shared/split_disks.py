@@ -1,5 +1,6 @@
 """Ranks on machines of two, each with a fast disk of its own: what they save and how it is lost."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,24 +78,29 @@ def steps_in(place: str | Path) -> list[int]:
     return [int(n[5:]) for n in root.store.list_folder(root.prefix)[0] if n.startswith("step-")]
 
 
-def save_with_store_down(folder: Path, root: str, first: int = 1) -> None:
-    """Save step 2, which is committed on the disks, and not in the store."""
+def save_with_store_down(
+    folder: Path, root: str, first: int = 1, steps: Sequence[int] = (2,), loaded: int | None = None
+) -> None:
+    """Save steps, which are committed on the disks, and not in the store; from step ``loaded``."""
     with ExitStack() as down:
 
         def train(comm: Comm) -> None:
             manager = CheckpointManager(root, fast=disk(folder, comm), comm=comm)
+            if loaded is not None:
+                check(comm, manager.load(state(comm, None), loaded), loaded)
             comm.all_gather(None)
             if comm.rank == 0:
                 for fault in (without_waiting(), short_waits(), store_down(first)):
                     down.enter_context(fault)
             comm.all_gather(None)
-            manager.save(2, state(comm, 2))
-            with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
+            for step in steps:
+                manager.save(step, state(comm, step))
+            with pytest.raises(CheckpointingException, match=f"step {max(steps)} is not in the"):
                 manager.close()
 
         run_ranks(4, train)
     with CheckpointManager(root) as stored:
-        assert 2 not in stored.steps()
+        assert stored.latest() != steps[-1]
 
 
 def flip(folder: Path) -> None:
