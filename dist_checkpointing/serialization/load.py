@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar, overload
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.format.index import LARGE_BYTES, large_tensors
-from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedStateDict,
@@ -356,8 +355,7 @@ def _rebuilt(
     @paused_collector()
     def rebuild() -> tuple[str, ...] | None:
         nonlocal state_dict
-        is_same = number_of_save(opened.folder) == opened.save_number
-        require_same_save(is_same, opened.folder)
+        require_same_save(opened.is_unchanged(), opened.folder)
         for step in steps:
             step()
         if staged:

@@ -233,6 +233,12 @@ class OpenedCheckpoint:
                 raise CheckpointNotFoundError("the ranks do not see the same folder", [finding])
             return opened()
 
+    def is_unchanged(self) -> bool:
+        """Whether no other save or removal has begun here since this was opened."""
+        # An overwrite takes the commit back first, and notes itself once all is cleared.
+        is_there = self.save_number == 0 or is_committed(self.folder)
+        return is_there and number_of_save(self.folder) == self.save_number
+
     def read_index(self, parts: StateDictParts, *, is_kept: bool, is_whole: bool) -> None:
         """Read the index: at least of what this rank asks for, all of it if ``is_whole``.
 

@@ -43,6 +43,22 @@ def test_between_the_common_state_and_the_end(tmp_path: Path, when: str) -> None
         load(state(0.0), tmp_path, Strategy())
 
 
+def test_while_another_save_clears_the_folder(tmp_path: Path) -> None:
+    """A rank of a third save may write then what is read here; tests/models found that."""
+
+    class Reader(ZarrV3Reader):
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            (tmp_path / "metadata.json").unlink()
+            return super().read_data(plan, planner)
+
+    class Strategy(Zarr3LoadShardedStrategy):
+        reader_type = Reader
+
+    save(state(1.0), tmp_path, "zarr")
+    with pytest.raises(CorruptCheckpointError, match="overwritten while it was read"):
+        load(state(0.0), tmp_path, Strategy())
+
+
 def test_between_two_ranks(tmp_path: Path) -> None:
     """Before anything is read."""
     save(state(1.0), tmp_path)
