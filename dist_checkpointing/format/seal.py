@@ -7,7 +7,6 @@ name is not part of the checkpoint.
 
 from __future__ import annotations
 
-import json
 import re
 import stat
 import time
@@ -120,7 +119,7 @@ class Seal:
         if any(file.etag for file in files):
             # Readers that do not know it pass over it.
             content["etags"] = [file.etag for file in files]
-        body = json.dumps(content, separators=(",", ":")).encode()
+        body = local_folder.json_text(content).encode()
         return b'{"checksum":"%s",' % xxhash.xxh3_128_hexdigest(body).encode() + body[1:]
 
     @classmethod
