@@ -71,6 +71,8 @@ class Columns:
 
     def joined(self, *others: Any) -> Self:
         """This table and the rows of others with the same other fields."""
+        if not others:
+            return self
         values = []
         for name in self.__match_args__:
             parts = [getattr(table, name) for table in (self, *others)]
@@ -211,16 +213,17 @@ class ShardTable(Columns):
         if self.holders is None:
             return self
         sizes = np.array([len(ranks) for ranks in self.holders], dtype=np.int64)
+        if (sizes == 1).all():
+            return replace(self, ranks=np.concatenate(self.holders)[self.ranks], holders=None)
         if sizes[self.ranks].sum() > _MANY_ROWS:
             sizes = np.minimum(sizes, _MOST_HOLDERS)
         held = zip(self.holders, sizes.tolist(), strict=True)
         members = np.concatenate([np.empty(0, np.int32), *(ranks[:size] for ranks, size in held)])
         begins = sizes.cumsum() - sizes
         rows, place = counted(sizes[self.ranks])
-        is_same = len(rows) == len(self)
-        table = self if is_same else self.take(rows)
+        table = self.take(rows)
         table = replace(table, ranks=members[begins[table.ranks] + place], holders=None)
-        return table if is_same else table.take(np.lexsort((table.ranks, table.keys)))
+        return table.take(np.lexsort((table.ranks, table.keys)))
 
     @cached_property
     def key_column(self) -> list[str]:
