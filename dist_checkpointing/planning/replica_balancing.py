@@ -119,7 +119,7 @@ class HolderSets:
     @classmethod
     def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s | None = None) -> HolderSets:
         """Who holds each part; with groups, only the ranks in the group of its main replica."""
-        numbers, holders = table.ranks[replicas.rows], _holders(table)
+        numbers, holders = table.ranks[replicas.rows], table.rank_sets
         home = np.zeros(len(replicas.main_rows), dtype=np.int64)
         if groups is not None:
             home = groups[table.take(replicas.main_rows).of_ranks().ranks]
@@ -153,7 +153,7 @@ def _alike(numbers: Int32s, starts: Int64s, home: Int64s) -> tuple[Int64s, Int64
 def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: Int32s) -> Int64s:
     """The rows by which some ranks hold some parts; ``parts`` and ``ranks`` are of one length."""
     # Every rank stands in a few sets, and one of them is that of the row.
-    holders = _holders(table)
+    holders = table.rank_sets
     sets, _ = counted(np.array([*map(len, holders)], dtype=np.int64))
     members = np.concatenate([np.empty(0, dtype=np.int32), *holders])
     order = np.argsort(members, kind="stable")
@@ -170,13 +170,6 @@ def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: I
     return rows
 
 
-def _holders(table: ShardTable) -> Sequence[Int32s]:
-    """The sets of ranks that the ``ranks`` of a table stand for."""
-    if table.holders is None:
-        return [*np.arange(table.ranks.max(initial=-1) + 1, dtype=np.int32)[:, None]]
-    return table.holders
-
-
 def _starts(counts: Int64s) -> Int64s:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
@@ -191,7 +184,7 @@ def find_replicas(catalog: ShardTable) -> Replicas:
     order, begins = own.by_part()
     part = np.cumsum(begins) - 1
     main = own.main[order]
-    num_holders = np.array([*map(len, _holders(own))], dtype=np.int64)[own.ranks[order]]
+    num_holders = np.array([*map(len, own.rank_sets)], dtype=np.int64)[own.ranks[order]]
     mains = np.bincount(part[main], num_holders[main], minlength=int(begins.sum()))
     main_rows = np.zeros(len(mains), dtype=np.int64)
     main_rows[part[main]] = rows[order[main]]

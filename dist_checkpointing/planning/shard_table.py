@@ -197,6 +197,13 @@ class ShardTable(Columns):
         """The rows of a key, in a table that is sorted by key."""
         return slice(*np.searchsorted(self.keys, np.array([number, number + 1], self.keys.dtype)))
 
+    @property
+    def rank_sets(self) -> Sequence[Int32s]:
+        """The sets of ranks that ``ranks`` are positions in."""
+        if self.holders is None:
+            return [*np.arange(self.ranks.max(initial=-1) + 1, dtype=np.int32)[:, None]]
+        return self.holders
+
     def ranks_of(self, rows: Any) -> Int32s:
         """All ranks that hold any of some rows, ascending."""
         numbers = np.unique(self.ranks[rows])
@@ -213,8 +220,6 @@ class ShardTable(Columns):
         if self.holders is None:
             return self
         sizes = np.array([len(ranks) for ranks in self.holders], dtype=np.int64)
-        if (sizes == 1).all():
-            return replace(self, ranks=np.concatenate(self.holders)[self.ranks], holders=None)
         if sizes[self.ranks].sum() > _MANY_ROWS:
             sizes = np.minimum(sizes, _MOST_HOLDERS)
         held = zip(self.holders, sizes.tolist(), strict=True)
