@@ -70,7 +70,9 @@ def as_location(path: str | os.PathLike[str]) -> Location:
         return ObjectPath.of(text)
     else:
         # Of "./~" a Path keeps only "~".
-        plain = Path(os.path.expanduser(text) if text[0] == "~" else path)
+        plain = (
+            path if isinstance(path, Path) and text[0] != "~" else Path(os.path.expanduser(text))
+        )
         # TensorStore refuses paths with "..", and a relative "~" would be expanded the next time.
         is_above = ".." in text and ".." in plain.parts
         return plain.resolve() if is_above or str(plain)[0] == "~" else plain

@@ -273,9 +273,14 @@ class ShardTable(Columns):
         return self.num_elements * self.itemsizes
 
     @cached_property
+    def is_start(self) -> Bools:
+        """Which rows are the first of their key, in a table that is sorted by key."""
+        return changes([self.keys])
+
+    @cached_property
     def starts(self) -> Int64s:
         """First row of each key, in a table that is sorted by key."""
-        return np.flatnonzero(changes([self.keys]))
+        return np.flatnonzero(self.is_start)
 
     @cached_property
     def groups(self) -> KeyGroups:
@@ -321,9 +326,8 @@ class KeyGroups:
 
     def __init__(self, table: ShardTable) -> None:
         starts, counted = table.starts, table.num_elements > 0
-        count, is_start = len(starts), np.zeros(len(table), dtype=np.int64)
-        is_start[starts] = 1
-        self.of_row = is_start.cumsum() - 1
+        count = len(starts)
+        self.of_row = table.is_start.cumsum() - 1
         self.is_counted: Bools = counted
         self.num_counted = np.bincount(self.of_row[counted], minlength=count)
         self.global_shapes = chunks = table.global_shapes[starts]
@@ -421,19 +425,20 @@ def concatenate(
     all_names = sorted(dict.fromkeys(itertools.chain.from_iterable(given.values())))
     position = {name: i for i, name in enumerate(all_names)}
     numbers = np.array([position[name] for names in given.values() for name in names], np.int32)
-    begins = np.cumsum([0, *map(len, given.values())])
-    begin_of = dict(zip(given, begins.tolist(), strict=False))
+    begins = itertools.accumulate(map(len, given.values()), initial=0)
+    begin_of = dict(zip(given, begins, strict=False))
     begin_of_row = np.repeat(
         [begin_of[id(table.names)] for table in tables], [len(table) for table in tables]
     )
     first, *others = tables
     joined = first.joined(*others) if isinstance(first, ShardTable) else None
     columns: dict[str, Any] = {}
+    order: slice | Int32s = slice(None)
     for name in COLUMNS:  # keys first
         column = _unpacked(tables, name) if joined is None else getattr(joined, name)
         if name in ("keys", "dtypes"):
             column = numbers[begin_of_row + column]
-        if name == "keys":
+        if name == "keys" and (column[1:] < column[:-1]).any():
             order = np.argsort(column, kind="stable").astype(np.int32)
         columns[name] = column[order]
     return ShardTable(tuple(all_names), holders=holders, **columns)
