@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import filterfalse
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -104,7 +105,7 @@ class Seal:
         ]
 
     def to_json(self) -> bytes:
-        files = sorted(self.files.values(), key=lambda file: file.name)
+        files = sorted(self.files.values(), key=attrgetter("name"))
         content = {
             "format": FORMAT,
             "format_minor": FORMAT_MINOR,
@@ -220,7 +221,7 @@ def write_seal(
     earlier save. The name of the seal is durable with the commit.
     """
     # Ranks that write into one file have seen it grow.
-    files = {file.name: file for file in sorted(reported, key=lambda file: file.num_bytes)}
+    files = {file.name: file for file in sorted(reported, key=attrgetter("num_bytes"))}
     if ATTEMPT_NAME not in files:
         files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}

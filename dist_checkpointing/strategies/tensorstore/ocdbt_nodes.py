@@ -426,16 +426,16 @@ def _read_values(body: Body, count: int, paths: Sequence[str]) -> tuple[I64, lis
 
 def _check_extents(extents: I64, paths: Sequence[str]) -> None:
     file, offset, length = extents
-    _check_files(file, len(paths))
+    _check_files(int(file.max(initial=-1)), len(paths))
     if "" in paths and not all(paths[number] for number in file.tolist()):
         raise Malformed("a file without a path")
     if (offset > MOST_I64 - length).any():
         raise Malformed("a place behind the end of any file")
 
 
-def _check_files(file: I64 | U64, num_files: int) -> None:
-    if (file >= num_files).any():
-        raise Malformed(f"file {file.max()} of {num_files}")
+def _check_files(largest: int, num_files: int) -> None:
+    if largest >= num_files:
+        raise Malformed(f"file {largest} of {num_files}")
 
 
 def encode_node(
@@ -520,7 +520,7 @@ def _read_newest(body: Body, files: Sequence[tuple[str, str]], arity: int) -> No
     height = body.take(count)[-1]
     columns = [[body.varint(most) for _ in range(count)] for most in (MOST_I64, *[MOST_U64] * 5)]
     body.take(8 * count)  # the times of the commits
-    _check_files(np.array(columns[0]), len(files))
+    _check_files(max(columns[0]), len(files))
     groups = {generation - 1 >> arity for generation in generations}
     if min(groups) < 0 or len(groups) > 1 or generations != sorted({*generations}):
         raise Malformed("its versions are not in order")
