@@ -64,13 +64,13 @@ class Body:
         # Before anything of this size is made.
         if total > len(digits):
             raise Malformed(f"a column of {count} integers runs over the end")
-        if digits.isascii():  # each is one byte
-            values = np.frombuffer(digits, dtype=np.uint8).astype(np.uint64)
+        shape = len(most), max(0, count)
+        if digits.isascii():  # each is one byte, and below any limit
             self.position += total
-        else:
-            values, num_bytes = _joined_digits(self.data, self.position, total)
-            self.position += num_bytes
-        columns = values.reshape(len(most), max(0, count))
+            return np.frombuffer(digits, dtype=np.uint8).astype(np.uint64).reshape(shape)
+        values, num_bytes = _joined_digits(self.data, self.position, total)
+        self.position += num_bytes
+        columns = values.reshape(shape)
         for largest, limit in zip(columns.max(axis=1, initial=0).tolist(), most, strict=True):
             if largest > limit:
                 raise Malformed(f"the integer {largest} is above {limit}")
