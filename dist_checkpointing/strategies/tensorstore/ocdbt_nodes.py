@@ -64,13 +64,13 @@ class Body:
         # Before anything of this size is made.
         if total > len(digits):
             raise Malformed(f"a column of {count} integers runs over the end")
-        shape = len(most), max(0, count)
-        if digits.isascii():  # each is one byte, and below any limit
+        if digits.isascii():  # each is one byte
+            values = np.frombuffer(digits, dtype=np.uint8).astype(np.uint64)
             self.position += total
-            return np.frombuffer(digits, dtype=np.uint8).astype(np.uint64).reshape(shape)
-        values, num_bytes = _joined_digits(self.data, self.position, total)
-        self.position += num_bytes
-        columns = values.reshape(shape)
+        else:
+            values, num_bytes = _joined_digits(self.data, self.position, total)
+            self.position += num_bytes
+        columns = values.reshape(len(most), max(0, count))
         for largest, limit in zip(columns.max(axis=1, initial=0).tolist(), most, strict=True):
             if largest > limit:
                 raise Malformed(f"the integer {largest} is above {limit}")
@@ -472,13 +472,9 @@ NODE_BYTES: Final = 1 << 18
 """Estimated size of a decoded node. A reader of one key decodes one for each level of the tree."""
 _ARITY_LOG2, _MOST_ARITY_LOG2 = 4, 16
 _LEVEL_BYTES: Final = 4
-_CONFIG: Final = b"".join(
-    [
-        bytes([_SINGLE]),
-        encoded([_INLINE_BYTES, NODE_BYTES]),
-        bytes([_ARITY_LOG2, _ZSTD]),
-        bytes(_LEVEL_BYTES),
-    ]
+# What is one byte in the format is as good as a number below 128.
+_CONFIG: Final = encoded(
+    [_SINGLE, _INLINE_BYTES, NODE_BYTES, _ARITY_LOG2, _ZSTD, *bytes(_LEVEL_BYTES)]
 )
 
 
