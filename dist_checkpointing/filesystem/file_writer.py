@@ -98,9 +98,10 @@ class _LocalFile:
             code = ctypes.get_errno() if written < 0 else 0
             if code not in (0, errno.EINTR):
                 raise OSError(code, os.strerror(code))
-            if written < int(batch[:, 1].sum()):
+            num_bytes = int(batch[:, 1].sum())
+            if written < num_bytes:
                 _write_rest(self._descriptor, memory_at(*batch.T), max(0, written))
-        self.position += int(lengths.sum())
+            self.position += num_bytes
 
     def make_room(self, offset: int, num_bytes: int) -> None:
         """Get ready for a large value; see ``makes_room``."""

@@ -53,6 +53,8 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+json_text: Final = json.JSONEncoder(separators=(",", ":")).encode
+"""The shortest JSON text of a value."""
 _PARSER_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
 
 
@@ -91,16 +93,17 @@ def write_content(folder: Location, name: str, data: bytes, durability: Durabili
     if isinstance(folder, ObjectPath):
         folder.store.put((folder / name).key, data)
         return
-    path, temporary = folder / name, folder / f"{name}.{os.urandom(4).hex()}.tmp"
+    path, rest = f"{folder}/{name}", memoryview(data)
+    temporary = f"{path}.{os.urandom(4).hex()}.tmp"
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
+        with open(temporary, "xb", buffering=0) as file:
+            while rest:
+                rest = rest[file.write(rest) :]
             if durability is Durability.FSYNC:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 

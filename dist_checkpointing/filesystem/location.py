@@ -70,7 +70,9 @@ def as_location(path: str | os.PathLike[str]) -> Location:
         return ObjectPath.of(text)
     else:
         # Of "./~" a Path keeps only "~".
-        plain = Path(os.path.expanduser(text) if text[0] == "~" else path)
+        plain = (
+            path if isinstance(path, Path) and text[0] != "~" else Path(os.path.expanduser(text))
+        )
         # TensorStore refuses paths with "..", and a relative "~" would be expanded the next time.
         is_above = ".." in text and ".." in plain.parts
         return plain.resolve() if is_above or str(plain)[0] == "~" else plain
@@ -494,8 +496,7 @@ def check_room(folder: Location, num_bytes: int) -> None:
     """
     if isinstance(folder, ObjectPath):
         return
-    paths = itertools.chain([folder], folder.parents)
-    above, status = next((p, found) for p in paths if (found := status_of(p)))
+    above, status = _nearest(folder)
     findings, is_folder = [], stat.S_ISDIR(status.st_mode)
     if not is_folder:
         findings.append(Finding("a file is in the way", path=str(above)))
@@ -511,8 +512,14 @@ def check_room(folder: Location, num_bytes: int) -> None:
         raise kind(f"cannot save into {folder}", findings)
 
 
+def _nearest(folder: Path) -> tuple[Path, os.stat_result]:
+    """A folder or file, or the nearest one above that exists; and its status."""
+    paths = itertools.chain([folder], folder.parents)
+    return next((path, found) for path in paths if (found := status_of(path)))
+
+
 def _free_bytes(folder: Path) -> int | None:
-    room = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+    room = os.statvfs(folder)
     # Some file systems do not say how large they are.
     return room.f_bavail * room.f_frsize if room.f_blocks else None
 
@@ -526,7 +533,7 @@ def explained_full_disk(folder: Location, what: str) -> Iterator[None]:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not is_full or isinstance(folder, ObjectPath):
             raise
-        free = _free_bytes(folder)
+        free = _free_bytes(_nearest(folder)[0])
         room = "" if free is None else f", with {free} bytes free"
         text = f"{error.strerror}: {what} did not fit into {folder}{room}. {_MORE_ROOM[:-1]}"
         raise OSError(error.errno, text) from error

@@ -425,10 +425,10 @@ def padded(column: Int64s, width: int, fill: int) -> Int64s:
 def padded_rows(rows: Sequence[Sequence[int]], fill: int, width: int = 1) -> Int64s:
     """Ragged rows as one array with at least so many axes."""
     numbers = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
-    ndim = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    width = max(width, int(ndim.max(initial=0)))
+    width = max(width, max(map(len, rows), default=0))
     if len(numbers) == len(rows) * width:
         return numbers.reshape(len(rows), width)
+    ndim = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     table = np.full((len(rows), width), fill, dtype=np.int64)
     table[np.arange(width) < ndim[:, None]] = numbers
     return table

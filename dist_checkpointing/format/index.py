@@ -8,7 +8,6 @@ of a large tensor is believed when the files have the bytes, and the chunks, tha
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ import xxhash
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
-from dist_checkpointing.filesystem.local_folder import Durability
+from dist_checkpointing.filesystem.local_folder import Durability, json_text
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import (
@@ -41,10 +40,6 @@ from dist_checkpointing.format.geometry import (
 )
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.threads import paused_collector
-
-
-def json_text(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def pieces_text(pieces: Mapping[str, Pieces]) -> str:

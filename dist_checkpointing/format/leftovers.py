@@ -85,7 +85,7 @@ def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
 
 
 def attempt_json(attempt: str, names: Sequence[str]) -> bytes:
-    return json.dumps({"attempt": attempt, "creates": names}, separators=(",", ":")).encode()
+    return local_folder.json_text({"attempt": attempt, "creates": names}).encode()
 
 
 def note_attempt(folder: Path, attempt: str, names: Sequence[str], durability: Durability) -> None:

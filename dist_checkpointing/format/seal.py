@@ -7,7 +7,6 @@ name is not part of the checkpoint.
 
 from __future__ import annotations
 
-import json
 import re
 import stat
 import time
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import filterfalse
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -104,7 +104,7 @@ class Seal:
         ]
 
     def to_json(self) -> bytes:
-        files = sorted(self.files.values(), key=lambda file: file.name)
+        files = sorted(self.files.values(), key=attrgetter("name"))
         content = {
             "format": FORMAT,
             "format_minor": FORMAT_MINOR,
@@ -119,7 +119,7 @@ class Seal:
         if any(file.etag for file in files):
             # Readers that do not know it pass over it.
             content["etags"] = [file.etag for file in files]
-        body = json.dumps(content, separators=(",", ":")).encode()
+        body = local_folder.json_text(content).encode()
         return b'{"checksum":"%s",' % xxhash.xxh3_128_hexdigest(body).encode() + body[1:]
 
     @classmethod
@@ -220,11 +220,13 @@ def write_seal(
     earlier save. The name of the seal is durable with the commit.
     """
     # Ranks that write into one file have seen it grow.
-    files = {file.name: file for file in sorted(reported, key=lambda file: file.num_bytes)}
+    files = {file.name: file for file in sorted(reported, key=attrgetter("num_bytes"))}
     if ATTEMPT_NAME not in files:
         files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}
-    found = location.sizes_in(folder, created, sizes)
+    # What is written later is not looked for.
+    made = None if created is None else {*created} - _UNSEALED_NAMES
+    found = location.sizes_in(folder, made, sizes)
     if not is_all_here:
         found = sizes | found
     _require_reported(folder, files, found)

@@ -286,7 +286,7 @@ def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Inde
     is_empty = (announced.global_shapes[firsts] == 0).any(axis=1) & ~is_object
     if is_empty.any():
         tensors = concatenate([tensors, announced.take(firsts[is_empty])])
-    first = tensors.take(tensors.starts)
+    first = tensors.take(tensors.is_start)
     chunks, pieces = layout.parts(tensors)
     shapes = first.global_shape_column
     return Index(first.key_column, first.dtype_column, shapes, chunks, pieces, grids)

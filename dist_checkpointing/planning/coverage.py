@@ -182,11 +182,12 @@ def _is_covered_grid(table: ShardTable) -> Bools:
 def _find_disagreements(table: ShardTable) -> tuple[list[Finding], set[str]]:
     """Keys on whose dtype, kind or global shape the ranks differ, and shards out of bounds."""
     outside = table.offsets + table.shapes > table.global_shapes
-    is_same = table.keys[1:] == table.keys[:-1]
     compared = (table.dtypes, table.ndim, *table.global_shapes.T)
+    is_same = ~table.is_start[1:]
     differ = ((is_same & (column[1:] != column[:-1])).any() for column in compared)
     # Nearly always each row is as the one before of its key, which takes little time to see.
-    if not outside.any() and not (is_same.any() and any(differ)):
+    is_alike = len(table.starts) == len(table) or not any(differ)
+    if is_alike and not outside.any():
         return [], set()
     first = np.repeat(table.starts, np.diff(table.starts, append=len(table)))
     columns = {

@@ -118,7 +118,7 @@ class HolderSets:
     @classmethod
     def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s) -> HolderSets:
         """Who holds each part, of the ranks that are in the group of its main replica."""
-        numbers, holders = table.ranks[replicas.rows], _holders(table)
+        numbers, holders = table.ranks[replicas.rows], table.rank_sets
         home = groups[table.take(replicas.main_rows).of_ranks().ranks]
         known: dict[tuple[bytes, int], int] = {}
         packed, bounds = numbers.tobytes(), (replicas.starts * numbers.itemsize).tolist()
@@ -137,7 +137,7 @@ class HolderSets:
 def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: Int32s) -> Int64s:
     """The rows by which some ranks hold some parts; ``parts`` and ``ranks`` are of one length."""
     # Every rank stands in a few sets, and one of them is that of the row.
-    holders = _holders(table)
+    holders = table.rank_sets
     sets, _ = counted(np.array([*map(len, holders)], dtype=np.int64))
     members = np.concatenate([np.empty(0, dtype=np.int32), *holders])
     order = np.argsort(members, kind="stable")
@@ -154,13 +154,6 @@ def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: I
     return rows
 
 
-def _holders(table: ShardTable) -> Sequence[Int32s]:
-    """The sets of ranks that the ``ranks`` of a table stand for."""
-    if table.holders is None:
-        return [*np.arange(table.ranks.max(initial=-1) + 1, dtype=np.int32)[:, None]]
-    return table.holders
-
-
 def _starts(counts: Int64s) -> Int64s:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
@@ -175,7 +168,7 @@ def find_replicas(catalog: ShardTable) -> Replicas:
     order, begins = own.by_part()
     part = np.cumsum(begins) - 1
     main = own.main[order]
-    num_holders = np.array([*map(len, _holders(own))], dtype=np.int64)[own.ranks[order]]
+    num_holders = np.array([*map(len, own.rank_sets)], dtype=np.int64)[own.ranks[order]]
     mains = np.bincount(part[main], num_holders[main], minlength=int(begins.sum()))
     main_rows = np.zeros(len(mains), dtype=np.int64)
     main_rows[part[main]] = rows[order[main]]

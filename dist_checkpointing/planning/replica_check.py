@@ -89,7 +89,7 @@ class Copies:
     @property
     def has_copies(self) -> Bools:
         """``[parts]``, whether several ranks hold a part, or one of them twice."""
-        held = np.array([*map(len, self.catalog.holders or ())], dtype=np.int64)
+        held = np.array([*map(len, self.catalog.rank_sets)], dtype=np.int64)
         sizes = held[self.catalog.ranks[self.rows]]
         return np.add.reduceat(sizes, self.begins[:-1]) > 1 if len(self.parts) else sizes > 1
 
@@ -109,7 +109,7 @@ def copies_of(catalog: ShardTable, rank: int) -> Copies:
     begins = np.append(np.flatnonzero(is_new), len(rows))
     part_of_row = np.empty(len(rows), dtype=np.int64)
     part_of_row[rows] = np.cumsum(is_new) - 1
-    holders = catalog.holders or ()
+    holders = catalog.rank_sets
     is_local = np.array([rank in held for held in holders], dtype=np.bool_)[catalog.ranks]
     local = np.empty(int(is_local.sum()), dtype=np.int64)
     local[catalog.sources[is_local]] = part_of_row[is_local]

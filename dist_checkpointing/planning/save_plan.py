@@ -200,7 +200,9 @@ class SavePlanning:
             written, index = self._assigner.assign(catalog, self._world_size)
             check_coverage(catalog, written)
             table = written.take(written.ranks == self._rank)
-            plan = replace(local, table=_with_leaves(table, self._leaf_numbers), index=index)
+            if self._leaf_numbers:
+                table = _with_leaves(table, self._leaf_numbers)
+            plan = replace(local, table=table, index=index)
         else:
             # Who sent a plan is who holds its shards, whatever a user's planner put there.
             tables = exchanged.tables_of_ranks(_KINDS[0])

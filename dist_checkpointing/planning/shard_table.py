@@ -70,6 +70,8 @@ class Columns:
 
     def joined(self, *others: Any) -> Self:
         """This table and the rows of others with the same other fields."""
+        if not others:
+            return self
         values = []
         for name in self.__match_args__:
             parts = [getattr(table, name) for table in (self, *others)]
@@ -204,6 +206,13 @@ class ShardTable(Columns):
         """The rows of a key, in a table that is sorted by key."""
         return slice(*np.searchsorted(self.keys, np.array([number, number + 1], self.keys.dtype)))
 
+    @property
+    def rank_sets(self) -> Sequence[Int32s]:
+        """The sets of ranks that ``ranks`` are positions in."""
+        if self.holders is None:
+            return [*np.arange(self.ranks.max(initial=-1) + 1, dtype=np.int32)[:, None]]
+        return self.holders
+
     def ranks_of(self, rows: Any) -> Int32s:
         """All ranks that hold any of some rows, ascending."""
         numbers = np.unique(self.ranks[rows])
@@ -226,6 +235,7 @@ class ShardTable(Columns):
         members = np.concatenate([np.empty(0, np.int32), *(ranks[:size] for ranks, size in held)])
         begins = sizes.cumsum() - sizes
         rows, place = counted(sizes[self.ranks])
+        # Rows of one rank each keep their order.
         is_same = len(rows) == len(self)
         table = self if is_same else self.take(rows)
         table = replace(table, ranks=members[begins[table.ranks] + place], holders=None)
@@ -274,9 +284,14 @@ class ShardTable(Columns):
         return self.num_elements * self.itemsizes
 
     @cached_property
+    def is_start(self) -> Bools:
+        """Which rows are the first of their key, in a table that is sorted by key."""
+        return changes([self.keys])
+
+    @cached_property
     def starts(self) -> Int64s:
         """First row of each key, in a table that is sorted by key."""
-        return np.flatnonzero(changes([self.keys]))
+        return np.flatnonzero(self.is_start)
 
     @cached_property
     def groups(self) -> KeyGroups:
@@ -322,9 +337,8 @@ class KeyGroups:
 
     def __init__(self, table: ShardTable) -> None:
         starts, counted = table.starts, table.num_elements > 0
-        count, is_start = len(starts), np.zeros(len(table), dtype=np.int64)
-        is_start[starts] = 1
-        self.of_row = is_start.cumsum() - 1
+        count = len(starts)
+        self.of_row = table.is_start.cumsum() - 1
         self.is_counted: Bools = counted
         self.num_counted = np.bincount(self.of_row[counted], minlength=count)
         self.global_shapes = chunks = table.global_shapes[starts]
@@ -422,19 +436,20 @@ def concatenate(
     all_names = sorted(dict.fromkeys(itertools.chain.from_iterable(given.values())))
     position = {name: i for i, name in enumerate(all_names)}
     numbers = np.array([position[name] for names in given.values() for name in names], np.int32)
-    begins = np.cumsum([0, *map(len, given.values())])
-    begin_of = dict(zip(given, begins.tolist(), strict=False))
+    begins = itertools.accumulate(map(len, given.values()), initial=0)
+    begin_of = dict(zip(given, begins, strict=False))
     begin_of_row = np.repeat(
         [begin_of[id(table.names)] for table in tables], [len(table) for table in tables]
     )
     first, *others = tables
     joined = first.joined(*others) if isinstance(first, ShardTable) else None
     columns: dict[str, Any] = {}
+    order: slice | Int32s = slice(None)
     for name in COLUMNS:  # keys first
         column = _unpacked(tables, name) if joined is None else getattr(joined, name)
         if name in ("keys", "dtypes"):
             column = numbers[begin_of_row + column]
-        if name == "keys":
+        if name == "keys" and (column[1:] < column[:-1]).any():
             order = np.argsort(column, kind="stable").astype(np.int32)
         columns[name] = column[order]
     return ShardTable(tuple(all_names), holders=holders, **columns)

@@ -166,6 +166,8 @@ class ExchangedTables(Generic[T]):
         """The distinct rows of all ranks, sorted by key, with the ranks that hold each."""
         held = [own for kind in kinds for own in self.held.get(kind, ())]
         held.sort(key=lambda own: int(own.ranks[0]))
+        if all(len(own.ranks) == 1 for own in held):
+            return concatenate([own.table(int(own.ranks[0])) for own in held])
         tables = [own.table(number) for number, own in enumerate(held)]
         return concatenate(tables, [own.ranks for own in held])
 

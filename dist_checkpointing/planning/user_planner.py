@@ -67,8 +67,8 @@ def adapted(given: Any, kind: type[Any]) -> Any:
 
 def overrides(planner: object, base: type, *names: str) -> bool:
     """Whether any of these methods of a planner is another than that of ``base``."""
-    methods = ((getattr(planner, name), getattr(base, name)) for name in names)
-    return any(getattr(method, "__func__", None) is not own for method, own in methods)
+    methods = [getattr(getattr(planner, name), "__func__", None) for name in names]
+    return methods != [getattr(base, name) for name in names]
 
 
 def placed(plan: LoadPlan, index: Index, leaves: Sequence[ShardedBase]) -> LoadPlan:

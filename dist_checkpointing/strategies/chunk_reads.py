@@ -171,9 +171,9 @@ def read_single(
     The file ends with them if they are all of it. None where several threads take less time, and
     for whatever is wrong: a plan names that.
     """
-    num_bytes = window.array_size * dtype.itemsize
-    is_run = window.contiguous_range() is not None
-    most_read = window.box.num_elements * dtype.itemsize if is_run else num_bytes
+    most_read = num_bytes = window.array_size * dtype.itemsize
+    if num_bytes > _MOST_SINGLE_BYTES and window.contiguous_range() is not None:
+        most_read = window.box.num_elements * dtype.itemsize
     if most_read > _MOST_SINGLE_BYTES and files.limits.threads > 1:
         return None
     part = memory(window.box.shape, dtype=dtype.torch)

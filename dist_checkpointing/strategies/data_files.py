@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -50,8 +51,6 @@ class DataFiles:
     ) -> None:
         self._root, self._stem = root, stem
         self._is_durable = options.durability is Durability.FSYNC
-        # Elsewhere the C library would write zeros to make room, and fsync gains nothing by it.
-        self._makes_room = not self._is_durable and file_writer.makes_room(root)
         self.most_bytes = file_writer.file_bytes(root, options.data_file_bytes)
         self._most_pending = min(most_pending, MOST_PENDING_BYTES)
         self._report = report
@@ -63,6 +62,11 @@ class DataFiles:
         self._pending_bytes = self._unreported = 0
         self.names: list[str] = []
         self.extents: array[int] = array("q")
+
+    @cached_property
+    def _makes_room(self) -> bool:
+        # Elsewhere the C library would write zeros to make room, and fsync gains nothing by it.
+        return not self._is_durable and file_writer.makes_room(self._root)
 
     def put(self, value: Any, num_bytes: int, reported: int) -> None:
         """Add a value, an array or bytes, which must stay as it is until it is written soon.

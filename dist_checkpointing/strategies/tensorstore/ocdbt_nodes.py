@@ -357,9 +357,9 @@ def read_files(body: Body, folder: str) -> list[tuple[str, str]]:
 
 
 def files_table(paths: Sequence[str]) -> bytes:
-    """The data file table of these paths, with no base path."""
-    names = [path.encode() for path in paths]
-    return _encoded_strings(names, shared_lengths(names), 0, np.zeros(len(names), dtype=np.int64))
+    """The data file table of these paths, with no base path, which all stand there whole."""
+    names, zeros = [path.encode() for path in paths], np.zeros(len(paths), dtype=np.int64)
+    return _encoded_strings(names, zeros, 0, zeros)
 
 
 def decode_node(record: bytes, ref: NodeRef) -> Node:
@@ -426,16 +426,16 @@ def _read_values(body: Body, count: int, paths: Sequence[str]) -> tuple[I64, lis
 
 def _check_extents(extents: I64, paths: Sequence[str]) -> None:
     file, offset, length = extents
-    _check_files(file, len(paths))
+    _check_files(int(file.max(initial=-1)), len(paths))
     if "" in paths and not all(paths[number] for number in file.tolist()):
         raise Malformed("a file without a path")
     if (offset > MOST_I64 - length).any():
         raise Malformed("a place behind the end of any file")
 
 
-def _check_files(file: I64 | U64, num_files: int) -> None:
-    if (file >= num_files).any():
-        raise Malformed(f"file {file.max()} of {num_files}")
+def _check_files(largest: int, num_files: int) -> None:
+    if largest >= num_files:
+        raise Malformed(f"file {largest} of {num_files}")
 
 
 def encode_node(
@@ -457,13 +457,11 @@ def encode_node(
     used, (file,) = renumbered(len(files), entries[0])
     others = [np.subtract(prefixes, cut)] if height else []
     strings = _encoded_strings(keys, shared, cut, *others)
-    if height:
-        columns = [encoded(np.concatenate([file, *entries[1:]]))]
-    else:
-        columns = [encoded(entries[2]), bytes([_OUTSIDE]) * len(keys)]
-        columns.append(encoded(np.concatenate([file, entries[1]])))
+    columns = [file, *entries[1:]]
+    if not height:  # a byte says of each value where it is, which is as good as a number
+        columns = [entries[2], np.full_like(file, _OUTSIDE), file, entries[1]]
     table = files_table([files[number] for number in used])
-    body = b"".join([bytes([height]), table, strings, *columns])
+    body = b"".join([bytes([height]), table, strings, encoded(np.concatenate(columns))])
     return sealed(NODE, body, compressed=True)
 
 
@@ -474,17 +472,19 @@ NODE_BYTES: Final = 1 << 18
 """Estimated size of a decoded node. A reader of one key decodes one for each level of the tree."""
 _ARITY_LOG2, _MOST_ARITY_LOG2 = 4, 16
 _LEVEL_BYTES: Final = 4
+# What is one byte in the format is as good as a number below 128.
+_CONFIG: Final = encoded(
+    [_SINGLE, _INLINE_BYTES, NODE_BYTES, _ARITY_LOG2, _ZSTD, *bytes(_LEVEL_BYTES)]
+)
 
 
 def encode_manifest(root: NodeRef | None) -> bytes:
     """The manifest of a database with one version, whose root lies in a file without base path."""
     root = root or NodeRef("", "", 0, MOST_U64, MOST_U64, 0, 0, 0)
     numbers = (0, root.offset, root.length, root.num_keys, root.num_tree_bytes)
-    config = os.urandom(16) + bytes([_SINGLE]) + encoded([_INLINE_BYTES, NODE_BYTES])
-    config += bytes([_ARITY_LOG2, _ZSTD]) + bytes(_LEVEL_BYTES)
     version = b"\x01\x01" + bytes([root.height]) + encoded([*numbers, root.num_value_bytes])
     version += time.time_ns().to_bytes(8, "little")
-    body = config + files_table([root.path]) + version + b"\x00"
+    body = os.urandom(16) + _CONFIG + files_table([root.path]) + version + b"\x00"
     return sealed(MANIFEST, body, compressed=False)
 
 
@@ -516,7 +516,7 @@ def _read_newest(body: Body, files: Sequence[tuple[str, str]], arity: int) -> No
     height = body.take(count)[-1]
     columns = [[body.varint(most) for _ in range(count)] for most in (MOST_I64, *[MOST_U64] * 5)]
     body.take(8 * count)  # the times of the commits
-    _check_files(np.array(columns[0]), len(files))
+    _check_files(max(columns[0]), len(files))
     groups = {generation - 1 >> arity for generation in generations}
     if min(groups) < 0 or len(groups) > 1 or generations != sorted({*generations}):
         raise Malformed("its versions are not in order")

@@ -100,7 +100,8 @@ class RowWriter:
         is_simple = self._is_simple[rows]
         ends = self._sizes[rows].cumsum()
         begin = 0
-        for change in [*(np.flatnonzero(np.diff(is_simple)) + 1).tolist(), len(rows)]:
+        changes = np.flatnonzero(is_simple[1:] != is_simple[:-1]) + 1
+        for change in [*changes.tolist(), len(rows)]:
             while begin < change:
                 end = change
                 if is_simple[begin]:
