@@ -387,7 +387,8 @@ class DefaultSavePlanner(SavePlanner):
             whole: object = leaf.data
             # What has as many elements as the whole is the whole.
             if isinstance(leaf, ShardedTensor) and (
-                leaf.prepend_axis_num
+                leaf.cast_by
+                or leaf.prepend_axis_num
                 or leaf.data is None
                 or leaf.data.numel() != sizes[row]
                 or (leaf.flattened_range is not None and not is_flat[row])
@@ -445,15 +446,17 @@ def _range_of(box: Box, flat: tuple[int, int] | None, leaf: ShardedTensor) -> tu
 
 def _values(leaf: ShardedTensor, box: Box, flat: tuple[int, int] | None) -> torch.Tensor:
     """The values of a leaf in a box, or in a flattened range of it."""
-    whole = leaf.data
-    assert whole is not None
+    values = leaf.data
+    assert values is not None
     if leaf.flattened_range is not None:
         start, stop = _range_of(box, flat, leaf)
-        values = whole[start - leaf.flattened_range.start : stop - leaf.flattened_range.start]
-        return values if flat is not None else values.view(box.shape)
-    if leaf.prepend_axis_num:
-        whole = whole[(None,) * leaf.prepend_axis_num]
-    return whole if box.shape == whole.shape else whole[box.relative_to(leaf.box.offset).slices()]
+        values = values[start - leaf.flattened_range.start : stop - leaf.flattened_range.start]
+        values = values if flat is not None else values.view(box.shape)
+    else:
+        values = values[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else values
+        if box.shape != values.shape:
+            values = values[box.relative_to(leaf.box.offset).slices()]
+    return values.to(leaf.dtype) if leaf.cast_by == "planner" else values
 
 
 def _memory(leaf: ShardedTensor, place: Window) -> torch.Tensor:

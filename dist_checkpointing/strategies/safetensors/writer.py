@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import ClassVar, Final
@@ -23,12 +23,13 @@ from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.format.dtypes import FLOATING, DType
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.foreign_formats import MODEL_INDEX_NAME
-from dist_checkpointing.format.geometry import Box, Window, values_of_part
+from dist_checkpointing.format.geometry import Box, Window, split_rows, values_of_part
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile, shared_name
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import (
     StorageWriter,
     WriteResult,
@@ -36,7 +37,8 @@ from dist_checkpointing.storage.interface import (
     done,
 )
 from dist_checkpointing.storage.options import Durability
-from dist_checkpointing.strategies.data_files import write_window
+from dist_checkpointing.storage.staging import HostBlocks
+from dist_checkpointing.strategies.data_files import balanced, write_window
 from dist_checkpointing.strategies.safetensors.model_files import (
     CODE_OF_DTYPE,
     METADATA_KEY,
@@ -48,6 +50,8 @@ from dist_checkpointing.strategies.safetensors.model_files import (
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
+_MOST_BUFFER_BYTES: Final = 2**25
+"""For copies, of all threads together; more does not make them faster."""
 _TEXT_BYTES: Final = 2**16
 """Room in a header for texts that rank 0 alone knows, while the others write behind it."""
 
@@ -69,6 +73,7 @@ class SafetensorsWriter(StorageWriter):
     layout: RowBlockLayout = RowBlockLayout(keeps_ranges=False)
     gathers_results: ClassVar[bool] = False
     keeps_cuts: ClassVar[bool] = False
+    casts: ClassVar[bool] = True
     keeps_fingerprints: ClassVar[bool] = False
     dtype: torch.dtype | None = None
     extra_files: Mapping[str, bytes] = {}
@@ -142,20 +147,41 @@ class SafetensorsWriter(StorageWriter):
                     whole = Window(0, header.shape, Box.whole(header.shape))
                     write_window(opened[number], 0, whole, header)
 
-            def write(row: int) -> None:
-                key, data = table.key(row), data_of(row)
-                assert isinstance(data, torch.Tensor)
-                number, shape = file_of[key], table.global_shape(row)
-                dtype = self._stored(index[key].dtype).torch
-                array = tensor_memory.as_numpy(data.detach().to("cpu", dtype).contiguous())
-                for box, values in values_of_part(table.box(row), table.flat_range(row), array):
-                    start, window = files[number].starts[key], Window(0, shape, box)
-                    write_window(opened[number], start, window, values)
-                self.report(int(table.num_bytes[row]))
+            threads = self.options.threads
+            dtypes = {key: dtype.torch for key, dtype, _ in self._rows(index)}
+            most_bytes = min(self.options.buffer_bytes, _MOST_BUFFER_BYTES) // threads
+
+            def write(rows: Int64s) -> None:
+                blocks, places = HostBlocks(most_bytes, lambda: None), list[tuple[int, Box]]()
+                buffer = torch.empty(blocks.block_bytes, dtype=torch.uint8)
+
+                def parts() -> Iterator[torch.Tensor]:
+                    for row in rows.tolist():
+                        data, own, flat = data_of(row), table.box(row), table.flat_range(row)
+                        assert isinstance(data, torch.Tensor)
+                        most = blocks.block_bytes // max(
+                            data.itemsize, dtypes[table.key(row)].itemsize
+                        )
+                        for box, values in values_of_part(own, flat, data.detach()):
+                            for part in split_rows(Box.whole(box.shape), most):
+                                places.append((row, part.moved(box.offset)))
+                                yield values[part.slices()]
+
+                for number, block in blocks.of(parts()):
+                    row, box = places[number]
+                    key = table.key(row)
+                    dtype, values = dtypes[key], block
+                    if block.dtype != dtype or not tensor_memory.is_plain_memory(block):
+                        memory = buffer[: block.numel() * dtype.itemsize].view(dtype)
+                        values = memory.view(block.shape).copy_(block)
+                    file, window = file_of[key], Window(0, table.global_shape(row), box)
+                    array = tensor_memory.as_numpy(values)
+                    write_window(opened[file], files[file].starts[key], window, array)
+                    self.report(block.numel() * index[key].dtype.itemsize)
 
             # Ranks begin at different files: the kernel lets one process at a time write a file.
             order = np.roll(np.arange(len(table)), -self.rank * len(table) // self.world_size)
-            in_threads(write, order.tolist(), self.options.threads)
+            in_threads(write, balanced(order, table.num_bytes, threads), threads)
             if self.options.durability is Durability.FSYNC:
                 in_threads(os.fsync, [*opened.values()], self.options.threads)
         sealed = [SealedFile(names[number], files[number].num_bytes) for number in sorted(written)]
