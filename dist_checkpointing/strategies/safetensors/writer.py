@@ -38,7 +38,7 @@ from dist_checkpointing.storage.interface import (
 )
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.staging import HostBlocks
-from dist_checkpointing.strategies.data_files import balanced, write_window
+from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.safetensors.model_files import (
     CODE_OF_DTYPE,
     METADATA_KEY,
@@ -136,17 +136,7 @@ class SafetensorsWriter(StorageWriter):
             written |= {*range(len(files))}
         names = [shared_name(f.name, self.attempt) if self.attempt else f.name for f in files]
         with ExitStack() as stack:
-            opened = {}
-            for number in sorted(written):
-                path = f"{self.checkpoint_dir}/{names[number]}"
-                opened[number] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                stack.callback(os.close, opened[number])
-                os.ftruncate(opened[number], files[number].num_bytes)
-                if self.rank == 0:
-                    header = np.frombuffer(files[number].header, np.uint8)
-                    whole = Window(0, header.shape, Box.whole(header.shape))
-                    write_window(opened[number], 0, whole, header)
-
+            opened = {n: self._opened(names[n], files[n], stack) for n in sorted(written)}
             threads = self.options.threads
             dtypes = {key: dtype.torch for key, dtype, _ in self._rows(index)}
             most_bytes = min(self.options.buffer_bytes, _MOST_BUFFER_BYTES) // threads
@@ -179,13 +169,31 @@ class SafetensorsWriter(StorageWriter):
                     write_window(opened[file], files[file].starts[key], window, array)
                     self.report(block.numel() * index[key].dtype.itemsize)
 
-            # Ranks begin at different files: the kernel lets one process at a time write a file.
+            # The kernel lets one thread at a time write a file: ranks begin at different ones, and
+            # threads too.
             order = np.roll(np.arange(len(table)), -self.rank * len(table) // self.world_size)
-            in_threads(write, balanced(order, table.num_bytes, threads), threads)
+            ends = table.num_bytes[order].cumsum()
+            cuts = ends.searchsorted(np.arange(1, threads) * table.num_bytes.sum() // threads)
+            in_threads(write, np.split(order, cuts), threads)
             if self.options.durability is Durability.FSYNC:
                 in_threads(os.fsync, [*opened.values()], self.options.threads)
         sealed = [SealedFile(names[number], files[number].num_bytes) for number in sorted(written)]
         return done(WriteResults(table, table.num_bytes, files=tuple(sealed)))
+
+    def _opened(self, name: str, file: ModelFile, stack: ExitStack) -> int:
+        """A descriptor of a file in its final size; rank 0 writes the header."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(f"{self.checkpoint_dir}/{name}", flags, 0o666)
+        stack.callback(os.close, descriptor)
+        os.ftruncate(descriptor, file.num_bytes)
+        is_durable = self.options.durability is Durability.FSYNC
+        if not is_durable and file_writer.makes_room(self.checkpoint_dir):  # see ``DataFiles``
+            os.posix_fallocate(descriptor, 0, file.num_bytes)
+        if self.rank == 0:
+            header = np.frombuffer(file.header, np.uint8)
+            whole = Window(0, header.shape, Box.whole(header.shape))
+            write_window(descriptor, 0, whole, header)
+        return descriptor
 
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
