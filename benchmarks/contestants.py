@@ -340,6 +340,7 @@ CONTESTANTS = {
         _our("tensorstore 1 + checksum", TENSORSTORE, CHECKED, "load(verify=True)"),
         _our("tensorstore 1, defaults", TENSORSTORE, StorageOptions(), "durable, checksums"),
         _our("tensorstore 1 (pread)", TENSORSTORE, replace(PLAIN, read_mode=ReadMode.PREAD), ""),
+        _our("safetensors 1", ("safetensors", 1), PLAIN, "the files of a model"),
         _our("zarr 2", ("zarr", 2), PLAIN, "no checksums"),
         _our("zarr 1", ("zarr", 1), PLAIN, "no checksums"),
         _our("torch_dist 1", ("torch_dist", 1), PLAIN, "no checksums"),
