@@ -7,10 +7,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from dist_checkpointing.format.seal import SealedFile, shared_name
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import (
     StorageWriter,
     WriteResult,
@@ -141,33 +141,20 @@ class SafetensorsWriter(StorageWriter):
             dtypes = {key: dtype.torch for key, dtype, _ in self._rows(index)}
             most_bytes = min(self.options.buffer_bytes, _MOST_BUFFER_BYTES) // threads
 
+            failures: list[BaseException] = []
+
             def write(rows: Int64s) -> None:
-                blocks, places = HostBlocks(most_bytes, lambda: None), list[tuple[int, Box]]()
-                buffer = torch.empty(blocks.block_bytes, dtype=torch.uint8)
-
-                def parts() -> Iterator[torch.Tensor]:
-                    for row in rows.tolist():
-                        data, own, flat = data_of(row), table.box(row), table.flat_range(row)
-                        assert isinstance(data, torch.Tensor)
-                        most = blocks.block_bytes // max(
-                            data.itemsize, dtypes[table.key(row)].itemsize
-                        )
-                        for box, values in values_of_part(own, flat, data.detach()):
-                            for part in split_rows(Box.whole(box.shape), most):
-                                places.append((row, part.moved(box.offset)))
-                                yield values[part.slices()]
-
-                for number, block in blocks.of(parts()):
-                    row, box = places[number]
-                    key = table.key(row)
-                    dtype, values = dtypes[key], block
-                    if block.dtype != dtype or not tensor_memory.is_plain_memory(block):
-                        memory = buffer[: block.numel() * dtype.itemsize].view(dtype)
-                        values = memory.view(block.shape).copy_(block)
-                    file, window = file_of[key], Window(0, table.global_shape(row), box)
-                    array = tensor_memory.as_numpy(values)
-                    write_window(opened[file], files[file].starts[key], window, array)
-                    self.report(block.numel() * index[key].dtype.itemsize)
+                try:
+                    for row, box, values in _converted(rows, table, data_of, dtypes, most_bytes):
+                        if failures:
+                            return
+                        key, array = table.key(row), tensor_memory.as_numpy(values)
+                        file, window = file_of[key], Window(0, table.global_shape(row), box)
+                        write_window(opened[file], files[file].starts[key], window, array)
+                        self.report(values.numel() * index[key].dtype.itemsize)
+                except BaseException as error:
+                    failures.append(error)
+                    raise
 
             # The kernel lets one thread at a time write a file: ranks begin at different ones, and
             # threads too.
@@ -213,3 +200,36 @@ class SafetensorsWriter(StorageWriter):
         for name, data in self.extra_files.items():
             file_writer.put(self.checkpoint_dir, name, data, self.options.durability)
         return [SealedFile.of_bytes(*file) for file in self.extra_files.items()]
+
+
+def _converted(
+    rows: Int64s,
+    table: ShardTable,
+    data_of: Callable[[int], Any],
+    dtypes: Mapping[str, torch.dtype],
+    most_bytes: int,
+) -> Iterator[tuple[int, Box, torch.Tensor]]:
+    """The values of rows, a block at a time, as they are stored: with its row and its box.
+
+    They are those of the tensor itself, or in memory that is used again for the next block.
+    """
+    blocks, places = HostBlocks(most_bytes, lambda: None), list[tuple[int, Box]]()
+    buffer = torch.empty(blocks.block_bytes, dtype=torch.uint8)
+
+    def parts() -> Iterator[torch.Tensor]:
+        for row in rows.tolist():
+            data: torch.Tensor = data_of(row)
+            most = blocks.block_bytes // max(data.itemsize, dtypes[table.key(row)].itemsize)
+            for box, values in values_of_part(table.box(row), table.flat_range(row), data.detach()):
+                for part in split_rows(Box.whole(box.shape), most):
+                    places.append((row, part.moved(box.offset)))
+                    yield values[part.slices()]
+
+    for number, block in blocks.of(parts()):
+        row, box = places[number]
+        dtype = dtypes[table.key(row)]
+        if block.dtype == dtype and tensor_memory.is_plain_memory(block):
+            yield row, box, block
+        else:
+            memory = buffer[: block.numel() * dtype.itemsize].view(dtype)
+            yield row, box, memory.view(block.shape).copy_(block)
