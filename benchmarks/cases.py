@@ -19,7 +19,7 @@ from trust import ALL, PLAIN, SAMPLE, open_trust
 _SQUARE = (2048, 2048)
 _GIB = State(64, _SQUARE)
 _OURS, _CHECKED, _DEFAULTS = "tensorstore 1", "tensorstore 1 + checksum", "tensorstore 1, defaults"
-_PREAD = "tensorstore 1 (pread)"
+_PREAD, _MODEL = "tensorstore 1 (pread)", "safetensors 1"
 _RAW, _DCP, _SAFE = "raw", "DCP best", "safetensors"
 _ZARRS = ("zarr 2", "zarr 1")
 _WAYS_OF_DCP = ("torch_dist 1", "DCPWriter")
@@ -59,6 +59,26 @@ def _resharding(saved: int, loaded: int, axis: int, mib: int, goals: tuple[Goal,
         ranks=max(saved, loaded),
         seconds=mib / 20,
         goals=goals,
+        gib=2,
+    )
+
+
+def _model(ranks: int, axis: int, saved: float, *loads: Goal) -> Case:
+    """Saves as safetensors: all ranks write the same files."""
+    cut = ("rows", "columns")[axis]
+    state = State(32, _SQUARE, save_ranks=ranks, load_ranks=ranks, axis=axis)
+    goals = (
+        as_fast(_MODEL, "save s", _RAW, saved),
+        at_most(_MODEL, "written / state", 1.01),
+        *_memory(state, _MODEL),
+    )
+    return Case(
+        f"model-{ranks}-{cut}",
+        f"512 MiB in 32 tensors, {ranks} ranks, cut by {cut}, as the files of a model",
+        SaveLoad(state, (_RAW, _OURS, _MODEL)),
+        ranks=ranks,
+        seconds=20,
+        goals=(*goals, *loads),
         gib=2,
     )
 
@@ -191,6 +211,8 @@ SAVES_AND_LOADS = (
         512,
         (as_fast(_OURS, "load s", _DCP, 2.5), at_most(_PREAD, "read / needed", 1.1)),
     ),
+    *(_model(ranks, 0, 0.9, as_fast(_MODEL, "load s", _OURS, 0.9)) for ranks in (2, 4)),
+    *(_model(ranks, 1, 0.6) for ranks in (2, 4)),
     _resharding(2, 4, 0, 256, (at_most(_PREAD, "read / needed", 1.05),)),
     _resharding(2, 4, 1, 256, (at_most(_PREAD, "read / needed", 1.1),)),
 )
@@ -394,6 +416,8 @@ SPEED_ROWS = (
     ("save / load 5,000 tensors of 4 KiB", "small-tensors", _OURS, ("save s", "load s")),
     ("save / load 100,000 tensors of 1 KiB", "many-tensors", _OURS, ("save s", "load s")),
     ("`torch_dist` backend, save / load", "one-rank", "torch_dist 1", ("save s", "load s")),
+    ("`safetensors` on two ranks, cut by rows", "model-2-rows", _MODEL, ("save s", "load s")),
+    ("`safetensors` on two ranks, by columns", "model-2-columns", _MODEL, ("save s", "load s")),
     ("`dcp.save` / `dcp.load` through DCPWriter", "one-rank", "DCPWriter", ("save s", "load s")),
 )
 """The table of README: label, case, way, metrics."""

@@ -327,6 +327,8 @@ DCP_SETTINGS = tuple(
 """The fastest of them takes part in a case."""
 
 TENSORSTORE = ("tensorstore", 1)
+# Several files, as a large model has: the kernel lets one process at a time write a file.
+MODEL_FILES = replace(PLAIN, data_file_bytes=2**26)
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
@@ -340,6 +342,7 @@ CONTESTANTS = {
         _our("tensorstore 1 + checksum", TENSORSTORE, CHECKED, "load(verify=True)"),
         _our("tensorstore 1, defaults", TENSORSTORE, StorageOptions(), "durable, checksums"),
         _our("tensorstore 1 (pread)", TENSORSTORE, replace(PLAIN, read_mode=ReadMode.PREAD), ""),
+        _our("safetensors 1", ("safetensors", 1), MODEL_FILES, "files of 64 MiB"),
         _our("zarr 2", ("zarr", 2), PLAIN, "no checksums"),
         _our("zarr 1", ("zarr", 1), PLAIN, "no checksums"),
         _our("torch_dist 1", ("torch_dist", 1), PLAIN, "no checksums"),

@@ -35,6 +35,7 @@ class Watch:
     Attributes:
         peak_mib: The most memory that was added. Pages of mapped files do not count.
         read_bytes: What read calls returned, to any thread; mapped reads do not count.
+        written_bytes: What write calls took, of any thread.
     """
 
     def __init__(self, *, helpers: bool) -> None:
@@ -43,6 +44,7 @@ class Watch:
         self._helpers = helpers
         self._own_bytes = 0
         self._read_before = self._sum("self/io", "rchar:")
+        self.written_bytes = -self._sum("self/io", "wchar:")
         self._before = self._memory()
 
     def sample(self) -> None:
@@ -55,6 +57,7 @@ class Watch:
 
     def end(self) -> None:
         self.sample()
+        self.written_bytes += self._sum("self/io", "wchar:")
         own = self._own_bytes
         self.read_bytes = max(0, self._sum("self/io", "rchar:") - self._read_before - own)
 

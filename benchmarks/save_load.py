@@ -142,6 +142,8 @@ class SaveLoadWay(Way):
         with watched() as watch:
             once["save s"] = self._save()
         once["save MiB"] = self._worst(watch.peak_mib)
+        written = sum(self._world.gather(watch.written_bytes))
+        once["written / state"] = written / self._work.state.num_bytes
         assert self._disk.last is not None
         once["files"] = sum(path.is_file() for path in self._disk.last.rglob("*"))
         if "load" in self._plan.measures:

@@ -112,6 +112,10 @@ class ShardedTensor(ShardedBase):
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
 
+    # Who casts values of another dtype to ``dtype`` in a save, "planner" or "writer". No field:
+    # ``save`` alone sets it, on leaves of its own.
+    cast_by = ""
+
     def __post_init__(self) -> None:
         key = self.key
         self.local_shape = plain_ints(self.local_shape, "local_shape", key)
@@ -172,7 +176,7 @@ class ShardedTensor(ShardedBase):
         if data is None:
             return
         require_tensor(data, self.key)
-        if data.dtype != self.dtype:
+        if data.dtype != self.dtype and not self.cast_by:
             raise self._wrong("data has another dtype", expected=self.dtype, found=data.dtype)
         if tuple(data.shape) != shape:
             raise self._wrong(f"{what} has another shape", expected=shape, found=tuple(data.shape))

@@ -387,7 +387,8 @@ class DefaultSavePlanner(SavePlanner):
             whole: object = leaf.data
             # What has as many elements as the whole is the whole.
             if isinstance(leaf, ShardedTensor) and (
-                leaf.prepend_axis_num
+                leaf.cast_by
+                or leaf.prepend_axis_num
                 or leaf.data is None
                 or leaf.data.numel() != sizes[row]
                 or (leaf.flattened_range is not None and not is_flat[row])
@@ -445,10 +446,13 @@ def _range_of(box: Box, flat: tuple[int, int] | None, leaf: ShardedTensor) -> tu
 def _values(leaf: ShardedTensor, box: Box, flat: tuple[int, int] | None) -> torch.Tensor:
     """The values of a leaf in a box, or in a flattened range of it."""
     if leaf.flattened_range is None:
-        return _memory(leaf, Window(0, leaf.box.shape, box.relative_to(leaf.box.offset)))
-    start, stop = _range_of(box, flat, leaf)
-    shape = box.shape if flat is None else (stop - start,)
-    return _memory(leaf, Window(start - leaf.flattened_range.start, shape, Box.whole(shape)))
+        place = Window(0, leaf.box.shape, box.relative_to(leaf.box.offset))
+    else:
+        start, stop = _range_of(box, flat, leaf)
+        shape = box.shape if flat is None else (stop - start,)
+        place = Window(start - leaf.flattened_range.start, shape, Box.whole(shape))
+    values = _memory(leaf, place)
+    return values.to(leaf.dtype) if leaf.cast_by == "planner" else values
 
 
 def _memory(leaf: ShardedTensor, place: Window) -> torch.Tensor:

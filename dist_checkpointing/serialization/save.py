@@ -88,7 +88,8 @@ def save(
         on_replica_mismatch: if such copies differ, raise an error (``"raise"``), or log it and save
             what the writers hold (``"warn"``).
         recipe: save what these rules make of the sharded leaves of all ranks, such as the names and
-            the layout of Hugging Face. Views of them, but for those of another dtype.
+            the layout of Hugging Face. What a rule casts is cast while it is
+            written.
 
     Returns:
         None, or the request to schedule.

@@ -28,7 +28,8 @@ Shapes = Mapping[str, tuple[Ints, tensor_memory.DType]]
 def changed_state(recipe: Recipe, state_dict: Mapping[Any, Any], comm: Comm) -> dict[Any, Any]:
     """A state dict with what a recipe makes of the sharded leaves of all ranks. Collective.
 
-    New tensors are views of the given ones, but for those of another dtype and quantized ones.
+    New tensors are views of the given ones, but for quantized ones; what is cast is so when it is
+    written, see ``cast_by``.
 
     Raises:
         TypeError: if ``recipe`` is no Recipe.
@@ -147,14 +148,12 @@ def _view(part: Piece, box: Box, values: torch.Tensor | None) -> torch.Tensor | 
 
 def _renamed(leaf: ShardedTensor, key: str, tensor: DerivedTensor) -> ShardedTensor:
     renamed = shallow_copy(leaf)
-    renamed.key, renamed.dtype = key, tensor.dtype.torch
-    if leaf.data is not None:
-        renamed.data = leaf.data.to(tensor.dtype.torch)
+    renamed.key, renamed.dtype, renamed.cast_by = key, tensor.dtype.torch, "planner"
     return renamed
 
 
 def _part(key: str, tensor: DerivedTensor, box: Box, values: torch.Tensor | None) -> ShardedTensor:
     whole = StoredTensor.undivided(key, tensor.dtype, tensor.shape)
     part = ShardedTensor.of_box(whole, box)
-    part.data = None if values is None else values.to(tensor.dtype.torch)
+    part.data, part.cast_by = values, "planner"
     return part

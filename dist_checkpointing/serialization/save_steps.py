@@ -42,7 +42,7 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nested_dicts import chained, flatten, path_text
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
-from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout, along_grids
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.recipe import Recipe
@@ -286,6 +286,12 @@ class SaveJob:
         self.strategy: PlannedSaveStrategy = strategy
         self.writer = writer = strategy.make_writer(folder.path)
         writer.is_one_file = folder.file is not None
+        casts = not writer.is_opaque and isinstance(strategy.planner, DefaultSavePlanner | None)
+        for leaf in self._parts.tensors.values():
+            if leaf.cast_by and writer.casts:
+                leaf.cast_by = "writer"
+            elif leaf.cast_by and leaf.data is not None and not casts:
+                leaf.data = leaf.data.to(leaf.dtype)
         common = strategy.common_strategy(writer, self.common)
         if common is None:
             common = select_strategy(StrategyAction.SAVE_COMMON, options.get("common_strategy"))

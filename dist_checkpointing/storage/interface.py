@@ -217,6 +217,7 @@ class StorageWriter(Storage[SavePlan]):
             is whole without the base, and reports 128-bit digests.
         uses_object_stores: Whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
             through ``filesystem.location`` and ``filesystem.file_writer``.
+        casts: Whether it casts what a planner gives to the dtype of the index, block by block.
         is_opaque: Whether it neither names nor reports what it writes, so that everything in the
             folder is sealed. ``write_data`` may talk to the other ranks, which are all there.
         finalize_fns: Functions to call on every rank, in order, when all ranks have written.
@@ -240,6 +241,7 @@ class StorageWriter(Storage[SavePlan]):
     keeps_fingerprints: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
     uses_object_stores: ClassVar[bool] = False
+    casts: ClassVar[bool] = False
     is_opaque: ClassVar[bool] = False
     finalize_fns: Sequence[Callable[[], None]] = ()
     takes_fingerprints: bool = False

@@ -8,6 +8,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NoReturn
 
 import numpy as np
@@ -68,8 +69,12 @@ class HostBlocks(_TwoBlocks):
     def of(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """The number of each tensor and its values, in one block or several of them.
 
-        Blocks of a tensor on a GPU are contiguous; other tensors are given as they are.
+        Blocks of a tensor on a GPU are contiguous; other tensors are given as they are, one by one.
         """
+        for is_copied, some in groupby(enumerate(tensors), lambda one: is_on_gpu(one[1])):
+            yield from (self._copied if is_copied else iter)(some)
+
+    def _copied(self, tensors: Iterable[Numbered]) -> Iterator[Numbered]:
         before, copies = CopyStreams({}), list[Numbered]()
         batches = in_batches(self._cut(tensors), self.block_bytes, _MOST_TENSORS)
         # The copies of one batch are launched before those of the last one are waited for.
@@ -81,12 +86,9 @@ class HostBlocks(_TwoBlocks):
         before.synchronize()
         yield from copies
 
-    def _cut(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[Numbered, int]]:
+    def _cut(self, tensors: Iterable[Numbered]) -> Iterator[tuple[Numbered, int]]:
         """Blocks of rows of numbered tensors, on their devices, and the memory that each takes."""
-        for number, tensor in enumerate(tensors):
-            if not is_on_gpu(tensor):
-                yield (number, tensor), 0
-                continue
+        for number, tensor in tensors:
             most = self.block_bytes // tensor.dtype.itemsize
             for box in split_rows(Box.whole(tuple(tensor.shape)), most):
                 block = tensor.detach()[box.slices()]
@@ -97,11 +99,10 @@ class HostBlocks(_TwoBlocks):
         self._release()
         streams, start = CopyStreams({}), 0
         for row, (number, source) in enumerate(batch):
-            if is_on_gpu(source):
-                copy = self.view(block, start, source.shape, source.dtype)
-                batch[row] = number, copy
-                streams.copy(source, copy)
-                start += padded(source.nbytes)
+            copy = self.view(block, start, source.shape, source.dtype)
+            batch[row] = number, copy
+            streams.copy(source, copy)
+            start += padded(source.nbytes)
         return streams
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
@@ -179,17 +179,13 @@ class DataFiles:
 def write_window(descriptor: int, start: int, window: Window, values: Array) -> None:
     """Write a window of an array that begins at byte ``start`` of a file; others write the rest.
 
-    Byte ranges of different writers never overlap, so no lock is needed.
+    ``values`` must be C-contiguous. Byte ranges of different writers never overlap, so no lock is
+    needed.
     """
     axes = axes_apart(window, values.itemsize, maps_files=False, most_gap=0)
     positions = (start + run_positions(window, axes, values.itemsize)).tolist()
-    blocks: Iterable[memoryview]
-    if values.flags.c_contiguous:
-        whole, size = bytes_of(values), values.nbytes // max(1, len(positions))
-        blocks = (whole[first : first + size] for first in range(0, len(whole), max(1, size)))
-    else:
-        parts = values[..., np.newaxis]
-        blocks = (bytes_of(parts[index]) for index in np.ndindex(*values.shape[:axes]))
+    whole, size = bytes_of(values), values.nbytes // max(1, len(positions))
+    blocks = (whole[first : first + size] for first in range(0, len(whole), max(1, size)))
     for block, position in zip(blocks, positions, strict=True):
         done = os.pwrite(descriptor, block, position)
         while done < len(block):

@@ -19,6 +19,7 @@ from dist_checkpointing.mapping import flatten
 from dist_checkpointing.planning import (
     CastTo,
     Concat,
+    DefaultSavePlanner,
     Dequantize,
     Drop,
     Keep,
@@ -26,14 +27,21 @@ from dist_checkpointing.planning import (
     Rename,
     Resize,
     Rule,
+    SavePlanner,
     Split,
     Stack,
     Transpose,
     Unstack,
+    WriteItem,
     derive,
 )
 from dist_checkpointing.serialization import preview_recipe
-from dist_checkpointing.strategies import LoadShardedStrategy, TensorStoreLoadShardedStrategy
+from dist_checkpointing.strategies import (
+    LoadShardedStrategy,
+    StrategyAction,
+    TensorStoreLoadShardedStrategy,
+    get_default_strategy,
+)
 from dist_checkpointing.testing import failures_on, run_ranks
 from dist_checkpointing.tools import convert, load_forecast
 from states import blanks, rows, shard, wholes
@@ -503,6 +511,55 @@ def test_a_save_takes_a_recipe(tmp_path: Path) -> None:
         assert opened.common == {"0": {"step": 3}}
     assert state["a"].key == "a"
     assert state["a"].data.dtype == torch.float32
+
+
+class Doubled(DefaultSavePlanner):
+    def get_data(self, item: WriteItem) -> Any:
+        data = super().get_data(item)
+        assert isinstance(data, torch.Tensor)
+        return data * 2
+
+
+class OneItem(SavePlanner):
+    """Plans and answers for one tensor, whatever the library does for it elsewhere."""
+
+    def configure_planner(self, state_dict: Any, *_: Any, **options: Any) -> None:
+        self._inner = DefaultSavePlanner()
+        self._inner.configure_planner(state_dict, **options)
+        (self._leaf,) = state_dict.values()
+
+    def build_local_plan(self) -> Any:
+        return self._inner.build_local_plan()
+
+    def build_global_plan(self, all_plans: Any) -> Any:
+        return self._inner.build_global_plan(all_plans)
+
+    def finalize_plan(self, plan: Any) -> Any:
+        return self._inner.finalize_plan(plan)
+
+    def get_data(self, item: WriteItem) -> Any:
+        assert item.tensor_data is not None
+        return self._leaf.data[item.tensor_data.chunk.slices()]
+
+
+@pytest.mark.parametrize("planner", [None, Doubled, OneItem])
+@pytest.mark.parametrize(
+    "backend",
+    [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1), ("safetensors", 1)],
+)
+def test_whoever_writes_casts(tmp_path: Path, backend: Any, planner: Any) -> None:
+    strategy: Any = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
+    made = type(strategy)(planner=planner and planner())
+    state = wholes({"w": numbered(40, 30) / 7})
+    factor = 2 if planner is Doubled else 1
+    for dtype in (torch.bfloat16, torch.float64):
+        recipe = dc.Recipe(CastTo("w", str(dtype)), Resize("w", size=39))
+        now, later = (tmp_path / f"{dtype}{number}" for number in range(2))
+        dc.save(state, now, made, recipe=recipe)
+        dc.async_save(state, later, sharded_strategy=made, recipe=recipe).wait()
+        for folder in (now, later):
+            found = dc.Checkpoint.open(folder)["w"][:]
+            assert torch.equal(found, (state["w"].data[:39] * factor).to(dtype))
 
 
 @pytest.mark.parametrize(

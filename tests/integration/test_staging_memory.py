@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing import Checkpoint, ShardedTensor, load, save
 from dist_checkpointing.format import Box
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
@@ -170,3 +170,45 @@ def test_a_save_takes_a_known_amount_for_each_tensor(tmp_path: Path) -> None:
     # What docs/concepts.md promises, and some room for the allocator.
     assert found["peak"] < 16 * 2**20 + COUNT * 2 * 2**10
     assert found["left"] < 16 * 2**20 + COUNT * 2 * 2**10
+
+
+LARGE = """
+import json, sys
+import torch
+from dist_checkpointing import Recipe, ShardedTensor, save
+from dist_checkpointing.planning import CastTo
+from dist_checkpointing.storage import StorageOptions
+from dist_checkpointing.strategies import SafetensorsSaveShardedStrategy
+
+def peak(name, tensor, recipe=None, **options):
+    strategy = SafetensorsSaveShardedStrategy(options=StorageOptions(threads=4), **options)
+    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    save(state, f"{sys.argv[1]}/{name}", strategy, recipe=recipe)
+    return status("VmHWM") - before
+
+recipe = Recipe(CastTo("w", torch.float16))
+large = torch.ones(2**13, 2**13)
+turns = {
+    "warm": lambda: peak("warm", torch.ones(2**8, 2**8), dtype=torch.float16),
+    "cast": lambda: peak("cast", large, dtype=torch.float16),
+    "wider": lambda: peak("wider", large, dtype=torch.float64),
+    "strided": lambda: peak("strided", large.t()),
+    "recipe": lambda: peak("recipe", large, recipe),
+    "strided recipe": lambda: peak("strided recipe", large.t(), recipe),
+}
+print(json.dumps({name: turn() for name, turn in turns.items()}))
+"""
+
+
+def test_a_save_as_safetensors_converts_in_small_blocks(tmp_path: Path) -> None:
+    """A tensor of 256 MiB, cast or strided, takes at most 64 MiB more, with any threads."""
+    preface, _, _ = PROGRAM.partition("def state")
+    done = run_fresh("-c", preface + LARGE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout)
+    assert max(peaks.values()) < 2**26, peaks
+    for name, dtype in (("recipe", torch.float16), ("wider", torch.float64)):
+        found = Checkpoint.open(tmp_path / name)["w"][1000:1002]
+        assert torch.equal(found, torch.ones(2, 2**13, dtype=dtype))

@@ -26,6 +26,7 @@ from dist_checkpointing.testing import (
 )
 from faults import killed
 from states import ALONE, between, blanks, flat, rows, shard, wholes
+from stores import new_url, put
 from tiers import examples
 
 INDEX = "model.safetensors.index.json"
@@ -174,6 +175,32 @@ def test_the_optimizer_is_saved_with_a_warning(
 def test_a_name_that_is_not_of_a_model(tmp_path: Path) -> None:
     with pytest.raises(dc.UnsupportedFormatError, match="no name of a file beside a model"):
         dc.save(wholes({"w": torch.ones(2)}), tmp_path / "m", saver(extra_files={"../x": b""}))
+
+
+def test_a_model_in_an_object_store(tmp_path: Path) -> None:
+    """A folder that was copied there, its index, one of its files; and no save into a store yet."""
+    full, url = model(), new_url()
+    options = StorageOptions(data_file_bytes=400)
+    strategy = saver(options=options, extra_files={"config.json": b"{}"})
+    run_ranks(2, lambda comm: dc.save(part_of(full, comm), tmp_path, strategy, comm=comm))
+    for path in tmp_path.iterdir():
+        put(url, path.name, path.read_bytes())
+    empty = {key: torch.zeros_like(value) for key, value in full.items()}
+
+    def load(comm: Comm) -> dict[str, Any]:
+        return dc.load(part_of(empty, comm), url, comm=comm)
+
+    columns = [part["columns"] for part in run_ranks(4, load)]
+    assert torch.equal(torch.cat(columns, dim=1), full["columns"])
+    for place in (url, f"{url}/{INDEX}"):
+        found = dc.load_plain_tensors(place)
+        assert found.pop("hugging_face") == {"config.json": b"{}"}
+        require_equal(found, full)
+    names = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    one = dc.Checkpoint.open(f"{url}/{names['rows']}")
+    assert torch.equal(one["rows"][3:5, 2], full["rows"][3:5, 2])
+    with pytest.raises(dc.UnsupportedFormatError, match="Use the backend tensorstore"):
+        dc.save(wholes(full), new_url(), "safetensors")
 
 
 def header(**changes: Any) -> bytes:

@@ -7,10 +7,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -23,12 +23,13 @@ from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.format.dtypes import FLOATING, DType
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.foreign_formats import MODEL_INDEX_NAME
-from dist_checkpointing.format.geometry import Box, Window, values_of_part
+from dist_checkpointing.format.geometry import Box, Window, split_rows, values_of_part
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile, shared_name
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.interface import (
     StorageWriter,
     WriteResult,
@@ -36,6 +37,7 @@ from dist_checkpointing.storage.interface import (
     done,
 )
 from dist_checkpointing.storage.options import Durability
+from dist_checkpointing.storage.staging import HostBlocks
 from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.safetensors.model_files import (
     CODE_OF_DTYPE,
@@ -48,6 +50,8 @@ from dist_checkpointing.strategies.safetensors.model_files import (
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
+_MOST_BUFFER_BYTES: Final = 2**25
+"""For copies, of all threads together; more does not make them faster."""
 _TEXT_BYTES: Final = 2**16
 """Room in a header for texts that rank 0 alone knows, while the others write behind it."""
 
@@ -69,6 +73,7 @@ class SafetensorsWriter(StorageWriter):
     layout: RowBlockLayout = RowBlockLayout(keeps_ranges=False)
     gathers_results: ClassVar[bool] = False
     keeps_cuts: ClassVar[bool] = False
+    casts: ClassVar[bool] = True
     keeps_fingerprints: ClassVar[bool] = False
     dtype: torch.dtype | None = None
     extra_files: Mapping[str, bytes] = {}
@@ -131,35 +136,51 @@ class SafetensorsWriter(StorageWriter):
             written |= {*range(len(files))}
         names = [shared_name(f.name, self.attempt) if self.attempt else f.name for f in files]
         with ExitStack() as stack:
-            opened = {}
-            for number in sorted(written):
-                path = f"{self.checkpoint_dir}/{names[number]}"
-                opened[number] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                stack.callback(os.close, opened[number])
-                os.ftruncate(opened[number], files[number].num_bytes)
-                if self.rank == 0:
-                    header = np.frombuffer(files[number].header, np.uint8)
-                    whole = Window(0, header.shape, Box.whole(header.shape))
-                    write_window(opened[number], 0, whole, header)
+            opened = {n: self._opened(names[n], files[n], stack) for n in sorted(written)}
+            threads = self.options.threads
+            dtypes = {key: dtype.torch for key, dtype, _ in self._rows(index)}
+            most_bytes = min(self.options.buffer_bytes, _MOST_BUFFER_BYTES) // threads
 
-            def write(row: int) -> None:
-                key, data = table.key(row), data_of(row)
-                assert isinstance(data, torch.Tensor)
-                number, shape = file_of[key], table.global_shape(row)
-                dtype = self._stored(index[key].dtype).torch
-                array = tensor_memory.as_numpy(data.detach().to("cpu", dtype).contiguous())
-                for box, values in values_of_part(table.box(row), table.flat_range(row), array):
-                    start, window = files[number].starts[key], Window(0, shape, box)
-                    write_window(opened[number], start, window, values)
-                self.report(int(table.num_bytes[row]))
+            failures: list[BaseException] = []
 
-            # Ranks begin at different files: the kernel lets one process at a time write a file.
+            def write(rows: Int64s) -> None:
+                try:
+                    for row, box, values in _converted(rows, table, data_of, dtypes, most_bytes):
+                        if failures:
+                            return
+                        key, array = table.key(row), tensor_memory.as_numpy(values)
+                        file, window = file_of[key], Window(0, table.global_shape(row), box)
+                        write_window(opened[file], files[file].starts[key], window, array)
+                        self.report(values.numel() * index[key].dtype.itemsize)
+                except BaseException as error:
+                    failures.append(error)
+                    raise
+
+            # The kernel lets one thread at a time write a file: ranks begin at different ones, and
+            # threads too.
             order = np.roll(np.arange(len(table)), -self.rank * len(table) // self.world_size)
-            in_threads(write, order.tolist(), self.options.threads)
+            ends = table.num_bytes[order].cumsum()
+            cuts = ends.searchsorted(np.arange(1, threads) * table.num_bytes.sum() // threads)
+            in_threads(write, np.split(order, cuts), threads)
             if self.options.durability is Durability.FSYNC:
                 in_threads(os.fsync, [*opened.values()], self.options.threads)
         sealed = [SealedFile(names[number], files[number].num_bytes) for number in sorted(written)]
         return done(WriteResults(table, table.num_bytes, files=tuple(sealed)))
+
+    def _opened(self, name: str, file: ModelFile, stack: ExitStack) -> int:
+        """A descriptor of a file in its final size; rank 0 writes the header."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(f"{self.checkpoint_dir}/{name}", flags, 0o666)
+        stack.callback(os.close, descriptor)
+        os.ftruncate(descriptor, file.num_bytes)
+        is_durable = self.options.durability is Durability.FSYNC
+        if not is_durable and file_writer.makes_room(self.checkpoint_dir):  # see ``DataFiles``
+            os.posix_fallocate(descriptor, 0, file.num_bytes)
+        if self.rank == 0:
+            header = np.frombuffer(file.header, np.uint8)
+            whole = Window(0, header.shape, Box.whole(header.shape))
+            write_window(descriptor, 0, whole, header)
+        return descriptor
 
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
@@ -179,3 +200,36 @@ class SafetensorsWriter(StorageWriter):
         for name, data in self.extra_files.items():
             file_writer.put(self.checkpoint_dir, name, data, self.options.durability)
         return [SealedFile.of_bytes(*file) for file in self.extra_files.items()]
+
+
+def _converted(
+    rows: Int64s,
+    table: ShardTable,
+    data_of: Callable[[int], Any],
+    dtypes: Mapping[str, torch.dtype],
+    most_bytes: int,
+) -> Iterator[tuple[int, Box, torch.Tensor]]:
+    """The values of rows, a block at a time, as they are stored: with its row and its box.
+
+    They are those of the tensor itself, or in memory that is used again for the next block.
+    """
+    blocks, places = HostBlocks(most_bytes, lambda: None), list[tuple[int, Box]]()
+    buffer = torch.empty(blocks.block_bytes, dtype=torch.uint8)
+
+    def parts() -> Iterator[torch.Tensor]:
+        for row in rows.tolist():
+            data: torch.Tensor = data_of(row)
+            most = blocks.block_bytes // max(data.itemsize, dtypes[table.key(row)].itemsize)
+            for box, values in values_of_part(table.box(row), table.flat_range(row), data.detach()):
+                for part in split_rows(Box.whole(box.shape), most):
+                    places.append((row, part.moved(box.offset)))
+                    yield values[part.slices()]
+
+    for number, block in blocks.of(parts()):
+        row, box = places[number]
+        dtype = dtypes[table.key(row)]
+        if block.dtype == dtype and tensor_memory.is_plain_memory(block):
+            yield row, box, block
+        else:
+            memory = buffer[: block.numel() * dtype.itemsize].view(dtype)
+            yield row, box, memory.view(block.shape).copy_(block)
