@@ -512,13 +512,6 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def _ipython_key_completions_(self) -> list[str]:
         return [*self]
 
-    def _repr_html_(self) -> str:
-        # Not at the top: only notebooks show it.
-        from dist_checkpointing.checkpoint.key_tree import html_of  # noqa: PLC0415
-
-        name, version = self.backend
-        return html_of(str(self.path), f"{name} {version}", self.index)
-
     def __repr__(self) -> str:
         name, version = self.backend
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {counted(len(self), 'tensor')}>"

@@ -30,8 +30,10 @@ _ZARR_3: Final = re.compile(rb'"zarr_format":\s*3\b')
 _OUR_ARRAY: Final = re.compile(
     rb'"name":\s*"default",\s*"configuration":\s*{\s*"separator":\s*"\."'
 )
-_TORCH_SIGNATURES: Final = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
-"""How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
+OLD_TORCH_SIGNATURE: Final = b"\x80\x02\x8a\x0a"
+"""How files of torch.save from before PyTorch 1.6 begin, which are recognized and refused."""
+
+_TORCH_SIGNATURES: Final = (b"PK\x03\x04", OLD_TORCH_SIGNATURE)
 
 
 def is_plain_dcp(folder: Location) -> bool:

@@ -1,28 +1,15 @@
-"""Lightning: a callback that saves and resumes a Trainer, and a CheckpointIO for its own ways."""
+"""Lightning: a callback that saves and resumes a Trainer."""
 
 from __future__ import annotations
 
-import shutil
 from os import PathLike
-from typing import Any, Final
+from typing import Any
 
-import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.filesystem.location import as_local_folder
-from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.interop.torch_state import TorchState
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
-from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import flatten, put_at, unflatten
-from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.load_metadata import load_tensors_metadata
-from dist_checkpointing.serialization.save import save
-
-_TENSOR: Final = "__tensor__"
 
 
 class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be missing
@@ -103,54 +90,3 @@ class _Progress:
         for key, own in state["callbacks"].items():
             if own and key in self._callbacks:
                 self._callbacks[key].load_state_dict(own)
-
-
-class DistCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning may be missing
-    """A Lightning CheckpointIO: what Lightning saves on rank 0 becomes a checkpoint folder.
-
-    For ``Trainer(plugins=[DistCheckpointIO()])`` and ``Fabric(plugins=[...])``, with strategies
-    that gather everything on rank 0 (single devices, DDP). Saving over a path replaces it.
-
-    Args:
-        trusted: save and load anything that pickles, see ``save``.
-    """
-
-    def __init__(self, *, trusted: bool = False) -> None:
-        self._trusted = trusted
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Save a nest of dicts and lists with plain tensors. Not collective."""
-        if storage_options is not None:
-            raise ValueError("DistCheckpointIO has no storage_options")
-        leaves, skeleton = flatten(checkpoint)
-        tensors: dict[str, Any] = {}
-        for place, leaf in leaves.items():
-            if isinstance(leaf, torch.Tensor):
-                key = ".".join(str(step[0]) for step in place)
-                tensors[key] = ShardedTensor.from_rank_offsets(key, leaf.detach())
-                leaves[place] = {_TENSOR: key}
-        state = {"tensors": tensors, "checkpoint": unflatten(skeleton, leaves)}
-        save(state, path, comm=SingleProcess(), overwrite=True, trusted=self._trusted)
-
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """What was saved, with tensors on the CPU unless ``map_location`` is a device."""
-        del weights_only  # that is what trusted=False is
-        template = {"tensors": load_tensors_metadata(path)}
-        loaded = load(template, path, comm=SingleProcess(), trusted=self._trusted)
-        checkpoint: dict[str, Any] = loaded["checkpoint"]
-        for place, key in flatten(checkpoint)[0].items():
-            if place[-1][0] == _TENSOR:
-                tensor = loaded["tensors"][key]
-                tensor = tensor if map_location is None else tensor.to(map_location)
-                put_at(checkpoint, place[:-1], tensor)
-        return checkpoint
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint; a folder that is none is left alone."""
-        folder = as_local_folder(path)
-        read_config(folder)
-        shutil.rmtree(folder)

@@ -6,17 +6,16 @@ thread; to finish takes all ranks.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait as wait_for
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
-from typing import Any, Final, Literal, Unpack
+from typing import Final, Literal, Unpack
 
 import torch
 
@@ -59,9 +58,7 @@ class _Captured(threading.Event):
 class SaveHandle:
     """A save that goes on behind the training. Any thread may ask, but no forked process.
 
-    Its saver makes it and calls ``start`` and ``finish``. One object a rank. ``await handle`` is
-    ``handle.result()`` without blocking the event loop (with ``finalize="caller"``, it blocks for
-    the commit).
+    Its saver makes it and calls ``start`` and ``finish``. One object a rank.
 
     Attributes:
         checkpoint_dir: Folder of the checkpoint.
@@ -168,13 +165,6 @@ class SaveHandle:
         """
         self._owner.require()
         self._outcome.add_done_callback(lambda _: callback(self))
-
-    def __await__(self) -> Generator[Any, None, None]:
-        self._owner.require()
-        with suppress(Exception):  # ``result`` raises it
-            # Shielded, so that a task that is cancelled does not cancel the save.
-            yield from asyncio.shield(asyncio.wrap_future(self._outcome)).__await__()
-        self.result()
 
     def fence(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the next ``optimizer.step()`` wait until the state has been captured."""

@@ -74,17 +74,16 @@ def _no_storage(_: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pickle:
-    """A pickle that was checked: where it ends, its value (a Stub unless a short literal), and the
-    names of the classes and functions in it.
+    """A pickle that was checked: its value (a Stub unless a short literal), and the names of the
+    classes and functions in it.
     """
 
-    end: int
     value: Any
     names: set[str]
 
 
-def check_pickle(data: Any, start: int = 0, storage: StorageCheck = _no_storage) -> Pickle:
-    """Check the pickle that begins at ``data[start]``, without building its value.
+def check_pickle(data: Any, storage: StorageCheck = _no_storage) -> Pickle:
+    """Check a pickle, without building its value.
 
     This takes about 0.3 microseconds for each opcode.
 
@@ -94,7 +93,7 @@ def check_pickle(data: Any, start: int = 0, storage: StorageCheck = _no_storage)
     try:
         # Stubs form no cycles, and many of them exist at a time.
         with paused_collector():
-            return _Walk(storage).run(data, start)
+            return _Walk(storage).run(data)
     except (KeyError, IndexError) as error:
         raise BadPickle("it is cut off, or no pickle of a state dict has its opcodes") from error
 
@@ -125,7 +124,6 @@ _FILLS = frozenset(b"abesu\x90")
 # The empty tuple never changes, so one object serves for all.
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: Stub("tuple")}
 _UNICODE = frozenset(b"X\x8c\x8d")
-_UNUSED = object()
 
 
 class _Walk:
@@ -134,20 +132,19 @@ class _Walk:
         self._built = 0
         self._names: set[str] = set()
 
-    def run(self, data: Any, position: int) -> Pickle:  # noqa: PLR0912, PLR0915 - one branch an opcode
-        size = len(data)
-        most = LEAST_BYTES + BYTES_PER_BYTE * (size - position)
+    def run(self, data: Any) -> Pickle:  # noqa: PLR0912, PLR0915 - one branch an opcode
+        position, size = 0, len(data)
+        most = LEAST_BYTES + BYTES_PER_BYTE * size
         stack: list[Any] = []
         below: list[list[Any]] = []
         memo: list[Any] = []
         items: list[Any] = []
-        memoized, shared, widths = False, 0, _WIDTHS
+        shared, widths = 0, _WIDTHS
         while True:
             opcode = data[position]
             position += 1
             if opcode == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
-                memoized = True
             elif width := widths[opcode]:
                 number = data[position]
                 if width > 1:
@@ -164,9 +161,7 @@ class _Walk:
                 elif opcode in {0x71, 0x72}:  # BINPUT, LONG_BINPUT
                     if number == len(memo):
                         memo.append(stack[-1])
-                    elif number == 1 and not memo:  # Python 2 counts from 1
-                        memo += [_UNUSED, stack[-1]]
-                    elif number > len(memo) or memo[number] is _UNUSED:
+                    elif number > len(memo):
                         raise BadPickle(f"it gives number {number} to its value {len(memo)}")
                     else:
                         memo[number] = stack[-1]
@@ -239,9 +234,7 @@ class _Walk:
         self._add_parts(Stub("tuple"), items)
         if shared > most:
             raise BadPickle(f"it unfolds to more than {most} bytes, because parts of it are shared")
-        if memoized and memo[0] is _UNUSED:
-            raise BadPickle("it numbers its values in two ways")
-        return Pickle(position, items[0], self._names)
+        return Pickle(items[0], self._names)
 
     def _new(self, kind: str, items: Sequence[Any] = ()) -> Stub:
         own = _CONTAINER_BYTES[kind]

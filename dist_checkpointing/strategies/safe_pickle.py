@@ -19,7 +19,6 @@ import pickle
 import threading
 import types
 import uuid
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -37,6 +36,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.format.foreign_formats import OLD_TORCH_SIGNATURE
 from dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import Path as StatePath, path_text
 from dist_checkpointing.strategies.pickle_scanner import BadPickle
@@ -189,25 +189,29 @@ def deserialize(
     """The value that ``torch.save`` wrote as bytes or to a file, with its tensors on the CPU.
 
     Messages say ``where`` bytes come from. With ``trusted`` they may run any code; else classes of
-    plain data stand in for those that ``stand_ins`` names. A file is mapped, unless it is of before
-    PyTorch 1.6: it keeps the values of tensors, and must not change meanwhile.
+    plain data stand in for those that ``stand_ins`` names. A file is mapped: it keeps the values of
+    tensors, and must not change meanwhile.
 
     Raises:
-        UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
+        UnsupportedFormatError: if it needs a class or function that is not on the allow-list, or is
+            of before PyTorch 1.6.
         CorruptCheckpointError: if it is damaged.
     """
     where = where or str(source)
     file = str(source) if isinstance(source, Path) else io.BytesIO(source)
     try:
+        _refuse_old(source, where)
         if not trusted:
             names, content = check_torch_file(source)
-            if not names and content is not None:
+            if not names:
                 return _WithoutClasses(io.BytesIO(content), encoding="utf-8").load()
-        maps_file = isinstance(file, str) and zipfile.is_zipfile(file)
+        maps_file = isinstance(file, str)
         # A sparse tensor with indices out of range would crash the process when it is used.
         checks: Any = torch.sparse.check_sparse_tensor_invariants
         with _safe_globals_allowed(stand_ins), checks():
             value = torch.load(file, map_location="cpu", weights_only=not trusted, mmap=maps_file)
+    except UnsupportedFormatError:
+        raise
     except Exception as error:
         refused = [] if trusted else _refused_globals(file, stand_ins)
         if refused and not isinstance(error, BadRecord):
@@ -230,6 +234,17 @@ def deserialize(
             "Save a list instead, or pass trusted=True if you trust its source.",
         )
     return value
+
+
+def _refuse_old(source: bytes | Path, where: str) -> None:
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            source = file.read(len(OLD_TORCH_SIGNATURE))
+    if source[: len(OLD_TORCH_SIGNATURE)] == OLD_TORCH_SIGNATURE:
+        remedy = "With a current PyTorch: torch.save(torch.load(path), path)."
+        finding = Finding("is not a zip archive", path=where, remedy=remedy)
+        message = "a file of torch.save from before PyTorch 1.6 is not read"
+        raise UnsupportedFormatError(message, [finding])
 
 
 class _WithoutClasses(pickle.Unpickler):

@@ -46,12 +46,10 @@ class TensorFiles(ABC):
     touched.
 
     Attributes:
-        is_mapped: False if the content is in memory, and never read again.
         path: The file or folder; ``paths`` are all files.
         most_bytes: Bytes of the files that may be mapped at a time.
     """
 
-    is_mapped = True
     index: Index
 
     def __init__(self, path: Path, paths: Sequence[Path]) -> None:
@@ -93,7 +91,7 @@ class TensorFiles(ABC):
         """
         with self._lock:
             self._touched_bytes += num_bytes
-            if self._touched_bytes > self.most_bytes // 2 and self.is_mapped:
+            if self._touched_bytes > self.most_bytes // 2:
                 self._touched_bytes, self._opened = num_bytes, {}
 
     def fill(self, key: str, box: Box, out: torch.Tensor) -> None:

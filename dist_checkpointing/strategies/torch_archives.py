@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,6 @@ import torch
 
 from dist_checkpointing.strategies.pickle_scanner import (
     BadPickle,
-    StorageCheck,
     Stub,
     check_pickle,
     items_of,
@@ -43,7 +42,6 @@ _DESCRIPTOR_SIZES = (16, 24)
 _ENCRYPTED = 0x1
 
 _ARCHIVE_START = b"PK\x03\x04"
-_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 
 
 class Archive(Protocol):
@@ -153,10 +151,10 @@ _ITEMSIZES = {
 """Bytes of an element of each class of storage, by its name in pickles."""
 
 
-def check_torch_file(source: bytes | Path) -> tuple[set[str], bytes | None]:
+def check_torch_file(source: bytes | Path) -> tuple[set[str], bytes]:
     """Check what ``torch.load(weights_only=True)`` is about to read.
 
-    Returns the names of the classes and functions in it; and its pickle, if it is an archive.
+    Returns the names of the classes and functions in it, and its pickle.
 
     Raises:
         ValueError: if it is damaged, or would build what no state dict holds.
@@ -171,68 +169,25 @@ def check_torch_file(source: bytes | Path) -> tuple[set[str], bytes | None]:
             return _check(mapped)
 
 
-def _check(data: bytes | mmap.mmap) -> tuple[set[str], bytes | None]:
-    if data[: len(_ARCHIVE_START)] == _ARCHIVE_START:
-        found = entries(data)
-        if "data.pkl" not in found:
-            raise BadRecord("its archive has no data.pkl")
-        start, size = found["data.pkl"]
-        content = data[start : start + size]
-        return check_pickle(content, storage=partial(_stored_elements, found)).names, content
-    # The format before PyTorch 1.6: several pickles, then the storages.
-    header = check_pickle(data)
-    if header.value != _MAGIC_NUMBER:
+def _check(data: bytes | mmap.mmap) -> tuple[set[str], bytes]:
+    if data[: len(_ARCHIVE_START)] != _ARCHIVE_START:
         raise BadRecord("it does not begin like a file of torch.save")
-    for _ in ("protocol", "machine"):
-        header = check_pickle(data, header.end)
-    main = check_pickle(data, header.end, _legacy_storages(len(data)))
-    check_pickle(data, main.end)  # the order of the storages
-    return main.names, None
-
-
-def _storage(pid: Any, least: int) -> tuple[str, int, int, Sequence[Any]]:
-    """Name, number of elements and bytes of the storage with this id, which has so many parts."""
-    items = items_of(pid)
-    if len(items) < least:
-        raise BadPickle("it refers to something that is not a storage")
-    kind, cls, key, _, count = items[:5]
-    itemsize = _ITEMSIZES.get(cls.name) if isinstance(cls, Stub) and cls.kind == "global" else None
-    is_known = kind in ("storage", b"storage") and type(count) is int and count >= 0
-    if itemsize is None or not is_known:
-        raise BadPickle("it refers to something that is not a storage")
-    name = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
-    return name, count, count * itemsize, items
+    found = entries(data)
+    if "data.pkl" not in found:
+        raise BadRecord("its archive has no data.pkl")
+    start, size = found["data.pkl"]
+    content = data[start : start + size]
+    return check_pickle(content, partial(_stored_elements, found)).names, content
 
 
 def _stored_elements(found: Mapping[str, tuple[int, int]], pid: Any) -> int:
-    name, count, num_bytes, _ = _storage(pid, 5)
-    _, size = found.get(f"data/{name}", (0, -1))
-    if num_bytes > size:
+    items = items_of(pid)
+    kind, cls, key, _, count = items if len(items) == 5 else (None,) * 5
+    itemsize = _ITEMSIZES.get(cls.name) if isinstance(cls, Stub) and cls.kind == "global" else None
+    if kind != "storage" or itemsize is None or type(count) is not int or count < 0:
+        raise BadPickle("it refers to something that is not a storage")
+    _, size = found.get(f"data/{key}", (0, -1))
+    if count * itemsize > size:
         there = "none" if size < 0 else f"{size} bytes"
-        raise BadRecord(f"storage {name} of {num_bytes} bytes, found {there}")
+        raise BadRecord(f"storage {key} of {count * itemsize} bytes, found {there}")
     return count
-
-
-def _legacy_storages(most_bytes: int) -> StorageCheck:
-    """A check of the storages in an old file of ``most_bytes`` bytes."""
-    known: dict[str, tuple[int, int]] = {}
-    total = 0
-
-    def check(pid: Any) -> int:
-        name, count, num_bytes, items = _storage(pid, 6)
-        nonlocal total
-        total += 0 if name in known else num_bytes
-        if known.setdefault(name, (count, num_bytes)) != (count, num_bytes):
-            raise BadRecord(f"storage {name} has two sizes")
-        if total > most_bytes:
-            raise BadRecord(f"storages of {total} bytes in a file of {most_bytes}")
-        if items[5] is None:
-            return count
-        view = items_of(items[5])
-        if len(view) != 3 or any(type(n) is not int or n < 0 for n in view[1:]):
-            raise BadPickle("an invalid view of a storage")
-        if view[1] + view[2] > count:
-            raise BadRecord(f"a view that sticks out of storage {name}")
-        return int(view[2])
-
-    return check

@@ -78,8 +78,6 @@ class TorchFile(TensorFiles):
 
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
         super().__init__(path, [path])
-        # A file of before PyTorch 1.6 is read as a whole.
-        self.is_mapped = zipfile.is_zipfile(path)
         self._trusted = trusted
         tensors, self.cells, self.common = self._content(path)
         self._set_index(

@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, NamedTuple
 
@@ -13,7 +14,6 @@ from typer import Argument, Exit, Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.checkpoint.key_tree import Branch, as_tree
 from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
@@ -65,6 +65,7 @@ OBJECT = "object"
 COMMON = "common"
 _NARROW = 90
 _MAX_SHARING_SHOWN = 3
+_MAX_LEVELS = 100
 _THREADS = 16
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _POLL_SECONDS = 0.5
@@ -271,6 +272,40 @@ def _total(entries: Sequence[Entry]) -> str:
 
 
 # The tree.
+
+
+@dataclass(slots=True)
+class Branch:
+    """One part of the keys, the entry with exactly this key, and the parts below it by name.
+
+    The sums are of the entries here and below.
+    """
+
+    name: str
+    below: dict[str, Branch] = field(default_factory=dict)
+    entry: Any = None
+    num_entries: int = 0
+    num_bytes: int = 0
+
+
+def as_tree(entries: Sequence[Entry]) -> Branch:
+    """The entries as a tree of the parts of their keys, which ``.`` and ``/`` separate."""
+    root = Branch("")
+    for entry in entries:
+        path = [root]
+        for name in entry.key.replace("/", ".").split(".", _MAX_LEVELS):
+            below = path[-1].below
+            if name not in below:
+                below[name] = Branch(name)
+            path.append(below[name])
+        # If two keys differ only in their separators, the second gets its own line.
+        if path[-1].entry is not None:
+            path[-1] = path[-2].below.setdefault(entry.key, Branch(entry.key))
+        path[-1].entry = entry
+        for branch in path:
+            branch.num_entries += 1
+            branch.num_bytes += entry.num_bytes
+    return root
 
 
 def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[str, str, str]]:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import pprint
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any
 
@@ -32,13 +31,12 @@ from dist_checkpointing.tools.report import (
     shape_text,
     terminal_width,
 )
-from dist_checkpointing.tools.values import Histogram, Statistics
+from dist_checkpointing.tools.values import Statistics
 
 _MAX_WHOLE = 200
 _MAX_JSON = 10_000
 _MAX_CHUNKS = 8
 _MAX_LINES = 60
-_BINS = 20
 
 
 def show(
@@ -53,30 +51,25 @@ def show(
     statistics: Annotated[
         bool, Option(help="Read all of it (or of the slice) for its statistics.")
     ] = True,
-    plot: Annotated[
-        bool, Option("--plot", help="Draw a histogram of it (or of the slice).")
-    ] = False,
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a tensor: values, statistics, and the part in each chunk.
 
-    Also shows sharded objects and entries of the common state. A histogram
-    reaches as far as four standard deviations from the mean; what lies
-    outside is counted below and above it.
+    Also shows sharded objects and entries of the common state.
 
-    Example: dckpt show runs/gpt@latest decoder.weight --plot
+    Example: dckpt show runs/gpt@latest args.lr
 
     Example: dckpt show ckpt/1000 decoder.weight --slice "0:4,:8"
     """
     opened = open_named(checkpoint, trusted=trusted)
     if key in opened:
-        _show_tensor(opened[key], part, statistics=statistics, plot=plot, as_json=as_json)
+        _show_tensor(opened[key], part, statistics=statistics, as_json=as_json)
         return
     handle = opened.objects.get(key)
     value = _common_value(opened, key) if handle is None else None
-    if part is not None or plot:
-        raise ValueError(f"{key!r} is not a tensor: only tensors have slices and histograms")
+    if part is not None:
+        raise ValueError(f"{key!r} is not a tensor: only tensors have slices")
     if handle is None:
         what = values.type_text(value)
         document = {"key": key, "type": what, "value": value}
@@ -105,21 +98,17 @@ def _width() -> int:
 
 
 def _show_tensor(
-    handle: TensorHandle, part: str | None, *, statistics: bool, plot: bool, as_json: bool
+    handle: TensorHandle, part: str | None, *, statistics: bool, as_json: bool
 ) -> None:
     slices = ... if part is None else parse_slices(part)
     selected = select(handle.shape, slices, handle.key)
     num_bytes = sum(box.num_elements for box in selected.boxes) * handle.stored.dtype.itemsize
-    found = histogram = None
-    if statistics or plot:
-        with progress_bar("reading", num_bytes * (2 if plot else 1)) as bar:
+    found = None
+    if statistics:
+        with progress_bar("reading", num_bytes) as bar:
             found = values.statistics_of_part(handle, slices, report=bar.advance)
-            if plot:
-                histogram = values.histogram_of_part(
-                    handle, slices, found, bins=_BINS, report=bar.advance
-                )
     if as_json:
-        print_json(_document(handle, part, slices, selected.shape, found, histogram))
+        print_json(_document(handle, part, slices, selected.shape, found))
         return
     report = Report(handle.key)
     cut = counted(handle.num_chunks, "piece")
@@ -131,9 +120,6 @@ def _show_tensor(
     if found is not None:
         report.section(f"Statistics{title}")
         report.raw(_statistics_lines(found))
-    if histogram is not None:
-        report.section(f"Histogram{title}")
-        report.raw(plot_lines(histogram, _width()))
     report.section(f"Values{title}")
     report.raw([_values_text(handle, slices)])
     boxes = () if part is None else selected.boxes
@@ -199,7 +185,6 @@ def _document(
     slices: Any,
     shape: tuple[int, ...],
     found: Statistics | None,
-    histogram: Histogram | None,
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "key": handle.key,
@@ -209,9 +194,8 @@ def _document(
         "slice": part,
         "slice_shape": shape,
     }
-    for name, one in (("statistics", found), ("histogram", histogram)):
-        if one is not None:
-            document[name] = dataclasses.asdict(one)
+    if found is not None:
+        document["statistics"] = dataclasses.asdict(found)
     if math.prod(shape) <= _MAX_JSON:
         document["values"] = values.as_numbers(handle[slices]).tolist()
     chunks = [
@@ -236,26 +220,3 @@ def _common_value(opened: Checkpoint, key: str) -> Any:
         near = hint(key, [*opened, *opened.objects, *common, *values.entries(common)])
         near = near or "; dckpt ls --all lists everything in it"
         raise KeyError(f"{opened.path} holds nothing called {key!r}{near}") from None
-
-
-def plot_lines(found: Histogram, width: int) -> Iterator[str]:
-    """A line for each bin: its lower edge, a bar, and the number of its values."""
-    is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
-    full, parts = ("█", " ▏▎▍▌▋▊▉") if is_utf else ("#", " " * 8)
-    form = "{:.0f}" if found.is_of_integers else "{:.4g}"
-    # The bin of an integer begins half below it.
-    labels = [form.format(edge + 0.5 * found.is_of_integers) for edge in found.edges]
-    rows = list(zip(labels, found.counts, strict=False))
-    if found.below:
-        rows[:1] = [(f"< {labels[0]}", found.below), (f">= {labels[0]}", found.counts[0])]
-    if found.above:
-        rows.append((f"> {labels[-1]}", found.above))
-    most = max(count for _, count in rows)
-    label_width, count_width = max(len(label) for label, _ in rows), len(f"{most:,}")
-    room = max(8, width - label_width - count_width - 4)
-    for label, count in rows:
-        whole, eighths = divmod(round(8 * room * count / most), 8)
-        bar = full * whole + parts[eighths].strip()
-        if count and not bar:
-            bar = parts[1].strip() or full
-        yield f"{label:>{label_width}}  {bar:<{room}}  {count:>{count_width},}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
 from typing import Annotated, Any
@@ -124,21 +123,9 @@ def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
         "checksums": f"in {counted(len(tables), 'table')}" if tables else "none were kept",
         "seal": "kept" if SEAL_NAME in sizes else "none was kept",
     }
-    if backend == "tensorstore":
-        groups: defaultdict[str, list[int]] = defaultdict(list)
-        for name, size in sizes.items():
-            if name.startswith("data/"):
-                groups[name.split("/")[1]].append(size)
-        # A removal of all of its tensors frees this.
-        for group, inside in sorted(groups.items()):
-            facts[f"group {group}"] = f"{sum(inside):,} bytes in {counted(len(inside), 'file')}"
-    elif backend == "zarr":
+    if backend == "zarr":
         facts["format"] = f"zarr v{3 if version == 2 else 2}"
         facts["compression"] = checkpoint.index.codec or "none"
-    elif backend == "torch_dist":
-        data = [name for name in sizes if name.endswith(".distcp")]
-        ranks = {name.split("_")[2] for name in data if name.startswith("__")}
-        facts["written by"] = f"{counted(len(ranks), 'rank')}, {counted(len(data), 'data file')}"
     return facts
 
 

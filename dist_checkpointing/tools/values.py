@@ -265,19 +265,13 @@ def statistics_of_part(
     report: Callable[[int], None] = lambda _: None,
 ) -> Statistics:
     """The statistics of ``handle[slices]``, which need not fit into memory."""
-    parts = map(_of_slab, _slabs_of_part(handle, slices, memory_bytes, report))
-    return reduce(Statistics.with_more, parts, Statistics())
-
-
-def _slabs_of_part(
-    handle: TensorHandle, slices: Any, memory_bytes: int, report: Callable[[int], None]
-) -> Iterator[Array]:
-    """The slabs of ``handle[slices]``; each part that is read is freed before the next one."""
+    found = Statistics()
     for part in _parts(handle, slices, memory_bytes):
         tensor = handle[part]
         report(tensor.nbytes)
-        yield from slabs(tensor)
-        del tensor
+        found = found.with_more(statistics_of(tensor))
+        del tensor  # before the next one is read
+    return found
 
 
 def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tuple[slice, ...]]:
@@ -292,58 +286,6 @@ def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tup
         for block in split_rows(Box.whole(shape), most_elements):
             inside = zip(ranges, block.slices(), strict=True)
             yield tuple(_as_slice(part[inner]) for part, inner in inside)
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """How often values of a tensor lie between ``edges[i]`` and ``edges[i + 1]``.
-
-    The last edge belongs to the last bin. ``below`` and ``above`` count the finite values outside.
-    If it ``is_of_integers``, each bin is for one integer, which lies in its middle.
-    """
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    below: int
-    above: int
-    is_of_integers: bool
-
-
-def histogram_of_part(
-    handle: TensorHandle,
-    slices: Any,
-    known: Statistics,
-    *,
-    bins: int,
-    report: Callable[[int], None] = lambda _: None,
-) -> Histogram:
-    """The histogram of the finite values of ``handle[slices]``, which need not fit into memory.
-
-    It reaches as far as four standard deviations from the mean, so that a few outliers do not
-    leave all the rest in one bin. A few integers have a bin each. Values without an order, such as
-    complex numbers, raise a ValueError.
-    """
-    if known.minimum is None or known.maximum is None or known.std is None:
-        raise ValueError(f"{handle.key!r} has no finite real numbers to draw")
-    least, most = float(known.minimum), float(known.maximum)
-    is_of_integers = isinstance(known.minimum, int) and most - least < bins
-    if is_of_integers:
-        edges = np.arange(least - 0.5, most + 1)
-    else:
-        assert isinstance(known.mean, int | float)
-        least = max(least, known.mean - 4 * known.std)
-        most = min(most, known.mean + 4 * known.std)
-        edges = np.linspace(least, most if most > least else least + 1, bins + 1)
-    # Above the last edge itself, which belongs to the last bin.
-    limits = [*edges[:-1], np.nextafter(edges[-1], math.inf)]
-
-    def count(slab: Array) -> Array:
-        finite = slab[np.isfinite(slab)].astype(np.float64)
-        return np.bincount(np.searchsorted(limits, finite, side="right"), minlength=len(edges) + 1)
-
-    parts = map(count, _slabs_of_part(handle, slices, DEFAULT_MEMORY_BYTES, report))
-    below, *inside, above = sum(parts, np.zeros(len(edges) + 1, dtype=np.int64)).tolist()
-    return Histogram(tuple(edges.tolist()), tuple(inside), below, above, is_of_integers)
 
 
 def read_excerpt(

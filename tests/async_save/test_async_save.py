@@ -1,6 +1,5 @@
 """async_save: what is saved is the state at the call, and what goes wrong is told to every rank."""
 
-import asyncio
 import threading
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 
 from dist_checkpointing import (
     AsyncSaver,
-    Checkpoint,
     CheckpointExistsError,
     CheckpointingException,
     RankFailedError,
@@ -321,26 +319,6 @@ def test_a_taken_folder_is_refused_before_anything_is_copied(tmp_path: Path) -> 
     assert_holds(tmp_path / "c", 2)
 
 
-def test_a_handle_in_an_event_loop(tmp_path: Path) -> None:
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
-
-    async def saving(name: str, **options: Any) -> None:
-        await async_save(state, tmp_path / name, comm=SingleProcess(), **options)
-
-    async def cancelled() -> SaveHandle:
-        handle = async_save(state, tmp_path / "b", comm=SingleProcess())
-        task = asyncio.ensure_future(handle)
-        await asyncio.sleep(0)
-        task.cancel()
-        return handle
-
-    asyncio.run(saving("a"))
-    assert Checkpoint.open(tmp_path / "a").is_committed
-    asyncio.run(cancelled()).result(30)  # the save went on
-    with pytest.raises(CheckpointExistsError):
-        asyncio.run(saving("a"))
-
-
 def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
     may_go, was_called = threading.Event(), threading.Event()
@@ -371,11 +349,7 @@ def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
     handle.add_done_callback(callback)
     assert called == [(handle, True)] * 2
     with pytest.raises(RankFailedError):
-        asyncio.run(awaited(handle))
-
-
-async def awaited(handle: SaveHandle) -> None:
-    await handle
+        handle.result()
 
 
 def test_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,9 +139,6 @@ def test_keys_that_the_output_cannot_show_are_escaped(tmp_path: Path) -> None:
     missing = run_with("ascii", "show", tmp_path / "\xfc", "nothing")
     assert missing.returncode == EXIT_BAD_INPUT
     assert r"\xfc holds nothing called 'nothing'" in missing.stderr
-    drawn = run_with("ascii", "show", tmp_path / "\xfc", "gr\xf6\xdfe", "--plot")
-    assert "###" in drawn.stdout
-    assert drawn.stdout.isascii()
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"]])
@@ -265,7 +262,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "`ls`": (["ls", "a"], ["--all"]),
     "`ls RUN`": (["ls", "run"], []),
-    "`show` of a tensor": (["show", "a", "w"], ["--plot"]),
+    "`show` of a tensor": (["show", "a", "w"], []),
     "`show` of an object": (["show", "a", "o"], []),
     "`show` of common state": (["show", "a", "step"], []),
     "`stats`": (["stats", "a"], ["--scan"]),
@@ -371,7 +368,7 @@ def test_no_line_ends_in_blanks_and_tables_fit(
     for arguments in (
         ["ls", one, "--all"],
         ["ls", "run"],
-        ["show", one, "uneven", "--plot"],
+        ["show", one, "uneven"],
         ["show", one, "rng"],
         ["stats", one, "--scan"],
         ["diff", "a", "b"],

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from dist_checkpointing import ShardedObject, UnsupportedFormatError, load, save
-from dist_checkpointing.tools import report
 from samples import Run, Sample, Samples
 from states import shard
 
@@ -205,80 +203,6 @@ def test_a_damaged_chunk_is_named(samples: Samples, tmp_path: Path, dckpt: Run) 
     finished = dckpt("show", sample.folder, "decoder.weight", code=2, out="")
     assert "c.1.0" in finished.err
     assert dckpt("show", sample.folder, "decoder.weight", "-s", ":8").code == 0
-
-
-def histogram(tensor: torch.Tensor, tmp_path: Path, dckpt: Run, *more: str) -> dict[str, Any]:
-    save({"w": shard("w", tensor)}, tmp_path / "c")
-    document = dckpt("show", tmp_path / "c", "w", "--plot", "--json", *more).json
-    found: dict[str, Any] = document["histogram"]
-    return found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
-def test_a_histogram_counts_every_finite_value(
-    tmp_path: Path, dckpt: Run, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    tensor = (torch.randn(70, 90) * 100).to(dtype)
-    tensor[0, 0] = 5000
-    if dtype.is_floating_point:
-        tensor[1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-    found = histogram(tensor, tmp_path, dckpt)
-    wide = tensor.double()
-    wide = wide[wide.isfinite()]
-    edges = torch.tensor(found["edges"], dtype=torch.float64)
-    inside = wide[(wide >= edges[0]) & (wide <= edges[-1])]
-    expected = torch.histogram(inside, edges).hist.int().tolist()
-    assert found["counts"] == expected
-    assert found["below"] == int((wide < edges[0]).sum())
-    # An outlier does not leave all other values in one bin.
-    assert found["above"] == int((wide > edges[-1]).sum()) >= 1
-    assert sum(expected) + found["below"] + found["above"] == len(wide)
-    assert max(expected) < len(wide) / 4
-
-
-def test_a_histogram_of_a_few_integers_has_a_bin_for_each(tmp_path: Path, dckpt: Run) -> None:
-    found = histogram(torch.tensor([3, 5, 5, 6, 3, 3]), tmp_path, dckpt)
-    assert (found["edges"], found["counts"]) == ([2.5, 3.5, 4.5, 5.5, 6.5], [3, 0, 2, 1])
-    out = dckpt("show", tmp_path / "c", "w", "--plot").out
-    rows = out.partition("Histogram\n")[2].partition("\n\n")[0].split("\n")
-    assert [row.split()[0] for row in rows] == ["3", "4", "5", "6"]
-    assert [row.split()[-1] for row in rows] == ["3", "0", "2", "1"]
-    bars = [row.count("█") for row in rows]
-    assert bars[0] > bars[2] > bars[3] > bars[1] == 0
-
-
-def test_a_histogram_of_a_slice(tmp_path: Path, dckpt: Run) -> None:
-    found = histogram(torch.arange(100.0), tmp_path, dckpt, "--slice", "10:30:2")
-    assert (found["edges"][0], found["edges"][-1], sum(found["counts"])) == (10, 28, 10)
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_histogram_is_as_wide_as_the_terminal(
-    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    terminal = Console(force_terminal=True, color_system=None, width=width)
-    monkeypatch.setattr(report, "out", terminal)
-    save({"w": shard("w", torch.tensor([0] * 9999 + [1, 30]))}, tmp_path / "c")
-    out = dckpt("show", tmp_path / "c", "w", "--plot").out
-    lines = out.partition("Histogram\n")[2].partition("\n\n")[0].split("\n")
-    assert {len(line) for line in lines} == {width}
-    assert lines[-1].split()[0] == ">"
-    assert "▏" in lines[-1]  # one value is not none
-
-
-@pytest.mark.parametrize(
-    "tensor", [torch.full((3,), math.nan), torch.ones(2, dtype=torch.complex64), torch.zeros(0)]
-)
-def test_what_has_no_histogram(tmp_path: Path, dckpt: Run, tensor: torch.Tensor) -> None:
-    save({"w": shard("w", tensor)}, tmp_path / "c")
-    finished = dckpt("show", tmp_path / "c", "w", "--plot", code=2, out="")
-    assert "'w' has no finite real numbers to draw" in finished.err
-
-
-def test_a_histogram_of_equal_values(tmp_path: Path, dckpt: Run) -> None:
-    found = histogram(torch.full((9,), 2.5), tmp_path, dckpt)
-    assert found["counts"] == [9, *[0] * 19]
 
 
 def test_a_value_of_a_class_that_is_not_imported_is_named(

@@ -65,11 +65,9 @@ def test_a_scan_that_finds_nothing(samples: Samples, dckpt: Run, name: str) -> N
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
-        ("tensorstore", "group optimizer"),
         ("zarr-2", "zarr v3"),
         ("zarr-2-zstd", "zstd"),
         ("zarr-1", "zarr v2"),
-        ("torch_dist", "2 ranks, 2 data files"),
         ("dcp", "none were kept"),
     ],
 )

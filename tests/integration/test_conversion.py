@@ -387,12 +387,18 @@ def test_ranks_fail_together(sources: dict[str, Path], tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("to", ["zarr", "safetensors"])
-def test_a_file_of_before_pytorch_1_6(to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_file_of_before_pytorch_1_6_is_refused_with_the_remedy(
+    trusted: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "old.bin"
     torch.save({"w": torch.arange(5)}, path, _use_new_zipfile_serialization=False)
-    convert(path, tmp_path / "out", to, options=ROOMY)
-    assert_same(read_back(tmp_path / "out", to), {"w": torch.arange(5)})
+    with pytest.raises(dc.UnsupportedFormatError, match=r"PyTorch 1\.6") as raised:
+        len(dc.Checkpoint.open(path, trusted=trusted))
+    assert "torch.save(torch.load(path), path)" in str(raised.value)
+    torch.save(torch.load(path), path)
+    convert(path, tmp_path / "out", "zarr", options=ROOMY)
+    assert_same(read_back(tmp_path / "out", "zarr"), {"w": torch.arange(5)})
 
 
 class Evil:

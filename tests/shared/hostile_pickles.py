@@ -257,16 +257,6 @@ def torch_files() -> dict[str, bytes]:
     zeros = _dict_of(_text("\0" * (1 << 27)))
     files["a bomb in a zip"] = archive(zeros, method=zipfile.ZIP_DEFLATED)
     files["two data.pkl"] = _with_two_pickles()
-    files |= {f"{name}, legacy": legacy(content) for name, content in PICKLES.items()}
-    files["a large storage, legacy"] = legacy(
-        _dict_of(
-            _tuple(
-                _text("storage"), _name("torch.FloatStorage"), _text("0"), _text("cpu"),
-                _number(1 << 34), b"N",
-            )
-            + b"Q"
-        )
-    )  # fmt: skip
     files["not a file of torch"] = b"\x80\x02K\x01."
     return files
 
@@ -277,13 +267,6 @@ def _with_two_pickles() -> bytes:
         file.writestr("archive/data.pkl", pickle.dumps({"x": 1}, 2))
         file.writestr("archive/DATA.PKL", _dict_of(_call("__builtin__.list", _range(1 << 40))))
     return buffer.getvalue()
-
-
-def legacy(content: bytes) -> bytes:
-    """A file as PyTorch wrote them until 1.5, with this as its pickle."""
-    machine = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
-    headers = (0x1950A86A20F9469CFC6C, 1001, machine)
-    return b"".join(pickle.dumps(part, 2) for part in headers) + content + pickle.dumps([], 2)
 
 
 DCP_PICKLES: Final[dict[str, bytes]] = {

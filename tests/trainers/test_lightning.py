@@ -1,4 +1,4 @@
-"""The callback and the CheckpointIO with the real Lightning."""
+"""The callback with the real Lightning."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_checkpointing import CheckpointManager, CheckpointNotFoundError, load_tensors_metadata
+from dist_checkpointing import CheckpointManager
 from real_ranks import run_script
 
 lightning = pytest.importorskip("lightning", reason="lightning is missing: make test-trainers")
@@ -76,37 +76,13 @@ def test_callbacks_get_their_state_back(tmp_path: Path) -> None:
     assert second.wait_count == first.wait_count
 
 
-def test_the_checkpoint_io_saves_and_resumes(tmp_path: Path) -> None:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    def own() -> dict[str, Any]:
-        keeping = ModelCheckpoint(tmp_path / "io", save_top_k=-1, save_last=True)
-        return {"callbacks": [keeping], "plugins": [ours.DistCheckpointIO()]}
-
-    fit(1, **own())
-    first = tmp_path / "io" / "epoch=0-step=6.ckpt"
-    assert "state_dict.layers.0.weight" in load_tensors_metadata(first)
-    resumed = fit(3, seed=9, ckpt_path=str(tmp_path / "io" / "last.ckpt"), **own())
-    assert resumed.global_step == 18
-    assert len(resumed.lightning_module.losses) == 12
-    last = tmp_path / "io" / "last.ckpt"
-    own_weights = ours.DistCheckpointIO().load_checkpoint(last)["state_dict"]
-    for name, weight in resumed.lightning_module.state_dict().items():
-        assert torch.equal(own_weights[name], weight)
-    ours.DistCheckpointIO().remove_checkpoint(first)
-    assert not first.exists()
-    with pytest.raises(CheckpointNotFoundError):
-        ours.DistCheckpointIO().remove_checkpoint(tmp_path)
-    assert tmp_path.exists()
-
-
 def test_fabric(tmp_path: Path) -> None:
     from lightning.fabric import Fabric
 
     from dist_checkpointing import load, save
     from dist_checkpointing.interop import TorchState
 
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[ours.DistCheckpointIO()])
+    fabric = Fabric(accelerator="cpu", devices=1)
 
     def make(seed: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)
@@ -126,17 +102,11 @@ def test_fabric(tmp_path: Path) -> None:
 
     model, optimizer = make(0)
     train(model, optimizer)
-    fabric.save(tmp_path / "io", {"model": model, "optimizer": optimizer, "step": 3})
     save(TorchState(model.module, optimizer, step=3), tmp_path / "state")
     expected = train(model, optimizer)
 
-    model, optimizer = make(1)
-    rest = fabric.load(tmp_path / "io", {"model": model, "optimizer": optimizer})
-    assert rest == {"step": 3}
     other, other_optimizer = make(2)
     load(TorchState(other.module, other_optimizer), tmp_path / "state")
-    for own, same in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(own, same)
     assert train(other, other_optimizer) == expected
 
 

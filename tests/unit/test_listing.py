@@ -1,13 +1,12 @@
 import pytest
 
-from dist_checkpointing.checkpoint.key_tree import as_tree
 from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.planning import Keep, Recipe
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.tools.convert import ConvertOptions, plan_conversion
 from dist_checkpointing.tools.load_forecast import cut_keys, parse_rule
-from dist_checkpointing.tools.ls import Entry, sharding_text, tensor_entries
+from dist_checkpointing.tools.ls import Entry, as_tree, sharding_text, tensor_entries
 from dist_checkpointing.tools.report import shape_text
 
 FLOAT = dtypes.from_name("float32")

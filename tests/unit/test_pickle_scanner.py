@@ -35,15 +35,11 @@ TENSORS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("number", range(len(TENSORS)))
-@pytest.mark.parametrize("is_new", [True, False])
-def test_tensors_come_back(number: int, is_new: bool) -> None:
+def test_tensors_come_back(number: int) -> None:
     tensor = TENSORS[number]
-    if not is_new and tensor.dtype in (torch.float8_e4m3fn, torch.uint16):
-        pytest.skip("PyTorch itself does not read these dtypes in the old format")
     buffer = io.BytesIO()
-    torch.save([tensor, tensor], buffer, _use_new_zipfile_serialization=is_new)
+    torch.save([tensor, tensor], buffer)
     loaded, again = deserialize(buffer.getvalue(), "it")
     assert loaded is again
     assert (loaded.shape, loaded.dtype) == (tensor.shape, tensor.dtype)
@@ -55,7 +51,8 @@ def test_tensors_come_back(number: int, is_new: bool) -> None:
 def test_every_protocol_of_a_pickle_without_shared_parts_passes(protocol: int) -> None:
     values = [[i, str(i), (i, {i: [float(i)]}), {i}, frozenset([i]), b"b" * i] for i in range(500)]
     content = pickle.dumps(values, protocol)
-    assert check_pickle(content).end == len(content)
+    names = check_pickle(content).names
+    assert names <= {"builtins.set", "builtins.frozenset", "builtins.bytes", "_codecs.encode"}
 
 
 def test_what_is_shared_counts_where_it_stands() -> None:
@@ -88,8 +85,6 @@ def test_a_hostile_pickle_is_refused_before_torch_sees_it(name: str) -> None:
     content = hostile_pickles.PICKLES[name]
     with pytest.raises(ValueError):  # noqa: PT011 - which text is a matter of the sample
         check_torch_file(hostile_pickles.archive(content, storages=(b"\0" * 16,)))
-    with pytest.raises(ValueError):  # noqa: PT011
-        check_torch_file(hostile_pickles.legacy(content))
 
 
 @pytest.mark.parametrize("name", hostile_pickles.DCP_PICKLES)
